@@ -88,11 +88,11 @@ class PublishRoot:
 
 @dataclass(frozen=True, slots=True)
 class GiveToken:
-    """Give a machine that has not joined its bootstrap token, which need not be its first one."""
+    """Give a bootstrap token to a machine that has not joined its cluster. It replaces an earlier token."""
 
     machine: str
     where: str
-    """Its file, or `credential:NAME`."""
+    """The token's file, or `credential:NAME`."""
 
     def describe(self) -> str:
         return f"give machine {self.machine} the bootstrap token of {self.where}"
@@ -100,7 +100,7 @@ class GiveToken:
 
 @dataclass(frozen=True, slots=True)
 class RemoveTree:
-    """Remove a root file system that is not a machine, or no longer one."""
+    """Remove a root file system that is not a machine yet, or no longer is one."""
 
     path: str
 
@@ -138,7 +138,7 @@ class RemoveDriverRoots:
 
 @dataclass(frozen=True, slots=True)
 class EnableUnit:
-    """Let the host start a unit at each boot, also without the agent."""
+    """Let the host start a unit at each boot, even without the agent."""
 
     unit: str
 
@@ -158,7 +158,7 @@ class DisableUnit:
 
 @dataclass(frozen=True, slots=True)
 class ForgetNode:
-    """Remove the agent's state of a machine, the record of the node last."""
+    """Remove the agent's state of a machine. The record of the node is removed last."""
 
     machine: str
 

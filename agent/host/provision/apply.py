@@ -1,4 +1,4 @@
-"""Runs the steps of `up` and `reset`. Each can be repeated after it was interrupted anywhere."""
+"""Runs the steps of `up` and `reset`. Each step can be repeated, wherever it was interrupted."""
 
 import hashlib
 import threading
@@ -62,18 +62,19 @@ from agent.system.network import NetworkSource
 from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
-"""Seconds in which a machine has to stop. Its pods have 30 s by default, its services 90 s."""
+"""Seconds that a machine may take to stop. Its pods have 30 s by default, its services 90 s."""
 REMOVE_LIMIT = 600.0
+"""Seconds to remove a directory, which may be a whole root file system."""
 LOCK_WAIT = 60.0
 """Seconds to wait for a pass to end."""
 UNIT_LIMIT = 60.0
-"""Seconds for systemd to enable a unit, which reloads all of them."""
+"""Seconds to enable or disable a unit. systemctl then makes systemd reload all units."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the steps work with."""
+    """What the steps use to do their work."""
 
     system: System
     network: NetworkSource
@@ -89,9 +90,9 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 
 
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
-    """Run steps that do not depend on each other at the same time. Raises AgentError for the first that fails.
+    """Run independent steps at the same time. Raises AgentError for the first that fails.
 
-    The others are completed nevertheless, so that the next attempt finds their results.
+    The other steps are completed even then, so that the next attempt finds their results.
     """
     failures: list[BaseException] = []
 
@@ -120,8 +121,8 @@ def _run(action: Action, tools: Tools, progress: Progress) -> None:
     except AgentError as error:
         raise ApplyError(f"cannot {action.describe()}: {error.message}", error.hint) from error
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        raise ApplyError(f"cannot {action.describe()}: {place}{error.strerror or error}") from error
+        file = f"{error.filename}: " if error.filename else ""
+        raise ApplyError(f"cannot {action.describe()}: {file}{error.strerror or error}") from error
 
 
 def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -> None:  # noqa: C901
@@ -202,7 +203,7 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
 
 
 def _publish(action: PublishRoot, system: System) -> None:
-    """Record the node, then rename its root file system: whatever has that name is recorded, complete and synced."""
+    """Record and sync the node, then rename its root file system: what has the final name is complete and recorded."""
     inode = system.link_inode(action.staged)
     if inode is None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
@@ -213,7 +214,7 @@ def _publish(action: PublishRoot, system: System) -> None:
 
 
 def _remove_root(machine: str, system: System) -> None:
-    """Rename the directory first: no machine may start from a half removed one, and the rest can be done again."""
+    """Rename the directory, then remove it: no machine may start from what an interrupted removal leaves."""
     aside = f"{staged_prefix(machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
     system.rename(machine_root(machine), aside)

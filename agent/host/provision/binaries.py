@@ -1,6 +1,6 @@
-"""A node's programs, from a mirror or an offline bundle. Only the configured digest says which file is right.
+"""Fetches a node's programs from a mirror or an offline bundle, and verifies them against the configured digests.
 
-A cache has verified files under their digests, so a node that is made again needs no network for them.
+Verified files stay in a cache, named by their digests, so rebuilding a node needs no network for them.
 """
 
 import contextlib
@@ -21,21 +21,24 @@ from agent.system.download import open_url
 from agent.system.files import System, remains
 
 DIRECTORY = "/usr/local/bin"
-"""In the machine."""
+"""The directory of the programs in the machine."""
 CRICTL = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
 CNI_PLUGINS = "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
 """Archives on GitHub."""
 CHUNK = 1 << 20
 SILENCE_LIMIT = 30.0
-"""Seconds without any byte."""
-LOOK_LIMIT = 60.0
+"""Seconds for which a mirror may send nothing."""
+CHECK_LIMIT = 60.0
+"""Seconds for a mirror to say whether it has a program."""
 FETCH_LIMIT = 1800.0
+"""Seconds to fetch one program."""
 SIZE_LIMIT = 1 << 30
-"""Bytes; the kubelet of 2026 has 60 million. A mirror must not fill the disk before the digest is known."""
+"""Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
+million."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
-    """Return the programs that are put into a root file system, for Go's name of an architecture."""
+    """Return the programs to put into a root file system. `architecture` has Go's name."""
     settings = node.binaries
     if settings is None:
         return ()
@@ -72,8 +75,8 @@ def cached(binary: NodeBinary, directory: str) -> str:
     return f"{directory}/{binary.sha256}"
 
 
-def look(binary: NodeBinary, system: System) -> None:
-    """Look whether the program is where `fetch` would take it from. Raises ApplyError or OSError."""
+def check_source(binary: NodeBinary, system: System) -> None:
+    """Check that the program is where `fetch` would take it from. Raises ApplyError or OSError."""
     if "://" not in binary.source:
         if not system.is_file(binary.source):
             raise ApplyError(f"{binary.source}: no such file", "put the file there, or correct binaries.bundle")
@@ -83,8 +86,8 @@ def look(binary: NodeBinary, system: System) -> None:
         with _answer(binary, "HEAD"):
             pass
 
-    # Looking up a name has no limit of its own.
-    bounded(f"HEAD {binary.source}", ask, LOOK_LIMIT)
+    # The DNS lookup has no time limit of its own.
+    bounded(f"HEAD {binary.source}", ask, CHECK_LIMIT)
 
 
 def fetch(binary: NodeBinary, directory: str, system: System) -> str:
@@ -93,13 +96,13 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
     if _digest_of(path, system) == binary.sha256:
         return path
     system.make_directory(directory)
-    # What a killed attempt left, or a file that was damaged.
+    # Remove what a killed attempt left, and a file that is damaged.
     system.remove_remains(path)
     system.remove_tree(path)
     temporary = remains(path)
     try:
         with opening.new_file(system.place(temporary)) as file:
-            digest = _download(binary, file) if "://" in binary.source else _take(binary, file, system)
+            digest = _download(binary, file) if "://" in binary.source else _copy_from_bundle(binary, file, system)
             file.flush()
             os.fsync(file.fileno())
         if digest != binary.sha256:
@@ -116,12 +119,13 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
 def _digest_of(path: str, system: System) -> str:
     try:
         with opening.plain(system.place(path)) as file:
-            return _copied(path, _chunks(file), None)
+            return _copy(path, _chunks(file), None)
     except (FileNotFoundError, NotADirectoryError):
         return ""
 
 
-def _take(binary: NodeBinary, file: BinaryIO, system: System) -> str:
+def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
+    """Write the program in the bundle to a file, and return its digest."""
     try:
         source = opening.plain(system.place(binary.source))
     except OSError as error:
@@ -129,13 +133,13 @@ def _take(binary: NodeBinary, file: BinaryIO, system: System) -> str:
             f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
         ) from error
     with source:
-        return _copied(binary.source, _chunks(source), file)
+        return _copy(binary.source, _chunks(source), file)
 
 
 def _download(binary: NodeBinary, file: BinaryIO) -> str:
-    """Write what the URL has to a file, and return its digest."""
+    """Write the program at the URL to a file, and return its digest."""
     with _answer(binary, "GET") as answer:
-        digest = _copied(binary.source, _chunks(answer), file)
+        digest = _copy(binary.source, _chunks(answer), file)
         if answer.length:
             raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
         return digest
@@ -143,7 +147,7 @@ def _download(binary: NodeBinary, file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
-    """Yield what the program's URL answers. Raises ApplyError, also for what fails while the answer is read."""
+    """Yield the answer of the program's URL. Raises ApplyError, even for an error while the answer is read."""
     try:
         with open_url(binary.source, SILENCE_LIMIT, method) as answer:
             yield answer
@@ -169,8 +173,11 @@ def _chunks(source: BinaryIO | http.client.HTTPResponse) -> Iterator[bytes]:
         yield chunk
 
 
-def _copied(what: str, chunks: Iterable[bytes], file: BinaryIO | None) -> str:
-    """Write the chunks to a file, and return the SHA-256 digest of all of them. Raises ApplyError for too many."""
+def _copy(what: str, chunks: Iterable[bytes], file: BinaryIO | None) -> str:
+    """Write the chunks to a file, if one is given, and return their SHA-256 digest.
+
+    Raises ApplyError if there is too much data, or if it takes too long.
+    """
     digest, size, deadline = hashlib.sha256(), 0, time.monotonic() + FETCH_LIMIT
     for chunk in chunks:
         size += len(chunk)

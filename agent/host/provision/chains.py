@@ -1,6 +1,6 @@
-"""Lists and removes the packet filter's chains that kube-proxy, the kubelet and CNI plugins make.
+"""Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and CNI plugins make.
 
-iptables itself does both, because only it can read its rules in the kernel's tables of nftables.
+The programs of iptables do both, because only they can read their rules in the kernel's nftables.
 """
 
 import re
@@ -16,19 +16,21 @@ from agent.system.network import NetworkSource
 
 FAMILIES = ("iptables", "ip6tables")
 KINDS = ("nft", "legacy")
-"""Each has rules of its own, and a host may have both. Without these names, there is only one program."""
-OURS = re.compile(r"(KUBE|CNI)-\S+")
+"""Variants of iptables. Each has rules of its own, and a host may have both. If it has no program of such a name, there
+is only one variant."""
+KUBERNETES = re.compile(r"(KUBE|CNI)-\S+")
 CHAIN = re.compile(r":(\S+) ")
 LIMIT = 120.0
+"""Seconds for one program to list or change all rules."""
 
 
 def observe_network(network: NetworkSource, system: System) -> Network:
-    """Return the host's network with these chains. Raises OSError."""
+    """Return the host's network, with Kubernetes' chains. Raises OSError."""
     return replace(network.observe(), chains=observe_chains(system))
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
-    """Return the chains of Kubernetes. For a program that fails, there is an entry without a table."""
+    """Return Kubernetes' chains. For a program that fails, there is an entry without a table."""
     return tuple(each for program in _programs(system) for each in _chains(program, system))
 
 
@@ -38,7 +40,7 @@ def remove_chains(chains: Chains, system: System) -> None:
     present = {found[1] for line in saved if (found := CHAIN.match(line))}
     names = [name for name in chains.names if name in present]
     jumps = [line for line in saved if line.startswith("-A ") and _jumps(line, {*names})]
-    # All at once: a cluster with many services has thousands of chains.
+    # Make all changes with one call, because a cluster with many services has thousands of chains.
     changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
     changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
     system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
@@ -72,6 +74,6 @@ def _chains(program: str, system: System) -> Iterator[Chains]:
     for line in saved.splitlines():
         if line.startswith("*"):
             names = tables.setdefault(line[1:], [])
-        elif (found := CHAIN.match(line)) and OURS.fullmatch(found[1]):
+        elif (found := CHAIN.match(line)) and KUBERNETES.fullmatch(found[1]):
             names.append(found[1])
     yield from (Chains(program, table, tuple(sorted(names))) for table, names in sorted(tables.items()) if names)

@@ -1,4 +1,4 @@
-"""containerd's files in a node: its configuration, and the mirrors of registries. Pure.
+"""Makes containerd's files for a node: its configuration, and the mirrors of registries. Pure.
 
 The configuration has version 2, which containerd 1.7 and 2.x read. The machine half writes its drop-in in the same
 version (agent.machine.containerd.tables).
@@ -18,7 +18,7 @@ MAIN = "/etc/containerd/config.toml"
 CERTS = "/etc/containerd/certs.d"
 CNI_SETTINGS = "/etc/cni/net.d"
 IMPORT = "/etc/containerd/conf.d/*.toml"
-"""Drop-ins of the image, and the one of the machine half, which otherwise adds this import itself."""
+"""Drop-ins of the image and of the machine half. Without this import, the machine half would add it."""
 CRICTL = "/etc/crictl.yaml"
 SERVERS = {"docker.io": "https://registry-1.docker.io"}
 """Registries whose server has another name than the registry."""
@@ -27,7 +27,7 @@ EVERY = "_default"
 
 
 def containerd_files(settings: ContainerdSettings, header: str) -> tuple[NodeFile, ...]:
-    """Return containerd's files, and that of crictl. `header` is the comment at the start of each."""
+    """Return containerd's files, and crictl's file. `header` is the comment at the start of each."""
     texts = {
         MAIN: tomlkit.dumps(_configuration(settings)),
         CRICTL: f"runtime-endpoint: {CONTAINERD_SOCKET}\n",
@@ -52,7 +52,7 @@ def _configuration(settings: ContainerdSettings) -> dict[str, Any]:
 
 
 def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
-    """Return a registry's mirrors, in the order in which they are tried, and its own server as the last one."""
+    """Return a registry's mirrors, in the order in which containerd tries them, and the registry's own server."""
     server = {} if registry == EVERY else {"server": SERVERS.get(registry, f"https://{registry}")}
     return {**server, "host": {url: _mirror(url) for url in mirrors}}
 
@@ -60,6 +60,6 @@ def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
 def _mirror(url: str) -> dict[str, Any]:
     mirror: dict[str, Any] = {"capabilities": ["pull", "resolve"]}
     if urlsplit(url).path.startswith("/v2/"):
-        # A repository of a proxy (Harbor, Artifactory): containerd would append another /v2.
+        # The mirror is a repository of a proxy (Harbor, Artifactory). By default, containerd would append another /v2.
         mirror["override_path"] = True
     return mirror

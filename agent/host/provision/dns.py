@@ -10,7 +10,7 @@ from agent.system.files import System
 def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: System) -> list[Check]:
     """Return the check; none if the settings name the DNS servers.
 
-    A node without DNS joins nevertheless, so this keeps no node from being made.
+    The check is not required, because a node joins even without DNS.
     """
     node = settings.node
     assert node, "the machine is a node"

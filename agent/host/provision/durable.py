@@ -1,4 +1,4 @@
-"""Records that must not be lost: two synced copies of one JSON document with its digest.
+"""Keeps records that must not be lost: two synced copies of one JSON document with its digest.
 
 The first copy is written first, so it is the newer one after a crash between the two writes. A damaged copy is replaced
 at the next write. If no copy is intact, the record is Broken, and its owner must not guess what it contained.
@@ -33,7 +33,11 @@ class Durable(Generic[T]):
         return json.dumps(document, indent=1).encode() + b"\n"
 
     def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
-        """Return the record in the first intact copy; Absent only if both are missing."""
+        """Return the record in the first intact copy.
+
+        Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and Absent
+        if both are missing.
+        """
         copies = [self._copy(path, system) for path in paths]
         for copy in copies:
             if not isinstance(copy, Absent | Broken | Unseen):
@@ -49,7 +53,7 @@ class Durable(Generic[T]):
 
     def remove(self, paths: tuple[str, str], system: System) -> None:
         """Remove both copies. Raises OSError."""
-        # The second copy first: until the first one is removed, the record can still be read.
+        # Start with the second copy, so that the record can be read until both are removed.
         for path in reversed(paths):
             system.remove(path)
 

@@ -1,4 +1,4 @@
-"""What the host of nodes gets: kernel parameters, modules, no swap, and files that keep all that over a boot. Pure."""
+"""Plans the settings of a host with nodes: kernel parameters, modules, swap, and files that keep them at boot. Pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,13 +24,13 @@ FORWARDING: Mapping[str, str] = {
 """What CNI plugins and kube-proxy need in the node's network namespace."""
 BRIDGE = "net.bridge."
 BRIDGE_MODULE = "br_netfilter"
-"""The module that has the parameters BRIDGE."""
+"""The module that provides the parameters below BRIDGE."""
 
 SYSCTLS = "/etc/sysctl.d/99-unbounded-agent.conf"
-"""Sorts behind the names that administrators and packages use, whose values would win otherwise."""
+"""The name sorts after the names that administrators and packages use, because the values of the last file win."""
 MODULES = "/etc/modules-load.d/unbounded-agent.conf"
 NO_SWAP = "/etc/systemd/system/swap.target"
-"""A unit file without content is masked (systemd.unit(5)): no boot turns on any swap."""
+"""An empty unit file masks its unit (systemd.unit(5)), so no boot turns on any swap."""
 NEEDRESTART = "/etc/needrestart/conf.d/unbounded-agent.conf"
 
 HEADER = f"{MARK.decode()} up; `unbounded-agent reset` removes it.\n"
@@ -41,10 +41,10 @@ def host_goal(config: Config) -> HostSettings:
     nodes = {name: machine.node for name, machine in config.machines.items() if machine.node}
     if not nodes:
         return HostSettings({}, (), swap_off=False, files=())
-    each_host = [settings.host for settings in nodes.values()]
-    modules = tuple(dict.fromkeys(module for host in each_host for module in host.kernel_modules))
-    sysctls = _sysctls(each_host, modules)
-    swap_off = any(host.swap == "off" for host in each_host)
+    hosts = [settings.host for settings in nodes.values()]
+    modules = tuple(dict.fromkeys(module for host in hosts for module in host.kernel_modules))
+    sysctls = _sysctls(hosts, modules)
+    swap_off = any(host.swap == "off" for host in hosts)
     files = [
         NodeFile(SYSCTLS, (HEADER + sysctl_lines(sysctls)).encode()),
         NodeFile(NEEDRESTART, _needrestart(nodes).encode()),
@@ -57,12 +57,12 @@ def host_goal(config: Config) -> HostSettings:
 
 
 def sysctl_lines(sysctls: Mapping[str, str]) -> str:
-    """Return the lines of a sysctl.d(5) file. A parameter that the kernel does not have is no error there."""
+    """Return the lines of a sysctl.d(5) file. The `-` makes systemd ignore parameters that the kernel does not have."""
     return "".join(f"-{name} = {value}\n" for name, value in sorted(sysctls.items()))
 
 
 def sysctl_name(name: str) -> str:
-    """Return a parameter's name with dots, as sysctl(8) prints it, also if it is written with slashes (sysctl.d(5))."""
+    """Return a parameter's name with dots, as sysctl(8) prints it. `name` may have slashes instead (sysctl.d(5))."""
     dot, slash = name.find("."), name.find("/")
     if slash < 0 or 0 <= dot < slash:
         return name
@@ -70,12 +70,12 @@ def sysctl_name(name: str) -> str:
 
 
 def sysctl_path(name: str) -> str:
-    """Return the file of a parameter whose name is as `sysctl_name` returns it."""
+    """Return the file of a parameter, whose name is in the form that `sysctl_name` returns."""
     return f"/proc/sys/{name.translate(str.maketrans('./', '/.'))}"
 
 
 def same_value(one: str | None, other: str) -> bool:
-    """Return whether two values of a parameter are the same: the kernel separates several numbers by tabs."""
+    """Return whether two values of a parameter are the same, whatever blanks they have: the kernel prints tabs."""
     return one is not None and one.split() == other.split()
 
 
@@ -89,36 +89,36 @@ def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
     values = ((name, state.sysctls.get(name), value) for name, value in sorted(goal.sysctls.items()))
     return (
         *(f"load kernel module {module}" for module in goal.modules if not state.modules.get(module)),
-        *(f"write {file.path}" for file in goal.files if differs(file, state)),
+        *(f"write {file.path}" for file in goal.files if needs_writing(file, state)),
         *(f"set {name} to {value} (now {now})" for name, now, value in values if not same_value(now, value)),
         *(f"turn off swap on {swap.path}" for swap in state.swaps if goal.swap_off),
     )
 
 
 def host_problems(goal: HostSettings, state: HostState) -> tuple[Problem, ...]:
-    """Return what keeps the goal from being reached."""
+    """Return what prevents the agent from reaching the goal."""
     return tuple(
-        Problem("host settings", f"{file.path} exists, and the agent did not write it", "move it to another name")
+        Problem("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
         for file in goal.files
-        if differs(file, state) and (found := state.files.get(file.path)) and not is_ours(found.content)
+        if needs_writing(file, state) and (found := state.files.get(file.path)) and not is_ours(found.content)
     )
 
 
-def differs(file: NodeFile, state: HostState) -> bool:
+def needs_writing(file: NodeFile, state: HostState) -> bool:
     """Return whether a file has to be written."""
     found = state.files.get(file.path)
     return found is None or found.content != file.content
 
 
 def _sysctls(hosts: Iterable[HostNodeSettings], modules: Iterable[str]) -> dict[str, str]:
-    ours = {
+    sysctls = {
         name: value
         for name, value in {**KUBELET_SYSCTLS, **FORWARDING}.items()
         if not name.startswith(BRIDGE) or BRIDGE_MODULE in modules
     }
     for host in hosts:
-        ours |= {sysctl_name(name): value for name, value in host.sysctls.items()}
-    return dict(sorted(ours.items()))
+        sysctls |= {sysctl_name(name): value for name, value in host.sysctls.items()}
+    return dict(sorted(sysctls.items()))
 
 
 def _needrestart(machines: Iterable[str]) -> str:

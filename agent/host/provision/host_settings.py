@@ -4,7 +4,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from agent.host.provision.host_goal import differs, host_problems, is_ours, same_value, sysctl_path
+from agent.host.provision.host_goal import host_problems, is_ours, needs_writing, same_value, sysctl_path
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import FoundFile, HostSettings, HostState, Swap
 from agent.system.errnos import NOT_FOUND
@@ -13,18 +13,20 @@ from agent.system.files import System
 SWAPS = "/proc/swaps"
 RELEASE = "/proc/sys/kernel/osrelease"
 BLANKS = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
-"""How the kernel writes these characters of a path (seq_file_path in mm/swapfile.c)."""
+"""Characters of a path, by the escape sequences that the kernel writes for them (seq_file_path in mm/swapfile.c)."""
 NOWHERE = "/dev/null"
 """A unit that is a link to it is masked, like an empty one."""
 UNITS = "/etc/systemd/system/"
 MODPROBE_LIMIT = 60.0
+"""Seconds to load or unload a module."""
 SWAP_LIMIT = 600.0
-"""Seconds. swapoff(8) reads back all that is swapped out."""
+"""Seconds to turn a swap on or off. swapoff(8) reads back everything that is swapped out."""
 RELOAD_LIMIT = 90.0
+"""Seconds that systemd may take to reload its units."""
 
 
 def observe_host(goal: HostSettings, system: System) -> HostState:
-    """Return the present values of all that a goal names; swap is observed whatever the goal says."""
+    """Return the current values of everything that a goal names. Swap is always observed, whatever the goal says."""
     built_in = _built_in(system) if goal.modules else ""
     directories = dict.fromkeys(each for file in goal.files for each in _parents(file.path))
     return HostState(
@@ -40,11 +42,11 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     """Change what differs from the goal; `before` is the observed state. Can be repeated after a failure."""
     for problem in host_problems(goal, before):
         raise ApplyError(problem.message, problem.advice)
-    # First, because some of them have parameters.
+    # Load modules first, because some of them provide parameters.
     for module in goal.modules:
         if not before.modules.get(module):
             system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
-    written = [file for file in goal.files if differs(file, before)]
+    written = [file for file in goal.files if needs_writing(file, before)]
     for file in written:
         system.write(file.path, file.content, file.mode)
     _reload((file.path for file in written), system)
@@ -69,7 +71,7 @@ def undo_host(found: HostState, system: System) -> None:
 
 
 def _run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run each step, also after one has failed. Raises ApplyError with all failures."""
+    """Run each step, even after one has failed. Raises ApplyError with all failures."""
     failures: list[str] = []
     for step in steps:
         try:
@@ -98,7 +100,10 @@ def _sysctl(name: str, system: System) -> str | None:
 
 
 def _set_sysctl(name: str, value: str, system: System) -> None:
-    """Set a parameter that differs. Raises ApplyError if the kernel does not have it, or refuses the value."""
+    """Set a parameter, unless it has the value already.
+
+    Raises ApplyError if the kernel does not have the parameter, or refuses the value.
+    """
     if same_value(_sysctl(name, system), value):
         return
     try:
@@ -127,7 +132,7 @@ def _unload(module: str, system: System) -> None:
     try:
         system.run("modprobe", "--remove", module, timeout=MODPROBE_LIMIT)
     except CommandError:
-        # Another program uses it by now.
+        # Another program uses the module by now, so it stays.
         return
 
 
@@ -139,7 +144,7 @@ def _swaps(system: System) -> Iterator[Swap]:
         path, *_, priority = line.decode(errors="surrogateescape").split()
         for escape, character in BLANKS.items():
             path = path.replace(escape, character)
-        # The kernel numbers those without a priority downwards, in the order in which they were turned on.
+        # Swaps that were turned on without a priority have negative ones, which the kernel chose.
         yield Swap(path, max(int(priority), -1))
 
 
@@ -158,7 +163,7 @@ def _file(path: str, system: System) -> FoundFile | None:
 
 
 def _restore(path: str, found: FoundFile | None, system: System) -> None:
-    """Restore a file that the agent wrote; one that somebody else put there since then stays."""
+    """Restore the file that was found, unless somebody has replaced the one that the agent wrote."""
     now = _file(path, system)
     if now is not None and not is_ours(now.content):
         return

@@ -1,4 +1,4 @@
-"""The image of a node's root file system: which one it is, and what its source has."""
+"""Chooses the image of a node's root file system, and inspects it at its source."""
 
 import hashlib
 import re
@@ -30,7 +30,7 @@ UNPACKED = 3
 
 
 def choose_image(settings: ImageSettings, nvidia: bool) -> str:
-    """Return the configured name of the image for a machine with or without an NVIDIA GPU. It need not be pinned."""
+    """Return the configured name of the image for a machine with or without an NVIDIA GPU. It may have no digest."""
     return settings.name or f"{settings.repository}/{NVIDIA if nvidia else PLAIN}:{settings.tag}"
 
 
@@ -42,38 +42,41 @@ def go_architecture(system: System) -> str:
 
 
 def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
-    """Ask an image's source for its digest, architecture and size. Raises AgentError, also for another architecture.
+    """Ask an image's source for its digest, architecture and size. Writes nothing.
 
-    With a mirror, the image's own registry says what its tag means, unless the name has a digest. Writes nothing.
+    Even with a mirror, the image's own registry decides which digest a tag has. Raises AgentError, for example if the
+    image is for another architecture.
     """
     architecture = go_architecture(system)
     _check_umoci(system)
-    source = access(settings, name, "", system)
+    source = access_options(settings, name, "", system)
     if name.startswith(REGISTRY):
-        place, pin = _split(name)
+        repository, pin = _split(name)
         if not pin:
-            pin = _digest(_raw(source, name, system))
-        digest, manifest = _pinned(source, f"{_mirrored(place, settings)}@{pin}", system)
+            pin = _digest(_raw_manifest(source, name, system))
+        digest, manifest = _pinned(source, f"{_mirrored(repository, settings)}@{pin}", system)
         if "manifests" in manifest:
-            pin = _instance(name, manifest, architecture)
-            digest, manifest = _pinned(source, f"{_mirrored(place, settings)}@{pin}", system)
-        pinned = f"{_mirrored(place, settings)}@{digest}"
+            pin = _digest_for(architecture, name, manifest)
+            digest, manifest = _pinned(source, f"{_mirrored(repository, settings)}@{pin}", system)
+        pinned = f"{_mirrored(repository, settings)}@{digest}"
     else:
-        raw, pinned = _raw(source, name, system), name
+        raw, pinned = _raw_manifest(source, name, system), name
         digest, manifest = _digest(raw), parse_object(name, raw)
         if "manifests" in manifest:
-            digest = _instance(name, manifest, architecture)
+            digest = _digest_for(architecture, name, manifest)
             manifest = parse_object(name, _blob(name, digest, system))
-    found = get(name, parse_object(name, _ask(source, pinned, system, "--config")), "architecture", str)
-    if found != architecture:
+    config = parse_object(name, _inspect(source, pinned, system, "--config"))
+    image_architecture = get(name, config, "architecture", str)
+    if image_architecture != architecture:
         raise ObservationError(
-            f"{name} is for {found!a}, and this host is {architecture}", "use an image for this host's architecture"
+            f"{name} is for {image_architecture!a}, and this host is {architecture}",
+            "use an image for this host's architecture",
         )
-    return NodeImage(pinned, digest, found, _size(name, manifest))
+    return NodeImage(pinned, digest, image_architecture, _size(name, manifest))
 
 
-def access(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
-    """Return skopeo's options for the source. `prefix` is that of the options, such as "src-". Raises ConfigError."""
+def access_options(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
+    """Return skopeo's options for access to the source; `prefix` begins their names ("src-"). Raises ConfigError."""
     for key, path, found in (
         ("signature_policy", settings.signature_policy, system.is_file(settings.signature_policy)),
         ("ca_directory", settings.ca_directory, system.is_directory(settings.ca_directory)),
@@ -97,22 +100,22 @@ def _check_umoci(system: System) -> None:
         )
 
 
-def _ask(source: tuple[str, ...], name: str, system: System, what: str) -> bytes:
-    # A tool: for a compressed archive, skopeo writes a temporary file.
+def _inspect(source: tuple[str, ...], name: str, system: System, what: str) -> bytes:
     try:
+        # run_tool, because skopeo writes a temporary file for a compressed archive.
         printed = system.run_tool("skopeo", "inspect", what, *source, name, timeout=ASK_LIMIT)
     except CommandError as error:
         raise explained(error, name) from error
     return printed.encode(errors="surrogateescape")
 
 
-def _raw(source: tuple[str, ...], name: str, system: System) -> bytes:
-    return _ask(source, name, system, "--raw")
+def _raw_manifest(source: tuple[str, ...], name: str, system: System) -> bytes:
+    return _inspect(source, name, system, "--raw")
 
 
 def _pinned(source: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
     """Return digest and manifest of an image whose name has a digest."""
-    raw, digest = _raw(source, name, system), name.rpartition("@")[2]
+    raw, digest = _raw_manifest(source, name, system), name.rpartition("@")[2]
     if _digest(raw) != digest:
         raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
     return digest, parse_object(name, raw)
@@ -123,18 +126,18 @@ def _digest(raw: bytes) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the image's name without tag and digest, and the digest or an empty string."""
-    place, _, digest = name.partition("@")
-    directory, slash, last = place.rpartition("/")
+    """Return the image's repository, which is its name without tag and digest, and the digest or an empty string."""
+    tagged, _, digest = name.partition("@")
+    directory, slash, last = tagged.rpartition("/")
     return f"{directory}{slash}{last.partition(':')[0]}", digest
 
 
-def _mirrored(place: str, settings: ImageSettings) -> str:
-    return f"{settings.mirror}/{place.rpartition('/')[2]}" if settings.mirror else place
+def _mirrored(repository: str, settings: ImageSettings) -> str:
+    return f"{settings.mirror}/{repository.rpartition('/')[2]}" if settings.mirror else repository
 
 
-def _instance(name: str, index: dict[str, Any], architecture: str) -> str:
-    """Return the digest of the image for an architecture in an index of several."""
+def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
+    """Return the digest of the image for an architecture, from an index of images for several architectures."""
 
     def entry(where: str, document: dict[str, Any]) -> tuple[object, object, str]:
         platform = as_object(f"{where}: platform", document.get("platform", {}))
@@ -152,7 +155,7 @@ def _instance(name: str, index: dict[str, Any], architecture: str) -> str:
 
 
 def _blob(name: str, digest: str, system: System) -> bytes:
-    """Return a manifest in an OCI layout, which skopeo prints only for one without others."""
+    """Return a manifest from an OCI layout. skopeo prints a manifest only if it is the layout's only one."""
     found = LAYOUT.fullmatch(name)
     assert found, "only layouts and registries have indices"
     path = f"{found['directory']}/blobs/{digest.replace(':', '/')}"

@@ -1,4 +1,4 @@
-"""Explains how skopeo and umoci fail. Pure."""
+"""Explains failures of skopeo and umoci. Pure."""
 
 import re
 
@@ -24,17 +24,17 @@ HINTS = (
     (r"no image found in (manifest list|image index)", "use an image for this host's architecture"),
     (r"no such host|refused|time(d )?out|deadline exceeded|no route|unreachable|reset by peer|EOF$", NETWORK_HINT),
 )
-"""What to do, by a pattern for the program's message; the first one that matches."""
+"""What to do, by a pattern for the program's message. The first pattern that matches counts."""
 LOG_LINE = re.compile(r'^time="[^"]*" level=(?P<level>\w+) msg="?(?P<text>.*?)"?\s*$')
-"""A line as logrus prints it: skopeo's."""
+"""A line of skopeo's log, in the format of logrus."""
 MARK = re.compile(r"^[^\x20-\x7e]+ *")
-"""What umoci puts before a message: a symbol."""
+"""The symbol that umoci puts before a message."""
 QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 """A URL with a query, which may have a signature that gives access."""
 
 
 def explained(error: CommandError, what: str) -> AgentError:
-    """Return the error of a program as one sentence about `what`, without its arguments, with the next step."""
+    """Return a program's error as one sentence about `what` and the next step, without the program's arguments."""
     text = _last_message(error.stderr)
     if not text:
         return ApplyError(f"{what}: {error.message}", error.hint or "run the command again")

@@ -1,4 +1,4 @@
-"""The kubelet's files in a node: its units, its configuration and its kubeconfig for the bootstrap. Pure.
+"""Makes the kubelet's files for a node: its units, its configuration and its kubeconfig for the bootstrap. Pure.
 
 The formats are systemd.unit(5), kubelet.config.k8s.io/v1beta1 and a kubeconfig. The last two are written as JSON, which
 is also YAML.
@@ -17,11 +17,11 @@ from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_RE
 CA_FILE = "/etc/kubernetes/pki/ca.crt"
 CONFIGURATION = "/etc/kubernetes/kubelet.json"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"
-"""The kubelet writes it before it has a certificate, so its existence does not show that the node has joined."""
+"""The kubelet writes this file before it has a certificate, so the file does not prove that the node has joined."""
 BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
 TOKEN_FILE = f"{MACHINE_HANDOFF_DIRECTORY}/{TOKEN_NAME}"
 CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
-"""The kubelet makes it when the cluster has issued its certificate."""
+"""The kubelet makes this file when the cluster has issued its certificate."""
 CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
 UNITS = "/etc/systemd/system"
 JOINED = "unbounded-agent-joined"
@@ -34,13 +34,13 @@ class NodeInputs:
     name: str
     """The name of the Node object."""
     address: str
-    """IP addresses for --node-ip; empty if the kubelet is to find its own."""
+    """IP addresses for --node-ip; empty if the kubelet should find its own."""
     ca: bytes
     """The CA certificate of the API server, in PEM format."""
     own_network: bool = False
     """Whether the machine has a network namespace of its own."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in addition to those of the settings, which override these."""
+    """Labels in addition to those in the settings. If both have a label, the settings decide."""
 
 
 def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tuple[NodeFile, ...]:
@@ -62,9 +62,9 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
 
 
 def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
-    """Return the KubeletConfiguration, with the settings' own fields laid over the agent's."""
+    """Return the KubeletConfiguration. The settings' own fields override the agent's."""
     kubelet = settings.kubelet
-    ours: dict[str, Any] = {
+    agents: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "authentication": {
@@ -78,22 +78,23 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "clusterDomain": kubelet.cluster_domain,
         "containerRuntimeEndpoint": CONTAINERD_SOCKET,
         "failSwapOn": settings.host.swap == "off",
-        # /proc/sys is read-only in a machine: the kubelet names a parameter that is wrong, and does not try to set it.
+        # /proc/sys is read-only in a machine. With this, the kubelet reports a wrong parameter and does not try to set
+        # it.
         "protectKernelDefaults": True,
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
     }
-    return _merged(ours, kubelet.configuration)
+    return _merged(agents, kubelet.configuration)
 
 
 def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:
-    """Return the taints at registration, as the API has them."""
+    """Return the taints with which the Node is registered, in the form of Kubernetes' API."""
     texts = [*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])]
     return [dict(zip(("key", "value", "effect"), split_taint(text), strict=True)) for text in texts]
 
 
-def _merged(ours: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(ours)
+def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
     for key, value in overlay.items():
         inner = merged.get(key)
         merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
@@ -144,7 +145,7 @@ WANTED = """\
 [Unit]
 Wants=kubelet.service unbounded-agent-joined.path
 """
-"""Does what `systemctl enable` does by a link."""
+"""Enables the units without the links that `systemctl enable` makes."""
 
 NETWORK = """\
 [Unit]
@@ -186,7 +187,7 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
         *([f"--node-ip={inputs.address}"] if inputs.address else []),
         *([f"--node-labels={pairs}"] if pairs else []),
     ]
-    # No argument needs quotes (systemd.syntax(7)): their grammar has neither blanks nor `$`, `%` and backslashes.
+    # No argument needs quotes (systemd.syntax(7)), because none can contain blanks, `$`, `%` or backslashes.
     command = " \\\n    ".join(("kubelet", *arguments))
     return f"[Service]\nExecStart=\nExecStart={command}\n"
 
@@ -194,14 +195,14 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
 def _report(inputs: NodeInputs) -> str:
     """Return the commands that report the join to the host, once the API server has the Node.
 
-    The host then takes the bootstrap token back.
+    The host then removes the bootstrap token.
     """
-    there, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
+    final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
     ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{inputs.name} >/dev/null"
     return (
-        # An image that has a kubelet may be without kubectl: the certificate is enough then.
+        # An image may have a kubelet but no kubectl. The certificate is then proof enough.
         f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
-        f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
+        f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {final}'\n"
     )
 
 

@@ -15,10 +15,10 @@ NAMES = re.compile(
 )
 """Names of interfaces that CNI plugins and kube-proxy make."""
 PROTOCOLS = (0, 3, 4, 12)
-"""rtnetlink(7): unspecified, boot, static and BIRD: who makes a node's routes. Others belong to the host's own daemons,
-such as DHCP clients and routing daemons."""
+"""Origins of a node's routes (rtnetlink(7)): unspecified, boot, static and BIRD. Routes of any other origin belong to
+the host's own daemons, such as DHCP clients and routing daemons."""
 MAIN_TABLES = {253, 254, 255}
-"""The host's own tables: default, main and local. Rules that lead there may be anybody's."""
+"""The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +28,28 @@ class Leftovers:
     remove: tuple[Leftover, ...]
     """What a node made, in the order of removal: chains and rules first, interfaces last."""
     keep: tuple[Leftover, ...]
-    """What may be somebody else's."""
+    """What may belong to somebody else."""
 
 
 def leftovers(found: Network, now: Network) -> Leftovers:
-    """Return what was added since the network was found, by what may be removed."""
+    """Return what was added after the network was found, divided into what to remove and what to keep."""
     links = [each for each in now.links if each not in found.links]
-    ours = [each for each in links if each.kind and NAMES.match(each.name)]
-    names = {each.name for each in ours}
-    others = {each.name for each in links} - names
+    node_links = [each for each in links if each.kind and NAMES.match(each.name)]
+    names = {each.name for each in node_links}
     routes = [each for each in now.routes if each not in found.routes]
-    # The routes of an interface disappear with it. Those of other new interfaces are not a node's.
-    single = [each for each in routes if each.device not in names | others]
-    made = [each for each in single if each.destination and each.protocol in PROTOCOLS]
-    used = {each.table for each in (*found.routes, *routes) if each.device not in names and each not in made}
+    # Leave out routes of new interfaces: they disappear with a node's interface, and do not belong to a node otherwise.
+    new_names = {each.name for each in links}
+    other_routes = [each for each in routes if each.device not in new_names]
+    node_routes = [each for each in other_routes if each.destination and each.protocol in PROTOCOLS]
+    used = {each.table for each in (*found.routes, *routes) if each.device not in names and each not in node_routes}
     rules = [each for each in now.rules if each not in found.rules]
     unused = [each for each in rules if names & {each.incoming, each.outgoing} or each.table not in used | MAIN_TABLES]
-    foreign = [[each for each in new if each not in gone] for new, gone in ((links, ours), (single, made))]
-    kept: list[Leftover] = [each for new in foreign for each in new]
+    kept: list[Leftover] = [each for each in links if each not in node_links]
+    kept += [each for each in other_routes if each not in node_routes]
     kept += [each for each in rules if each not in unused]
-    # Chains of a Kubernetes that was there before, or of an unknown one, stay with all that is in them.
+    # If a program had chains of Kubernetes before, or they could not be listed, all its chains stay.
     known = {each.program for each in found.chains}
     chains = [each for each in now.chains if each.table and each not in found.chains]
     kept += [each for each in chains if each.program in known]
-    filters = [each for each in chains if each.program not in known]
-    return Leftovers((*filters, *unused, *made, *ours), tuple(kept))
+    node_chains = [each for each in chains if each.program not in known]
+    return Leftovers((*node_chains, *unused, *node_routes, *node_links), tuple(kept))

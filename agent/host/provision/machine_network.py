@@ -12,7 +12,7 @@ NETWORKD = "systemd-networkd.service"
 def check_network(machine: str, settings: MachineSettings, system: System) -> list[Check]:
     """Return the check; none if the machine is on the host's network, or on one that the settings name.
 
-    Another program may do what systemd-networkd does, so this keeps no node from being made.
+    The check is not required, because another program may do what systemd-networkd does.
     """
     chosen = settings.nspawn.extra.get("Network", {})
     if not own_network(settings.nspawn) or any(chosen.get(key) for key in OWN_NETWORK):
@@ -21,7 +21,7 @@ def check_network(machine: str, settings: MachineSettings, system: System) -> li
         return [Check("network", "systemd-networkd gives the machine an address, and routes for it", machine=machine)]
     advice = (
         "run `systemctl enable --now systemd-networkd`, or name a network in nspawn.extra.Network, such as a Bridge or "
-        "MACVLAN, in which something gives addresses"
+        "MACVLAN, in which a DHCP server assigns addresses"
     )
     what = "systemd-networkd does not run on the host: nothing gives the machine's virtual Ethernet an address"
     return [Check("network", what, advice, machine, required=False)]

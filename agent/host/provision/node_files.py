@@ -1,4 +1,4 @@
-"""The files that make a root file system a node, apart from its programs. Pure."""
+"""Makes the files that turn a root file system into a node, apart from its programs. Pure."""
 
 from agent.config.node import NodeSettings
 from agent.host.provision.containerd_files import containerd_files

@@ -15,7 +15,7 @@ from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
 WANTED_BY = {"machines.target": "multi-user.target"}
-"""Which target wants a unit that `up` enables; machines.target wants the units of machines."""
+"""The target that wants each unit that `up` enables, if it is not machines.target, which wants machines' units."""
 COPY = ".copy.json"
 
 
@@ -28,13 +28,13 @@ class NodeFacts:
     """Inode number of its root directory; Broken if something else is in its place."""
     record: Seen[NodeRecord]
     staged: tuple[str, ...]
-    """Root file systems in the making, complete or not, and such that are being removed."""
+    """Root file systems that are not the machine's yet (complete or not), and those that are being removed."""
     enabled: Mapping[str, bool]
     """Whether the host starts the units at each boot."""
     joined: str
-    """Name of the Node object as which the running machine's kubelet has joined; empty if it has not, or not yet."""
+    """Name of the running machine's Node object; empty if its kubelet has not joined the cluster."""
     has_token: bool = False
-    """Whether the machine has a bootstrap token: it is removed once the kubelet has joined."""
+    """Whether the machine has a bootstrap token, which is removed once the kubelet has joined."""
 
     @property
     def unjoined(self) -> bool:

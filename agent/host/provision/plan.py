@@ -41,9 +41,10 @@ class HostFacts:
 
     state: HostState
     units: Mapping[str, bool]
-    """Whether the units are enabled that `up` enables."""
+    """Whether each unit that `up` enables is enabled."""
     network: Network
     found: Seen[AsFound]
+    """The record of the host as it was found before its first node."""
     others: tuple[str, ...]
     """Other machines that have a record."""
 
@@ -111,7 +112,7 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
 
 
 def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
-    """Return the steps that make a root file system. A machine that runs goes on until the new one is complete."""
+    """Return the steps that make a root file system. A running machine is stopped only once the new one is complete."""
     staged = staged_root(facts.machine, goal.image.digest)
     stale = tuple(RemoveTree(path) for path in facts.staged if path != staged)
     fetch: list[Action] = [] if staged in facts.staged else [StageRoot(goal.image, staged)]
@@ -119,22 +120,22 @@ def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
     last: list[Action] = [FillRoot(staged, goal.binaries, goal.files)]
     if not isinstance(facts.root, Absent):
         last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
-    # Before the root file system has its name: a node that exists has its token, or has joined.
+    # Give the token before the root file system gets its name, so that each existing node has a token or has joined.
     last += [GiveToken(facts.machine, goal.token)] if goal.token else []
     return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
 
 
 def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
-    """Return the steps that let the machine start with the host, also without the agent."""
+    """Return the steps that let the machine start with the host, even without the agent."""
     return tuple(EnableUnit(unit) for unit, enabled in facts.enabled.items() if not enabled)
 
 
 def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Problem:
-    """Return the first steps of `reset`: the machine stops, and is no machine any longer."""
+    """Return the first steps of `reset`, which stop the machine and remove its root file system."""
     path = machine_root(facts.machine)
     if isinstance(facts.record, Broken | Unseen):
-        copies = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
-        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", copies)
+        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
+        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", advice)
     if isinstance(facts.root, Unseen):
         return Problem("root", facts.root.why, "correct this, then run `unbounded-agent reset` again")
     if isinstance(facts.record, Absent) and not isinstance(facts.root, Absent):
@@ -172,10 +173,10 @@ def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | 
 
 
 def plan_forgetting(machine: str, facts: HostFacts) -> tuple[Action, ...]:
-    """Return the last steps of `reset`. Until then it can be repeated."""
+    """Return the last steps of `reset`. Until they have run, `reset` can be repeated."""
     return (ForgetNode(machine), *((ForgetHost(),) if not facts.others and not isinstance(facts.found, Absent) else ()))
 
 
 def _unknown_host(why: str) -> Problem:
-    advice = f"restore {AS_FOUND[0]} from a backup; without it, nobody knows which settings of the host to go back to"
+    advice = f"restore {AS_FOUND[0]} from a backup; without it, the host's original settings are unknown"
     return Problem("record", f"it is unknown how the host was before its first node: {why}", advice)

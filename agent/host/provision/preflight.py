@@ -1,6 +1,6 @@
 """Checks, before anything is changed, what would keep a node from being made. Writes nothing.
 
-Each check returns a sentence if all is well, and otherwise a Problem. All checks are made, whatever the others find.
+Each check returns a sentence if all is well, and otherwise a Problem. All checks are made, even if some find problems.
 """
 
 import ssl
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from agent.config.node import NodeSettings
-from agent.host.provision.binaries import look
+from agent.host.provision.binaries import check_source
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.secrets import read_token
 from agent.model.errors import AgentError
@@ -21,20 +21,20 @@ from agent.system.https import Answer, ask
 from agent.system.seen import read_seen
 
 Asking = Callable[..., Answer]
-"""agent.system.https.ask."""
+"""The type of agent.system.https.ask."""
 
 CONTROLLERS = "/sys/fs/cgroup/cgroup.controllers"
 NEEDED_CONTROLLERS = {"cpu", "cpuset", "io", "memory", "pids"}
-"""Those that the kubelet needs (cm.validateSystemRequirements, getCgroupSubsystemsV2), with cgroup v2's names."""
+"""Controllers that the kubelet needs (cm.validateSystemRequirements, getCgroupSubsystemsV2), by cgroup v2's names."""
 MEMORY = "/proc/meminfo"
 MEMORY_MINIMUM = 1 << 30
-"""Bytes. With less, the kubelet and containerd alone push pods out."""
+"""Bytes. With less, the kubelet and containerd alone use so much that pods are evicted."""
 DISK_MINIMUM = 2 << 30
 """Bytes that stay free for the node's pods and logs, in addition to its root file system."""
 CLOCK_LIMIT = 60.0
-"""Seconds by which the clocks may differ: the API server's certificates are made valid a few minutes in the past."""
+"""Seconds by which the clocks may differ. Kubernetes' certificates are valid from a few minutes before their issue."""
 PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "systemd-nspawn": "systemd-container", "modprobe": "kmod"}
-"""Programs that `up` needs, by the package that has them in Debian and Ubuntu."""
+"""Programs that `up` needs, each with the package of Debian and Ubuntu that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Check:
     required: bool = True
     """Whether no node can be made if it fails."""
     late: bool = False
-    """Whether it may pass by itself soon: the API server may not be there yet."""
+    """Whether a check that failed may soon pass by itself, because the API server may not have started yet."""
 
     @property
     def passed(self) -> bool:
@@ -58,7 +58,7 @@ class Check:
 
 
 def checked(name: str, check: Callable[[], str | Problem], machine: str = "") -> Check:
-    """Return the result of a check. An error is a problem, too."""
+    """Return the result of a check. An error counts as a problem too."""
     try:
         found = check()
     except AgentError as error:
@@ -119,10 +119,10 @@ def _programs(system: System) -> str | Problem:
 
 def check_disk(size: int, system: System) -> str | Problem:
     """Check the free space for a root file system from an image of this compressed size."""
-    needed, place = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
-    while not system.is_directory(place):
-        place = place.rpartition("/")[0] or "/"
-    free = system.free_bytes(place)
+    needed, directory = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
+    while not system.is_directory(directory):
+        directory = directory.rpartition("/")[0] or "/"
+    free = system.free_bytes(directory)
     if free < needed:
         what = f"{MACHINE_ROOTS} has {free >> 20} MB free, and the node needs {needed >> 20} MB"
         return Problem("disk", what, "free some space, or mount a larger file system there")
@@ -162,7 +162,7 @@ def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> 
         advice = "check the address, routes and firewalls between this host and the API server"
         return [Check("server", f"{server} does not answer: {error.strerror or error}", advice, late=True)]
     answers = Check("server", f"{server} answers with a certificate of {settings.ca_file}")
-    return [answers, *_judge(answer, token, settings.bootstrap_token)]
+    return [answers, *_answer_checks(answer, token, settings.bootstrap_token)]
 
 
 def _why(error: ssl.SSLCertVerificationError) -> str:
@@ -170,7 +170,8 @@ def _why(error: ssl.SSLCertVerificationError) -> str:
     return getattr(error, "verify_message", "") or str(error)
 
 
-def _judge(answer: Answer, token: str, where: str) -> Iterable[Check]:
+def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
+    """Yield what the API server's answer says about the bootstrap token and the clocks."""
     if token and answer.status == 401:
         advice = f"make a new one with `kubeadm token create`, write it to {where}, then run `unbounded-agent up` again"
         what = f"the API server does not accept the bootstrap token of {where}: it is wrong, revoked or expired"
@@ -192,5 +193,5 @@ def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
     Raises ApplyError or OSError.
     """
     for binary in binaries:
-        look(binary, system)
+        check_source(binary, system)
     return f"can be fetched: {', '.join(binary.source.rpartition('/')[2] for binary in binaries)}"

@@ -20,9 +20,9 @@ NOT_IN_ROOT = (
     "binaries.github_mirror",
     "binaries.bundle",
 )
-"""Settings that decide how a node is made, but not what is in it: a change of them needs no rebuild."""
+"""Settings that decide how a node is made, but not what is in it. If one of them changes, no rebuild is needed."""
 HOST_SETTINGS = "host."
-"""The prefix of settings that are applied to the host, which needs no rebuild either."""
+"""The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
 
 
 UNSET = json.dumps("")
@@ -37,7 +37,7 @@ class NodeRecord:
     """Name of the Node object."""
     image: NodeImage
     inode: int
-    """Of the root directory. A directory with another one was not made by `up`."""
+    """Inode number of the root directory. A directory with another number was not made by `up`."""
     binaries: dict[str, str]
     """SHA-256 digests by path in the machine: of programs, or of the archive of a directory's."""
     files: dict[str, str]
@@ -52,7 +52,7 @@ NODE_RECORDS = Durable(NodeRecord)
 
 
 def record_paths(machine: str) -> tuple[str, str]:
-    """Return the two copies of a machine's record, in the order of writing."""
+    """Return the paths of the two copies of a machine's record, in the order of writing."""
     path = node_record(machine)
     return path, f"{path.removesuffix('.json')}.copy.json"
 
@@ -60,7 +60,7 @@ def record_paths(machine: str) -> tuple[str, str]:
 def make_record(
     settings: NodeSettings, node: str, image: NodeImage, binaries: Iterable[NodeBinary], files: Iterable[NodeFile]
 ) -> NodeRecord:
-    """Return the record of a root file system, but for its inode and time, which are known when it is complete."""
+    """Return the record of a root file system. Inode and time are added when the root file system is complete."""
     return NodeRecord(
         node=node,
         image=image,

@@ -1,7 +1,7 @@
-"""What a configuration asks for that no node can have, with what to do instead. Pure.
+"""Finds what a configuration asks for but no node can have, and says what to do instead. Pure.
 
-A kubelet may not give its own Node every label, and may not change its taints after the registration (NodeRestriction
-in Kubernetes' plugin/pkg/admission/noderestriction). Somebody with the right to do so must use kubectl.
+A kubelet may not give its own Node every label, and may not change the Node's taints after the registration
+(NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an administrator can do so, with kubectl.
 """
 
 import json
@@ -31,7 +31,7 @@ OWN_LABELS = frozenset(
 )
 """Labels of Kubernetes that a kubelet may give its own Node (k8s.io/kubelet/pkg/apis/well_known_labels.go)."""
 OWN_NAMESPACES = ("kubelet.kubernetes.io", "node.kubernetes.io")
-"""Prefixes below which it may choose labels."""
+"""Namespaces in which a kubelet may give its own Node any label."""
 RESERVED_NAMESPACES = ("kubernetes.io", "k8s.io")
 
 PROTECTED: Mapping[str, str] = {
@@ -51,11 +51,11 @@ PROTECTED: Mapping[str, str] = {
 
 
 def refusals(config: Config) -> tuple[Problem, ...]:
-    """Return what is wrong with the nodes of a configuration, apart from its form."""
+    """Return what is wrong with the nodes of a valid configuration."""
     nodes = {name: machine for name, machine in config.machines.items() if machine.node}
     checks: tuple[Callable[[str, MachineSettings], Iterator[Problem]], ...] = (_labels, _taints, _fields, _devices)
-    alone = [problem for name, machine in nodes.items() for check in checks for problem in check(name, machine)]
-    return (*alone, *_names(nodes), *_networks(nodes), *_sysctls(nodes))
+    of_each = [problem for name, machine in nodes.items() for check in checks for problem in check(name, machine)]
+    return (*of_each, *_names(nodes), *_networks(nodes), *_sysctls(nodes))
 
 
 def label_command(node: str, key: str, value: str) -> str:
@@ -120,7 +120,7 @@ def _fields(machine: str, settings: MachineSettings) -> Iterator[Problem]:
 
 
 def _has(table: object, path: list[str]) -> bool:
-    """Return whether a table has a value at a path; also if something other than a table is in the way."""
+    """Return whether a table has a value at a path, or anything but a table on the way there."""
     if not path:
         return True
     if not isinstance(table, dict):

@@ -1,4 +1,4 @@
-"""Takes a node off the host, and leaves the host as it was found before its first node."""
+"""Removes a node from the host, and with the last node restores the host as it was found before the first one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class Ending:
     node: str
     """Name of the Node object, which stays; empty if it is unknown."""
     done: tuple[str, ...]
-    """Sentences on the steps."""
+    """The steps, one sentence each."""
     differences: tuple[str, ...]
     """What still differs from the host as it was found."""
     remarks: tuple[str, ...]
-    """What is new on the host, and may be somebody else's."""
+    """What is new on the host, and may belong to somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reset:
         facts, host = observe_node(self.machine, self.system), self._host()
         removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):
-            # Both before anything changes: without a record, `reset` must not stop halfway.
+            # Check both before anything changes: a damaged record must not stop `reset` halfway.
             if isinstance(each, Problem):
                 raise AgentError(each.message, each.advice)
         if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
@@ -70,7 +70,7 @@ class Reset:
         done += self._run(plan_tidying(self.machine, self.system.is_directory))
         if self.only_machine and not host.others and isinstance(host.found, AsFound):
             done += self._run((RemoveDriverRoots(),))
-        done += self._run(plan_restoration(self._host(), self._left()))
+        done += self._run(plan_restoration(self._host(), self._leftovers()))
         differences, remarks = self._compare()
         if not differences:
             done += self._run(plan_forgetting(self.machine, host))
@@ -93,9 +93,9 @@ class Reset:
         if not isinstance(found, AsFound):
             return HostFacts(NO_STATE, {}, Network(), found, others)
         units = {unit: is_enabled(unit, self.system) for unit in found.units}
-        return HostFacts(observe_host(_same(found.host), self.system), units, Network(), found, others)
+        return HostFacts(observe_host(_goal_of(found.host), self.system), units, Network(), found, others)
 
-    def _left(self) -> Leftovers:
+    def _leftovers(self) -> Leftovers:
         found = observe_found(self.system)
         return (
             leftovers(found.network, observe_network(self.network, self.system))
@@ -104,12 +104,12 @@ class Reset:
         )
 
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what differs from the host as it was found, and what is new but may be somebody else's."""
+        """Return what differs from the host as it was found, and what is new but may belong to somebody else."""
         host = self._host()
         if host.others or isinstance(host.found, Absent):
             return (), ()
-        found, left = host.found, self._left()
-        assert isinstance(found, AsFound), "it was when this began"
+        found, left = host.found, self._leftovers()
+        assert isinstance(found, AsFound), "`run` has checked the record"
         units = [f"{unit} is enabled" for unit, on in host.units.items() if on and found.units.get(unit) is False]
         differences = [*since_found(found.host, host.state), *units]
         differences += [f"{each.describe()} is there again" for each in left.remove]
@@ -117,8 +117,8 @@ class Reset:
         return tuple(differences), kept
 
 
-def _same(found: HostState) -> HostSettings:
-    """Return a goal that touches what the record has, to observe the same values."""
+def _goal_of(found: HostState) -> HostSettings:
+    """Return a goal that names everything in the record, so that `observe_host` observes the same values."""
     files = tuple(NodeFile(path, b"") for path in found.files)
     values = {name: value or "" for name, value in found.sysctls.items()}
     return HostSettings(values, tuple(found.modules), swap_off=True, files=files)

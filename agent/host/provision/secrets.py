@@ -1,4 +1,4 @@
-"""Finds and reads secrets: files that only root may read, and credentials of systemd (systemd.exec(5)).
+"""Finds and reads secrets: files that only root may read, and systemd credentials (systemd.exec(5)).
 
 No error, log or record contains a secret.
 """
@@ -18,11 +18,14 @@ DIRECTORY = "CREDENTIALS_DIRECTORY"
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 """A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
 LIMIT = 1 << 16
-"""Bytes of the largest secret: a registry's file with many logins."""
+"""Bytes of a secret. The largest is a file with logins for many registries."""
 
 
 def secret_file(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the file of a secret: `where` is its path, or `credential:NAME`. Raises ConfigError if it is not safe."""
+    """Return the path of a secret's file. `where` is that path, or `credential:NAME`.
+
+    Raises ConfigError if the file cannot be read, or if others may have read or written it.
+    """
     if where.startswith(CREDENTIAL):
         return _credential(where.removeprefix(CREDENTIAL), system, environment)
     try:
@@ -51,7 +54,7 @@ def read_secret(where: str, system: System, environment: Mapping[str, str] = os.
     except OSError as error:
         raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
     except UnicodeDecodeError:
-        # Without its cause, which has the secret.
+        # Drop the cause, which contains the secret.
         raise ConfigError(f"{where}: this secret is not text") from None
     if not secret:
         raise ConfigError(f"{where}: the secret is empty", "write it there")
@@ -59,7 +62,7 @@ def read_secret(where: str, system: System, environment: Mapping[str, str] = os.
 
 
 def read_token(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a bootstrap token. Raises ConfigError, also for what cannot be one."""
+    """Return a bootstrap token. Raises ConfigError if it cannot be read, or has another form."""
     token = read_secret(where, system, environment)
     if not TOKEN.fullmatch(token):
         raise ConfigError(

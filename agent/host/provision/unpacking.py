@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from agent.config.node import ImageSettings
 from agent.host.apply.driver_roots import clear
-from agent.host.provision.image import UNPACKED, access
+from agent.host.provision.image import UNPACKED, access_options
 from agent.host.provision.image_errors import explained
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import NodeImage
@@ -25,12 +25,13 @@ PULL_LIMIT = 3600.0
 UNPACK_LIMIT = 1800.0
 SYNC_LIMIT = 1800.0
 REMOVE_LIMIT = 300.0
+"""Seconds for each of these steps."""
 RETRIES = "3"
 """How often skopeo repeats what failed because of the network, after 1, 2 and 4 seconds."""
 MARGIN = 256 << 20
-"""Bytes that must stay free."""
+"""Bytes that must stay free on the file system."""
 TICK = 1.0
-"""Seconds between two messages on progress."""
+"""Seconds between two progress messages."""
 
 Progress = Callable[[str], None]
 """Takes a sentence for the user."""
@@ -41,7 +42,7 @@ def unpack(
 ) -> None:
     """Make the directory `root` from an image that `inspect` has found. Raises AgentError, OSError.
 
-    It must not exist, and can be complete only if it does.
+    The directory must not exist yet. It appears only once it is complete.
     """
     partial = f"{root}.partial"
     if system.exists(root):
@@ -51,20 +52,20 @@ def unpack(
     _make_private(partial, system)
     try:
         _check_space(image, partial, system)
-        with _watched(f"{partial}/image", image.size, system, progress):
+        with _reporting_size(f"{partial}/image", image.size, system, progress):
             _pull(settings, image, partial, system)
         progress(f"unpacking {image.name}")
         _unpack(image, partial, system)
         system.run_tool("sync", "--file-system", system.place(partial), timeout=SYNC_LIMIT)
         system.rename(f"{partial}/root", root)
     finally:
-        # What an image of gigabytes has filled is needed for the next attempt, or for the node.
+        # Free the disk space, maybe gigabytes, which the next attempt or the node needs.
         with contextlib.suppress(AgentError):
             clear((partial,), system, REMOVE_LIMIT)
 
 
 def _make_private(directory: str, system: System) -> None:
-    """Make a directory that other users may not enter: programs in it may be setuid, with whatever faults they have."""
+    """Make a directory that other users may not enter, because programs in it may be setuid and vulnerable."""
     if not system.is_directory(directory):
         system.make_directory(directory)
         os.chmod(system.place(directory), 0o700)
@@ -81,16 +82,17 @@ def _check_space(image: NodeImage, partial: str, system: System) -> None:
 
 def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: System) -> None:
     policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
-    # Layers with zstd are compressed by gzip, because umoci 0.4 does not know it; others stay as they are.
+    # zstd layers are compressed again with gzip, because umoci 0.4 does not know zstd. Other layers stay as they are.
     compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
-    place = system.place(partial)
+    directory = system.place(partial)
     try:
         system.run_tool(
             "skopeo",
             *(("--policy", policy) if policy else ("--insecure-policy",)),
-            *("--tmpdir", place),
-            *("copy", "--quiet", "--retry-times", RETRIES, *access(settings, image.name, "src-", system), *compression),
-            *(image.name, f"oci:{place}/image:node"),
+            *("--tmpdir", directory, "copy", "--quiet", "--retry-times", RETRIES),
+            *access_options(settings, image.name, "src-", system),
+            *compression,
+            *(image.name, f"oci:{directory}/image:node"),
             timeout=PULL_LIMIT,
         )
     except CommandError as error:
@@ -98,15 +100,15 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
 
 
 def _unpack(image: NodeImage, partial: str, system: System) -> None:
-    place = system.place(partial)
+    directory = system.place(partial)
     try:
         # Not `umoci unpack`, which reads all files again for digests that nobody needs.
         system.run_tool(
-            "umoci", "raw", "unpack", "--image", f"{place}/image:node", f"{place}/root", timeout=UNPACK_LIMIT
+            "umoci", "raw", "unpack", "--image", f"{directory}/image:node", f"{directory}/root", timeout=UNPACK_LIMIT
         )
     except CommandError as error:
         raise explained(error, image.name) from error
-    writer = RootWriter(f"{place}/root")
+    writer = RootWriter(f"{directory}/root")
     if not any(writer.is_program(path) for path in INIT):
         raise ApplyError(
             f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine",
@@ -115,8 +117,8 @@ def _unpack(image: NodeImage, partial: str, system: System) -> None:
 
 
 @contextlib.contextmanager
-def _watched(layout: str, size: int, system: System, progress: Progress) -> Iterator[None]:
-    """Tell how many bytes of a layout are there already, until the body ends."""
+def _reporting_size(layout: str, size: int, system: System, progress: Progress) -> Iterator[None]:
+    """Report how much of a layout is on disk, every TICK seconds until the block ends."""
     done = threading.Event()
 
     def watch() -> None:
@@ -136,12 +138,12 @@ def _watched(layout: str, size: int, system: System, progress: Progress) -> Iter
 
 
 def _bytes(layout: str, system: System) -> int:
-    """Return the size of the files in an OCI layout, also of those that skopeo is writing."""
+    """Return the size of the files in an OCI layout in bytes, including those that skopeo is still writing."""
     total = 0
     for directory in (layout, f"{layout}/blobs/sha256"):
         with contextlib.suppress(OSError):
             for name in system.entries(directory):
-                # A temporary file gets its final name at any moment.
+                # skopeo may rename a temporary file at any moment.
                 with contextlib.suppress(OSError):
                     total += system.identity(f"{directory}/{name}").size
     return total

@@ -1,4 +1,4 @@
-"""Makes the nodes of the configuration: checks all that could keep them from being made, then runs the steps."""
+"""Makes the nodes of the configuration: first checks everything that could prevent that, then runs the steps."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ PLAIN_IMAGE = "agent-ubuntu2404"
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """What there is to do for one node."""
+    """What `up` has to do for one node."""
 
     machine: str
     settings: NodeSettings
@@ -54,19 +54,19 @@ class NodeWork:
     """Whether the root file system has to be made."""
     checks: tuple[Check, ...] = ()
     new_token: bool = False
-    """Whether the machine has not joined, and has another bootstrap token than the configured one."""
+    """Whether the machine has not joined its cluster, and its bootstrap token is not the configured one."""
     image: NodeImage | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels for its GPUs."""
+    """The Node's labels for its GPUs."""
     remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What there is to do on the host."""
+    """What `up` has to do on the host."""
 
     checks: tuple[Check, ...]
-    """All checks, those of the nodes too."""
+    """All checks, including those of the nodes."""
     record: tuple[Action, ...]
     """Steps that record the host as it was found, before anything changes."""
     host: tuple[Action, ...]
@@ -101,7 +101,7 @@ class Provisioner:
     """Machines whose root file system is made again."""
 
     def work(self, names: tuple[str, ...], facts: Facts) -> Work:
-        """Observe the nodes, and make all checks of what is to be done. Changes nothing."""
+        """Observe the nodes, make all checks, and return what has to be done. Changes nothing."""
         facts = _as_if_made(names, facts)
         planned = plan(self.config, facts)
         nodes = tuple(self._node(name, facts, planned) for name in names)
@@ -140,18 +140,18 @@ class Provisioner:
         run(steps.last, tools, self.progress)
 
     def replace_token(self, node: NodeWork) -> None:
-        """Give the token to a node that has not joined with its old one. Raises AgentError."""
+        """Give the configured token to a node that has not joined with its old token. Raises AgentError."""
         if node.new_token:
             self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
 
     def late(self, work: Work) -> tuple[Check, ...]:
-        """Return the checks of API servers that fail and may soon pass."""
+        """Repeat the checks of API servers that failed but may soon pass. Return those that still may."""
         waiting = {check.machine for check in work.failed if check.late}
         nodes = [node for node in work.nodes if node.machine in waiting]
         return tuple(check for node in nodes for check in self._server_checks(node) if check.late)
 
     def enable(self, machine: str) -> None:
-        """Let the machine start with the host. Raises AgentError."""
+        """Let the machine start at each boot of the host. Raises AgentError."""
         self.run(plan_boot(observe_node(machine, self.system)))
 
     def _node(self, name: str, facts: Facts, planned: Plan) -> NodeWork:
@@ -164,13 +164,13 @@ class Provisioner:
             return NodeWork(name, settings, found, False, (check,))
         work = NodeWork(name, settings, found, make)
         if make:
-            return self._checked(work, facts, planned)
+            return self._with_checks(work, facts, planned)
         if found.unjoined and settings.bootstrap_token:
-            work = self._unjoined(work)
+            work = self._with_token_checks(work)
         return replace(work, remarks=tuple(self._remarks(work)))
 
-    def _checked(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
-        """Make the checks of a root file system that has to be made."""
+    def _with_checks(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
+        """Make the checks for a node whose root file system has to be made."""
         settings, name = work.settings, work.machine
         image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
         image: list[NodeImage] = []
@@ -179,7 +179,7 @@ class Provisioner:
             image.append(inspect(settings.image, image_name, self.system))
             return f"{image[0].name} ({image[0].architecture})"
 
-        checks = [checked("image", inspected, name), *_drivers(name, self.config, facts, planned)]
+        checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
         checks += self._server_checks(work)
         checks += check_network(name, self.config.machines[name], self.system)
         checks += check_dns(name, self.config.machines[name], facts, self.system)
@@ -195,8 +195,8 @@ class Provisioner:
         labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
 
-    def _unjoined(self, work: NodeWork) -> NodeWork:
-        """Make the checks of a node that was made, and has not joined."""
+    def _with_token_checks(self, work: NodeWork) -> NodeWork:
+        """Make the checks for a node that was made, but has not joined its cluster."""
         checks = tuple(self._server_checks(work))
         if any(check.required and not check.passed for check in checks):
             return replace(work, checks=checks)
@@ -204,8 +204,8 @@ class Provisioner:
         return replace(work, checks=checks, new_token=given_token(work.machine, self.system) != wanted)
 
     def _server_checks(self, work: NodeWork) -> list[Check]:
-        found = preflight.check_server(work.settings, self.system, self.ask)
-        return [replace(check, machine=work.machine) for check in found]
+        checks = preflight.check_server(work.settings, self.system, self.ask)
+        return [replace(check, machine=work.machine) for check in checks]
 
     def _remarks(self, work: NodeWork) -> Iterator[str]:
         record = work.facts.record
@@ -219,7 +219,7 @@ class Provisioner:
         return HostFacts(
             state=observe_host(goal, self.system),
             units=units,
-            # Only the first record needs it, and loading the library takes longer than all else.
+            # Only the first record needs the network, and loading the library for it takes longer than everything else.
             network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),
@@ -230,7 +230,7 @@ class Provisioner:
 
 
 def _as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
-    """Return the facts as they will be when the machines have root file systems, to plan which GPUs they get."""
+    """Return the facts as if all these machines had root file systems, so that the plan says which GPUs they get."""
     machines = (
         replace(each, root=machine_root(each.name)) if each.name in names and isinstance(each.root, Absent) else each
         for each in facts.machines
@@ -247,13 +247,13 @@ def _grants(machine: str, planned: Plan) -> list[Grant]:
     return [grant for goal in planned.goal.machines if goal.name == machine for grant in goal.grants]
 
 
-def _drivers(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
-    """Return what is wrong with the drivers of the machine's GPUs. That costs the node its GPUs, but not the node."""
+def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
+    """Return a failed check for each problem with the drivers of the machine's GPUs. The node joins without them."""
     goals = [goal for goal in planned.goal.machines if goal.name == machine]
     report = Absent("the machine is not made yet")
-    found = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]
+    conditions = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]
     return [
         Check("driver", f"{each.type}: {each.message}", "see `unbounded-agent doctor`", machine, required=False)
-        for each in found
+        for each in conditions
         if each.type in FROM_VENDORS and each.status is Status.FALSE
     ]

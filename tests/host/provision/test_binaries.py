@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from agent.host.provision.binaries import fetch, look, wanted_binaries
+from agent.host.provision.binaries import check_source, fetch, wanted_binaries
 from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
 from tests.fakes.host import Host
@@ -135,17 +135,17 @@ def test_what_cannot_be_reached(host: Host) -> None:
 
 def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:
     for name in ("kubelet", "moved"):
-        look(program(f"{mirror}/{name}"), host)
+        check_source(program(f"{mirror}/{name}"), host)
     assert Mirror.asked == ["HEAD /kubelet", "HEAD /moved", "HEAD /kubelet"]
     archive = NodeBinary("crictl", f"{mirror}/nothing", DIGEST, "/usr/local/bin/crictl", "program")
     with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
-        look(archive, host)
+        check_source(archive, host)
     with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.version"):
-        look(program(f"{mirror}/nothing"), host)
+        check_source(program(f"{mirror}/nothing"), host)
     with pytest.raises(ApplyError, match=r"refused .*network to the mirror"):
-        look(program("http://127.0.0.1:9/kubelet"), host)
+        check_source(program("http://127.0.0.1:9/kubelet"), host)
     with pytest.raises(ApplyError, match=r"/srv/kubelet: no such file .*binaries.bundle"):
-        look(program("/srv/kubelet"), host)
+        check_source(program("/srv/kubelet"), host)
     host.file("/srv/kubelet")
-    look(program("/srv/kubelet"), host)
+    check_source(program("/srv/kubelet"), host)
     assert not host.exists(CACHE)
