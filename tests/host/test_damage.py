@@ -179,7 +179,7 @@ def test_a_machine_that_started_with_other_settings_needs_a_restart(gpu_host: Ho
 
 
 def test_withdrawal_does_not_wait_for_that_restart(gpu_host: Host) -> None:
-    """Whatever else changed in the settings, and whether or not that is noted."""
+    """It happens whatever else has changed in the settings, and whether or not that is recorded."""
     running(gpu_host)
     removed(gpu_host)
     agent = reconciler(gpu_host, gpus=[GPU], nspawn={"capability": "all"})
@@ -227,7 +227,7 @@ def test_a_failed_observation_is_not_reported_as_a_fact(
 
 
 def older(host: Host) -> None:
-    """Write the records as releases did that noted less: no owners, mounts or doubts, no place, no rewritten text."""
+    """Write the records as earlier releases did, without owners, mounts, unsureness, places and rewritten texts."""
     live = json.loads(host.read(live_file(MACHINE)))
     for key in ("unsure", "owners", "mounts"):
         live.pop(key, None)
@@ -249,7 +249,7 @@ LASTING = (
 
 
 def newer(host: Host) -> None:
-    """Write the records as a release might that notes more."""
+    """Write the records as a later release might, with additional keys."""
     for path in LASTING:
         document = json.loads(host.read(path))
         document["unheard"] = {"of": 1}
@@ -259,7 +259,7 @@ def newer(host: Host) -> None:
 
 
 def test_releases_that_follow_each_other_leave_a_running_machine_alone(gpu_host: Host) -> None:
-    """Upgrades and ways back: only records are completed, or lose what this release does not know."""
+    """After an upgrade, records are only completed; after a downgrade, they lose only what this release does not know."""
     prepare(MACHINE, reconciler(gpu_host))
     device_allow = [("char-pts", "rw"), *allowed(gpu_host)]
     units(gpu_host, "active", device_allow=device_allow)

@@ -137,7 +137,7 @@ def repair(host: Host) -> None:
 
 
 def test_the_same_driver_with_new_times_is_the_same_driver(host: Host) -> None:
-    """Whatever happens to the notes about it, and even if the service restarts."""
+    """This holds whatever happens to the records of its times, and even if the service restarts."""
     start_machine(host)
     for number in range(3):
         reinstall(host, 1_800_000_000 + number)

@@ -397,7 +397,7 @@ def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
 
 
 def changed_files(machine: MachineOutcome) -> str:
-    """Return what MachineRunning, which is True, says of changed files; "" if nothing."""
+    """Return what MachineRunning says about changed files, after asserting that it is True; empty if nothing."""
     (running,) = [each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING]
     assert running.status is Status.TRUE
     return running.message if running.reason == Reason.NODE_FILES_CHANGED else ""

@@ -193,7 +193,7 @@ def test_nothing_in_a_plain_directory_is_read(plain: Host, tmp_path: Path) -> No
 
 
 def test_a_running_machine_always_sees_a_plain_driver_root(plain: Host) -> None:
-    """A mount over its parent would hide it, so a driver root that is added meanwhile is plain too."""
+    """A mount over its parent would hide it, so a driver root that is added now is a plain directory too."""
     plain.bus.mounts.failed.clear()
     plain.write(f"{MANIFESTS}/0.json", b"spoiled")
     outcome = reconciler(plain).reconcile()

@@ -19,7 +19,7 @@ CACHE = "/var/lib/unbounded-agent/binaries"
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """Serves the program, also by a redirect, as dl.k8s.io does; and in part only."""
+    """Serves the program: directly, by a redirect as dl.k8s.io does, and cut short."""
 
     asked: list[str]
 
@@ -93,7 +93,7 @@ def test_a_program_is_fetched_once(host: Host, mirror: str, name: str) -> None:
 
 
 def test_a_damaged_cache_is_filled_again(host: Host, mirror: str) -> None:
-    """Also what a killed attempt left, and whatever else is in the file's place."""
+    """What a killed attempt left, or anything else in the file's place, is replaced too."""
     host.file(f"{CACHE}/{DIGEST}", "damaged")
     host.file(f"{CACHE}/.{DIGEST}.unbounded-agent-new", "a part")
     assert host.read(fetch(program(f"{mirror}/kubelet"), CACHE, host)) == PROGRAM

@@ -1,4 +1,4 @@
-"""What a node left in the host's network is removed; what may be somebody else's is only reported."""
+"""What a node left in the host's network is removed; what may belong to somebody else is only reported."""
 
 from socket import AF_INET
 

@@ -25,7 +25,7 @@ PLAIN = Record(dict[str, int])
 
 
 def test_pydantic_sees_a_format_at_its_first_use() -> None:
-    """Not at import: every command imports all formats, and needs few."""
+    """Every command imports all formats, but needs few of them."""
 
     class Unknown:
         pass

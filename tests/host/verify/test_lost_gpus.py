@@ -1,4 +1,4 @@
-"""How many GPUs a machine is to have."""
+"""How many GPUs a machine should have."""
 
 import pytest
 

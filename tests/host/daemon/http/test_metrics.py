@@ -106,7 +106,7 @@ def test_each_condition_has_one_series(kind: ConditionType, status: Status) -> N
 
 
 def test_attack_a_machine_cannot_make_series_without_end() -> None:
-    """Reasons and versions come from its report: unknown reasons are not shown, and versions only so often."""
+    """Reasons and versions come from its report: unknown reasons are not shown, and only some versions."""
     metrics, versions = Metrics(), set()
     for number in range(100):
         strange = Condition(ConditionType.RUNTIME_ACTIVE, Status.FALSE, f"Reason{number}", "message")
