@@ -9,7 +9,7 @@ from typing import Any
 
 from agent.dra.messages import ClaimReference
 from agent.model.errors import AgentError
-from agent.model.json_document import as_object, get, objects
+from agent.model.json_document import get, objects, require_object
 from agent.model.paths import DRA_DRIVER
 
 
@@ -41,10 +41,10 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
             f"{where} was deleted and made again: its uid is {uid[:80]}, and the kubelet asks for {reference.uid[:80]}",
             "delete the pod if it waits for the old claim",
         )
-    allocation = as_object(where, document.get("status") or {}).get("allocation")
+    allocation = require_object(where, document.get("status") or {}).get("allocation")
     if not allocation:
         raise AgentError(f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it")
-    devices = get(where, as_object(where, allocation), "devices", dict)
+    devices = get(where, require_object(where, allocation), "devices", dict)
     found = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
     if not found:
         raise AgentError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")

@@ -16,7 +16,7 @@ from agent.dra.devices import Device
 from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.model.errors import AgentError, DocumentError
 from agent.model.gpu_states import Effect
-from agent.model.json_document import as_object, get, objects
+from agent.model.json_document import get, objects, require_object
 from agent.model.text import one_line
 
 log = logging.getLogger(__name__)
@@ -88,11 +88,11 @@ def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ..
     Raises DocumentError.
     """
     where = f"claim {claim}"
-    metadata = as_object(where, document.get("metadata"))
-    annotations = as_object(where, metadata.get("annotations") or {})
+    metadata = require_object(where, document.get("metadata"))
+    annotations = require_object(where, metadata.get("annotations") or {})
     if metadata.get("uid") != claim.uid or annotations.get(EXTENDED) != "true":
         return ()
-    status = as_object(where, document.get("status") or {})
+    status = require_object(where, document.get("status") or {})
     consumers = objects(where, {"reservedFor": status.get("reservedFor") or []}, "reservedFor", _consumer)
     return tuple(Pod(claim.namespace, name, uid) for kind, name, uid in consumers if kind == "pods")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agent.dra.messages import ClaimReference, PreparedDevice
-from agent.model.json_document import as_object, get, objects, parse_object, strings
+from agent.model.json_document import get, objects, parse_object, require_object, strings
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 
@@ -42,10 +42,10 @@ def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevic
     where = RECORD_NAME
     data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
     for item in data.get("ClaimInfoStateList") or ():
-        claim = as_object(where, item)
+        claim = require_object(where, item)
         drivers = get(where, claim, "DriverState", dict)
         if DRA_DRIVER in drivers:
-            driver = as_object(where, drivers[DRA_DRIVER])
+            driver = require_object(where, drivers[DRA_DRIVER])
             devices = objects(where, {"Devices": driver.get("Devices") or []}, "Devices", _device)
             if devices:
                 keys = ("Namespace", "ClaimName", "ClaimUID")

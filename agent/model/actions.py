@@ -74,7 +74,7 @@ class ProtectDriverRoots:
 
 @dataclass(frozen=True, slots=True)
 class RemoveDriverRoot:
-    """Remove one of our driver roots, with its manifest."""
+    """Remove a driver root of the agent, with its manifest."""
 
     kind: ClassVar[ActionKind] = "remove"
     index: int
@@ -114,8 +114,8 @@ class ChangeDevices:
     machine: str
     before: LiveSettings
     after: LiveSettings
-    others: tuple[DeviceAllow, ...]
-    """Entries of the unit's DeviceAllow= list that are not ours: they stay."""
+    foreign: tuple[DeviceAllow, ...]
+    """Entries of the unit's DeviceAllow= list that the agent did not add. They stay."""
 
     @property
     def rebinds(self) -> bool:
@@ -143,7 +143,8 @@ Action: TypeAlias = WriteFile | RemoveFile | Publishing | Cleanup | ReloadUnits 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An action that was carried out, by kind and sentence."""
+    """An action that was carried out."""
 
     kind: ActionKind
     sentence: str
+    """What the action's `describe()` returned."""

@@ -1,7 +1,7 @@
-"""The allocatable devices: what pods may be given by Dynamic Resource Allocation, by names of verified specifications.
+"""The allocatable devices: those that pods may be given by Dynamic Resource Allocation.
 
-The machine half writes this document after it published a verified CDI specification. agent.dra offers only what is in
-the document, and prepares no claim for anything else.
+The machine half writes this document after it has published a verified CDI specification, and takes the devices' names
+from that specification. agent.dra offers only devices in the document, and prepares no claim for any other.
 """
 
 import json
@@ -22,8 +22,8 @@ SIZE_LIMIT = 1 << 20
 QUALIFIED = re.compile(r"(?=.{1,512}\Z)[A-Za-z][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+=[A-Za-z0-9][A-Za-z0-9_.:-]*")
 """A qualified name `vendor.com/class=name` (pkg/parser/parser.go of container-device-interface)."""
 VENDOR = re.compile(r"[a-z][a-z0-9-]{0,62}")
-WORKS_FOR_ALL = "all"
-"""The CDI name that stands for all devices at once. It is no device that one claim could have."""
+ALL_DEVICES = "all"
+"""The CDI name that stands for all devices at once. No claim can be given it, because a claim gets single devices."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,9 +31,9 @@ class AllocatableDevice:
     """A GPU, or a partition of one (a MIG device), that can be given to a pod."""
 
     pci_address: str
-    """The GPU's address, as sysfs writes it. A partition has that of its parent."""
+    """The GPU's address, as sysfs writes it. A partition has the address of the GPU that it belongs to."""
     cdi_names: tuple[str, ...]
-    """The qualified CDI names that a container needs to use the device, best by UUID: numbers change."""
+    """The qualified CDI names that a container needs to use the device. They should contain a UUID: indices change."""
     partition: tuple[int, ...] = ()
     """The numbers that identify a partition in its GPU: GPU instance and compute instance. Empty for a whole GPU."""
 
@@ -45,9 +45,9 @@ class AllocatableVendor:
     vendor: str
     devices: tuple[AllocatableDevice, ...] = ()
     problem: str = ""
-    """Why no device of this vendor is allocatable, or fewer than granted; empty if all are. A sentence for people."""
+    """A sentence on why not all granted devices of this vendor are allocatable; empty if all are."""
     driver_version: str = ""
-    """The driver's version, as the handoff has it; empty if unknown."""
+    """The driver's version, from the handoff; empty if unknown."""
 
 
 def render_allocatable(vendors: Iterable[AllocatableVendor]) -> bytes:
@@ -63,19 +63,21 @@ def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
     where = ALLOCATABLE_NAME
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
-    found = objects(where, document, "vendors", _vendor)
-    devices = [each for vendor in found for each in vendor.devices]
+    vendors = objects(where, document, "vendors", _vendor)
+    devices = [each for vendor in vendors for each in vendor.devices]
     names = [name for each in devices for name in each.cdi_names]
-    _refuse_twice(where, "vendor", [each.vendor for each in found])
-    _refuse_twice(where, "device", [(each.pci_address, each.partition) for each in devices])
-    _refuse_twice(where, "CDI name", names)
-    return found
+    _refuse_duplicates(where, "vendor", [each.vendor for each in vendors])
+    _refuse_duplicates(where, "device", [(each.pci_address, each.partition) for each in devices])
+    _refuse_duplicates(where, "CDI name", names)
+    return vendors
 
 
-def _refuse_twice(where: str, what: str, items: Iterable[object]) -> None:
-    twice = next((item for item, count in Counter(items).items() if count > 1), None)
-    if twice is not None:
-        raise DocumentError(f"{where}: {what} {twice} is listed twice", "the machine half writes the document again")
+def _refuse_duplicates(where: str, what: str, items: Iterable[object]) -> None:
+    duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
+    if duplicate is not None:
+        raise DocumentError(
+            f"{where}: {what} {duplicate} is listed twice", "the machine half writes the document again"
+        )
 
 
 def _vendor(where: str, item: dict[str, Any]) -> AllocatableVendor:
@@ -94,7 +96,7 @@ def _device(where: str, item: dict[str, Any]) -> AllocatableDevice:
     address, names = get(where, item, "pci_address", str), strings(where, item, "cdi_names")
     if not PCI_ADDRESS.fullmatch(address):
         raise DocumentError(f"{where}: key pci_address must be a PCI address, not {address[:40]!a}")
-    wrong = [name for name in names if not QUALIFIED.fullmatch(name) or name.endswith(f"={WORKS_FOR_ALL}")]
+    wrong = [name for name in names if not QUALIFIED.fullmatch(name) or name.endswith(f"={ALL_DEVICES}")]
     if wrong or not names:
         shown = f"{wrong[0][:80]!a}" if wrong else "an empty list"
         raise DocumentError(
@@ -107,6 +109,6 @@ def _partition(where: str, item: dict[str, Any]) -> tuple[int, ...]:
     numbers = get(where, item, "partition", list)
     if not all(type(each) is int and 0 <= each < 1 << 16 for each in numbers) or len(numbers) > 4:
         raise DocumentError(
-            f"{where}: key partition must be a list of up to 4 small numbers, not {str(numbers)[:40]!a}"
+            f"{where}: key partition must be a list of up to 4 numbers below 65536, not {str(numbers)[:40]!a}"
         )
     return tuple(numbers)

@@ -1,4 +1,4 @@
-"""The host as it was before `up` first changed it, as frozen data. `reset` goes back to that. Pure."""
+"""The host as it was before `up` first changed it, as frozen data. `reset` restores that state. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,10 @@ class AsFound:
     """When the record was made, in seconds since the epoch."""
 
     def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
-        """Return the record with what a further node changes. Known values stay: they are the older ones."""
+        """Return the record with the values that making another node will change.
+
+        A value that is already in the record stays, because it is the original one.
+        """
         earlier = self.host
         state = HostState(
             sysctls={**host.sysctls, **earlier.sysctls},

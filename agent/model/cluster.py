@@ -1,4 +1,4 @@
-"""What `unbounded-agent doctor --kubeconfig` reads of a cluster: objects as the API server writes them."""
+"""What `unbounded-agent doctor --kubeconfig` reads from a cluster: objects as the API server returns them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,25 +6,25 @@ from datetime import datetime
 from typing import Any, TypeAlias
 
 KubernetesObject: TypeAlias = Mapping[str, Any]
-"""Of Kubernetes' API, which may leave out every key that is used here."""
+"""An object of Kubernetes' API. Any key that is used here may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The objects that matter for the machines' nodes. What could not be read is empty, and named in `unknown`."""
+    """The objects that matter for the machines' nodes. A field that could not be read is empty."""
 
     nodes: Sequence[KubernetesObject] = ()
     pods: Sequence[KubernetesObject] = ()
     """Pods on these nodes, and pods that wait for a node."""
     daemon_sets: Sequence[KubernetesObject] = ()
     events: Sequence[KubernetesObject] = ()
-    """Those of type Warning."""
+    """Events of type Warning."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """The ends of the logs of containers that failed, by `NAMESPACE/POD`."""
     unknown: tuple[str, ...] = ()
-    """What could not be read, a sentence each."""
+    """What could not be read, one sentence each."""
     now: float = 0.0
-    """When it was read, in seconds since the epoch."""
+    """When the objects were read, in seconds since the epoch."""
 
 
 def name(item: KubernetesObject) -> str:
@@ -50,14 +50,14 @@ def containers(item: KubernetesObject) -> Iterator[KubernetesObject]:
 
 
 def environment(container: KubernetesObject) -> Mapping[str, str]:
-    """Return the container's variables with a value."""
+    """Return the container's environment variables that have a literal value, not one from a field or a Secret."""
     return {
         each["name"]: each["value"] for each in container.get("env") or () if each.get("name") and each.get("value")
     }
 
 
 def limits(item: KubernetesObject) -> Mapping[str, str]:
-    """Return the resources of all containers of a pod."""
+    """Return the resource limits of a pod's containers. If several limit the same resource, the last one counts."""
     return {
         key: str(value)
         for each in containers(item)
@@ -70,8 +70,8 @@ def statuses(pod: KubernetesObject, *, init: bool = False) -> Iterator[Kubernete
     yield from (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
 
 
-def said(pod: KubernetesObject) -> Iterator[str]:
-    """Yield what the kubelet says about the pod's containers, and why they wait or ended."""
+def kubelet_messages(pod: KubernetesObject) -> Iterator[str]:
+    """Yield the kubelet's reasons and messages for the current and last states of the pod's containers."""
     for each in (*statuses(pod, init=True), *statuses(pod)):
         for key in ("state", "lastState"):
             for state in (each.get(key) or {}).values():
@@ -87,7 +87,7 @@ def crashes(pod: KubernetesObject) -> bool:
 
 
 def seconds(time: object) -> float:
-    """Return a time of Kubernetes' API in seconds since the epoch; 0 if there is none."""
+    """Return a time of Kubernetes' API in seconds since the epoch; 0 if it is missing or malformed."""
     try:
         return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
     except ValueError:

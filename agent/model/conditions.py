@@ -77,9 +77,9 @@ class Condition:
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
     losses: tuple[float, ...] = ()
-    """Only for Ready: recent times when Ready was lost, seconds since the epoch (agent.host.verify.flapping)."""
+    """Only for Ready: when it recently ceased to be True, in seconds since the epoch (agent.host.verify.flapping)."""
     good_since: float = 0.0
-    """Only for Ready: when all conditions were first met after the last loss, seconds since the epoch; 0 until then."""
+    """Only for Ready: since when nothing but flapping has kept it from being True, in seconds since the epoch, or 0."""
     count: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 

@@ -1,7 +1,7 @@
 """The identity of files and device nodes: the facts that the machine half needs too.
 
-The other facts are in agent.model.facts, which the machine half does not import: it starts once a minute, and defining
-one data class takes longer than reading a small file.
+The other facts are in agent.model.facts. The machine half does not import that module, because it starts once a minute,
+and defining one data class takes longer than reading a small file.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A value that changes whenever the file's content may have changed."""
+    """A value that differs if the file's content may have changed."""
 
     inode: int
     size: int

@@ -1,4 +1,7 @@
-"""The status of agent.dra: what it offers to the cluster, or why it offers nothing. The machine half reports it."""
+"""The status of agent.dra: what it offers to the cluster, or why it offers nothing.
+
+The machine half reads this document for the condition GPUsAdvertised.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,13 +16,13 @@ VERSION = 1
 SIZE_LIMIT = 1 << 18
 """Bytes of the largest document that is read."""
 SILENT_AFTER = 120.0
-"""Seconds after which a status is stale: agent.dra writes it again every RENEWED_AFTER seconds."""
+"""Age in seconds at which a status is stale, because agent.dra writes it again every RENEWED_AFTER seconds."""
 RENEWED_AFTER = 30.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class VendorOffer:
-    """What the cluster's API server has of one vendor."""
+    """One vendor's devices that the cluster's API server knows."""
 
     vendor: str
     gpus: tuple[str, ...] = ()
@@ -27,9 +30,9 @@ class VendorOffer:
     devices: tuple[str, ...] = ()
     """Names of the devices in the node's ResourceSlices."""
     tainted: tuple[str, ...] = ()
-    """Names of those devices that new pods do not get."""
+    """Names of those devices that are tainted. New pods do not get them."""
     reason: str = ""
-    """A Reason why the offer is not what it should be; empty if it is."""
+    """The Reason for which the offer is not as it should be; empty if it is."""
     message: str = ""
     """A sentence on that reason."""
 
@@ -39,14 +42,14 @@ class DraStatus:
     """What agent.dra did last."""
 
     at: float
-    """When this was written, in seconds since the epoch."""
+    """When the status was written, in seconds since the epoch."""
     node: str = ""
     """The name of the Node object; empty if unknown."""
     registered: bool = False
     """Whether the kubelet has accepted the driver. Without that, no pod can start with a GPU."""
     offers: tuple[VendorOffer, ...] = ()
     reason: str = ""
-    """A Reason why nothing can be offered at all, such as a missing kubeconfig; empty if there is none."""
+    """The Reason for which nothing can be offered at all, such as NoKubeconfig; empty if there is none."""
     message: str = ""
     """A sentence on that reason."""
 

@@ -157,7 +157,7 @@ class UserSpace:
     place_name: str = ""
     """A short name of `place`. An upgrade does not change the name, even if it installs into another directory."""
     refused_places: tuple[str, ...] = ()
-    """Names of places where some directories were skipped, and the others have no driver."""
+    """Names of places where no driver was found and some directories were skipped."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
     skipped_directories: tuple[str, ...] = ()
@@ -245,7 +245,7 @@ class MachineFacts:
     started: tuple[bytes, bytes] | None = None
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is missing or lacks `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of driver roots that handoffs have named since the machine's start, perhaps without the current one's."""
+    """Indices of driver roots that handoffs have named since the machine's start. The current one may be missing."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
 
@@ -262,19 +262,19 @@ class Facts:
     machines: tuple[MachineFacts, ...]
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
-    """A free index, above every driver root and manifest on disk unless the indices above are used up."""
+    """Index for the next driver root: above all that are in use or, if none is left there, the lowest free one."""
     corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
     """Indices of driver roots that are plain directories, which the root user of one machine can change for all."""
     mounting_failed: bool = False
-    """The mount at HOST_NVIDIA, in which driver roots are mounted, has failed since the host booted."""
+    """The mount at HOST_NVIDIA, inside which driver roots are mounted, has failed since the host booted."""
     stale_staging: tuple[str, ...] = ()
     """Directories that an interrupted staging or removal of a driver root left."""
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
     time_records: Mapping[str, bytes] = field(default_factory=dict)
-    """Files to write, by path: they record new times of host files whose content a driver root already has."""
+    """Contents of files to write, by path. They record new times of host files that driver roots have unchanged."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Keeps an unexpected error in one machine's work from affecting other machines. Pure."""
+"""Turns an unexpected error in the work for one machine into a fact, so that other machines are not affected. Pure."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Fault(Unseen):
 
 
 def fault(work: str, error: Exception) -> Fault:
-    """Return an unexpected error as a fact. `work` is what the agent was doing for the machine, as an infinitive."""
+    """Return an unexpected error as a fact. `work` completes the sentence "cannot ..."."""
     return Fault(f"cannot {work}: {in_words(error)}", error)
 
 

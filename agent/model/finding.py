@@ -10,6 +10,6 @@ class Finding:
     cause: str
     """A sentence without a full stop."""
     evidence: str = ""
-    """What was observed: a file with its content, or what a program said."""
+    """What was observed: a file with its content, or what a program printed."""
     fix: tuple[str, ...] = ()
-    """Commands in the order in which to run them, each perhaps with a comment after `  #`; or sentences."""
+    """Commands in the order in which to run them, some with a comment after `  #`; or sentences."""

@@ -1,4 +1,4 @@
-"""The goal, as frozen data: a pure function of configuration and facts."""
+"""The goal, as frozen data. It depends on nothing but the configuration and the facts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Share:
     draining: frozenset[str] = frozenset()
     """Detached GPUs in `current`: no machine is granted them, but processes may use them until they exit."""
     reserved: Mapping[str, str] = field(default_factory=dict)
-    """GPUs reserved for other machines with an internal error, each with a reason that completes "GPU X is ..."."""
+    """GPUs kept for other machines, whose work failed with an internal error. The values complete "GPU X is ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DriverRoots:
     """The driver roots from which a vendor chooses one for a machine."""
 
     staged: tuple[StagedRoot, ...]
-    present: int | None = None
+    current: int | None = None
     """Index of the root that the machine's current handoff names."""
 
 

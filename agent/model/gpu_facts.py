@@ -1,4 +1,4 @@
-"""Facts about GPUs that their offer by Dynamic Resource Allocation depends on. The grant does not depend on them."""
+"""Facts that decide how GPUs are offered by Dynamic Resource Allocation. Grants do not depend on them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class GpuFault:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a GPU is in the host."""
+    """Where in the host a GPU is attached."""
 
     numa_node: int = -1
     """-1 if the platform does not say."""
@@ -28,21 +28,21 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Tainted:
-    """A GPU that is being detached. No new pod is to get it."""
+    """A GPU that is being detached. New pods must not get it."""
 
     evict: bool
-    """Pods that have the GPU are to be evicted."""
+    """Whether pods that have the GPU are evicted."""
     since: float
-    """When that began, in seconds since the epoch."""
+    """When `gpus detach` tainted the GPU, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What is known of GPUs, by PCI address."""
+    """What is known about GPUs, by PCI address."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
-    """Fatal errors. A GPU whose driver was bound again since is not in it."""
+    """Fatal errors, until the GPU's driver is bound again or an administrator attaches the GPU."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """GPUs that are being detached. At first machines still have them."""
+    """GPUs that are being detached. At first, machines still have them."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Observed only if a machine's GPUs are offered with it."""
+    """Observed only for GPUs of machines that use Dynamic Resource Allocation."""

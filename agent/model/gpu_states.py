@@ -1,7 +1,8 @@
-"""The GPU states: what the host knows of the granted GPUs, for their offer by Dynamic Resource Allocation.
+"""The GPU states: what the host half tells agent.dra about the health and the place of the granted GPUs.
 
-They are not part of the handoff, because a GPU's health changes when the machine half has nothing to set up, and must
-then not start a new generation. The host half writes this document for machines that allocate so.
+They are not part of the handoff, because a change of a GPU's health gives the machine half nothing to set up, and so
+must not start a new generation. The host half writes this document only for machines that use Dynamic Resource
+Allocation.
 """
 
 import json
@@ -21,7 +22,7 @@ VERSION = 1
 SIZE_LIMIT = 1 << 18
 """Bytes of the largest document that is read. A GPU takes up to 3 KiB, nearly all of it the message."""
 REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
-"""A reason is one word: it is also the value of a taint, which must be a label's value."""
+"""A reason is one word, because it becomes the value of a taint, which must have the form of a label's value."""
 PCIE_ROOT = re.compile(r"(pci[0-9a-f]{4,8}:[0-9a-f]{2})?")
 """A root complex as sysfs names it, `pci0000:00` (pci_create_root_bus in the kernel)."""
 DRIVER = re.compile(r"[A-Za-z0-9_-]{0,63}")
@@ -34,21 +35,21 @@ class GpuState(StrEnum):
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
-    """It failed, and is still there."""
+    """The GPU failed, and is still on the bus."""
     DRAINING = "draining"
-    """It is being detached."""
+    """The GPU is being detached."""
     LOST = "lost"
-    """It is gone from the bus."""
+    """The GPU is gone from the bus."""
 
 
 class Effect(StrEnum):
-    """What a state does to pods, as effects of device taints (resource.k8s.io)."""
+    """What a GPU's state does to pods: the effect of a device taint (resource.k8s.io)."""
 
     NONE = ""
     NO_SCHEDULE = "NoSchedule"
     """No new pod gets the GPU."""
     NO_EXECUTE = "NoExecute"
-    """Also, pods that have it are evicted."""
+    """No new pod gets the GPU, and pods that have it are evicted."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,7 +62,7 @@ class GpuStatus:
     reason: str = ""
     """One word such as `Xid79` or `Detaching`; empty if the GPU is healthy."""
     message: str = ""
-    """What happened, and what it means, for people; empty if the GPU is healthy."""
+    """What happened and what it means, in a sentence; empty if the GPU is healthy."""
     effect: Effect = Effect.NONE
     since: int = 0
     """When the GPU got into this state, in seconds since the epoch; 0 if it is healthy."""
@@ -72,7 +73,7 @@ class GpuStatus:
     pcie_root: str = ""
     """The root complex, such as `pci0000:00`; empty if unknown."""
     shared: bool = False
-    """Whether several claims may have parts of the GPU's memory."""
+    """Whether several claims may share the GPU, each with a part of its memory."""
 
 
 def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
@@ -86,12 +87,12 @@ def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
     where = GPU_STATES_NAME
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
-    found: dict[str, GpuStatus] = {}
-    for each in objects(where, document, "gpus", _gpu):
-        if each.pci_address in found:
-            raise DocumentError(f"{where}: GPU {each.pci_address} is listed twice")
-        found[each.pci_address] = each
-    return found
+    states: dict[str, GpuStatus] = {}
+    for gpu in objects(where, document, "gpus", _gpu):
+        if gpu.pci_address in states:
+            raise DocumentError(f"{where}: GPU {gpu.pci_address} is listed twice")
+        states[gpu.pci_address] = gpu
+    return states
 
 
 def _gpu(where: str, item: dict[str, Any]) -> GpuStatus:
@@ -106,7 +107,7 @@ def _gpu(where: str, item: dict[str, Any]) -> GpuStatus:
         kernel_driver=_matching(where, item, "kernel_driver", DRIVER),
         numa_node=get(where, item, "numa_node", int),
         pcie_root=_matching(where, item, "pcie_root", PCIE_ROOT),
-        # An older host half does not write it.
+        # An older host half does not write this key.
         shared="shared" in item and get(where, item, "shared", bool),
     )
     if not 0 <= gpu.since < 1 << 36:

@@ -1,11 +1,11 @@
 """The contract between the two halves: versioned JSON, read and written with the standard library alone.
 
-The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
+The host half publishes a Handoff; the machine half answers with a report: a JSON object with the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
 `cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `advertised_gpus` (how many granted GPUs
 the node offers to pods; left out if unknown) and `changed_files` (paths of files that differ from what `up` put into
-the machine; left out if there are none). The last three are left out if the handoff lacks the key
-`restart_device_plugin`: a host half that does not write this key refuses reports with unknown keys.
+the machine; left out if there are none). The last three are also left out if the handoff lacks the key
+`restart_device_plugin`, because a host half that does not write that key refuses reports with unknown keys.
 """
 
 import hashlib
@@ -30,22 +30,22 @@ SINCE_2 = (
     *("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks"),
     *("validation_markers", "allocation"),
 )
-"""Keys that version 1 does not know."""
+"""Keys that version 1 of the handoff does not have."""
 LEFT_OUT = (*SINCE_2, "withdrawn")
 """Keys that are left out of a document if they are empty."""
 UNCOUNTED = ("restart_device_plugin", "withdrawn")
-"""Keys that are not part of the digest, because older halves compute the digest without them."""
+"""Keys that do not count for the generation, because older releases compute its digest without them."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 DRA = "dra"
 """The value of `allocation` for a node that offers its GPUs itself, by Dynamic Resource Allocation."""
-KEPT = 32
-"""How many documents are kept: one for each machine of a large host."""
+RENDERED_LIMIT = 32
+"""Rendered documents that are kept in memory: one for each machine of a large host."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
 """Characters of a condition's message that a remark may take up."""
 
 CHANGED_FILES_LIMIT = 100
-"""Changed files that a report lists at most."""
+"""The largest number of changed files that a report lists."""
 
 
 class Repair(StrEnum):
@@ -122,10 +122,10 @@ class Handoff:
     containerd_drop_in: str = ""
     """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
     validation_markers: bool = False
-    """Whether to make the files that a vendor's components wait for. Since version 2."""
+    """Whether to make the files that tell other programs that driver and toolkit work. Since version 2."""
     withdrawn: tuple[str, ...] = ()
-    """Nodes that the host bound into the running machine, and that are no longer granted. The machine half may never
-    have seen a handoff that grants them."""
+    """Paths of nodes that the host bound into the running machine, and that are no longer granted. The machine half
+    may never have seen a handoff that grants them."""
     allocation: str = ""
     """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
 
@@ -146,7 +146,7 @@ def render_handoff(handoff: Handoff) -> bytes:
 
 # Each pass of the host half asks for the documents of all machines, and they hardly ever change. With MIG instances, a
 # machine's document has thousands of values.
-@lru_cache(KEPT)
+@lru_cache(RENDERED_LIMIT)
 def _rendered(handoff: Handoff) -> tuple[str, bytes]:
     """Return the generation and the document."""
     newer = any((handoff.containerd_drop_in, handoff.validation_markers, handoff.allocation))

@@ -1,7 +1,7 @@
 """The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
 
-It is not part of the handoff, because Ready also changes when the machine half has nothing to set up, and must then not
-start a new generation. The machine half sets the Node condition if this document exists.
+It is not part of the handoff, because a change of Ready gives the machine half nothing to set up, and so must not start
+a new generation. The machine half sets the Node condition if this document exists.
 """
 
 import json
@@ -18,7 +18,7 @@ VERSION = 1
 SIZE_LIMIT = 1 << 16
 """Bytes of the largest document. A message has up to agent.model.text.MESSAGE_LIMIT characters of up to 12 bytes."""
 SILENT_AFTER = 300.0
-"""Seconds after which a host status is stale, because the host half has missed several passes by then."""
+"""Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ def parse_object(where: str, data: bytes) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
-    return as_object(where, value)
+    return require_object(where, value)
 
 
-def as_object(where: str, value: object) -> dict[str, Any]:
+def require_object(where: str, value: object) -> dict[str, Any]:
+    """Return the value, which must be a JSON object."""
     if not isinstance(value, dict):
         raise DocumentError(f"{where}: must be an object, not {type(value).__name__}")
     return value
@@ -40,6 +41,7 @@ def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ..
 
 
 def get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
+    """Return the value at `key`, which must be of type `kind`. A bool does not count as an int."""
     if key not in document:
         raise DocumentError(f"{where}: key {key} is missing")
     value = document[key]
@@ -52,7 +54,7 @@ def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str
     """Return the results of `parse` for the objects in the list at `key`."""
     items = get(where, document, key, list)
     return tuple(
-        parse(f"{where}: {key}[{index}]", as_object(f"{where}: {key}[{index}]", item))
+        parse(f"{where}: {key}[{index}]", require_object(f"{where}: {key}[{index}]", item))
         for index, item in enumerate(items)
     )
 
@@ -68,6 +70,7 @@ def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> di
 
 
 def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Return the strings in the list at `key`."""
     items = get(where, document, key, list)
     for index, item in enumerate(items):
         if not isinstance(item, str):

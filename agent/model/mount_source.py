@@ -9,4 +9,4 @@ class MountSource:
 
     path: str
     components: tuple[str, ...]
-    """Each directory and link on the way to the source, and the source itself."""
+    """Each directory and symbolic link that `path` leads through, and the source itself."""

@@ -24,14 +24,14 @@ class Route:
     """AF_INET or AF_INET6."""
     table: int
     type: int
-    """rtnetlink(7), such as RTN_UNICAST."""
+    """A route type of rtnetlink(7), such as RTN_UNICAST."""
     destination: str
     """An address with its prefix length; empty for a default route."""
     gateway: str
     device: str
     """Name of the interface; empty for a route without one."""
     protocol: int
-    """Which program made it, rtnetlink(7)."""
+    """Which program made the route (rtm_protocol in rtnetlink(7))."""
     priority: int
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Chains:
     """Chains of the packet filter that Kubernetes' programs make, in one table."""
 
     program: str
-    """Which iptables has them, such as `iptables-nft`."""
+    """The variant of iptables that lists them, such as `iptables-nft`."""
     table: str
     """Empty if the program could not list them."""
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A Kubernetes node in a machine, as frozen data: what it is made from and what its host gets. Pure."""
+"""A Kubernetes node in a machine, as frozen data: what it is made from, and what its host needs. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,15 @@ Archive: TypeAlias = Literal["", "program", "programs"]
 
 @dataclass(frozen=True, slots=True)
 class NodeImage:
-    """The image of a root file system, as its source has it now."""
+    """The image of a root file system, as its registry or archive has it now."""
 
     name: str
-    """With its transport (containers-transports(5)), and pinned: a registry's ends in `@sha256:...`."""
+    """The name with its transport (containers-transports(5)). A name in a registry is pinned: it ends in
+    `@sha256:...`."""
     digest: str
-    """Of the manifest for this host's architecture: `sha256:` and 64 hexadecimal digits."""
+    """The digest of the manifest for this host's architecture: `sha256:` and 64 hexadecimal digits."""
     architecture: str
-    """Go's name: amd64, arm64."""
+    """The architecture's name in Go: amd64, arm64."""
     size: int
     """Bytes of the layers, compressed."""
 
@@ -30,7 +31,7 @@ class NodeBinary:
     """A URL, or an absolute path of an offline bundle."""
     sha256: str
     path: str
-    """In the machine. Of an archive of several programs: their directory."""
+    """The program's path in the machine. For an archive of several programs, their directory."""
     archive: Archive = ""
     """Whether the file is a tar archive, compressed by gzip: with the program `name`, or with any programs."""
 
@@ -46,13 +47,13 @@ class NodeFile:
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What the host of a node gets."""
+    """What a node needs on its host."""
 
     sysctls: Mapping[str, str]
     modules: tuple[str, ...]
     swap_off: bool
     files: tuple[NodeFile, ...]
-    """Files on the host, which make the settings above last over a boot."""
+    """Files on the host that make the settings above survive a reboot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,17 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The present values of what HostSettings would change. The record of the host as found has them too."""
+    """The current values of what HostSettings would change. AsFound has the values before the first change."""
 
     sysctls: Mapping[str, str | None]
-    """None for a parameter that this kernel does not have, or not yet because its module is not loaded."""
+    """None for a parameter that the kernel does not have, perhaps because its module is not loaded."""
     modules: Mapping[str, bool] = field(compare=False)
     """Whether a module is loaded, or built in. Not compared: once other programs use a module, it must stay loaded."""
     swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
     """None for a file that does not exist."""
     absent_directories: tuple[str, ...] = ()
-    """Directories that the files need and that do not exist, parents first."""
+    """Missing directories that the files need, parents first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""The list of the files that `up` put into a machine, by which the machine half notices changes: JSON. Pure.
+"""The list of the files that `up` put into a machine, as JSON. With it, the machine half notices changed files. Pure.
 
-It has the keys `version`, and `files` (lists of SHA-256 digest and size by path in the machine).
+It has the keys `version` and `files`: an object that maps each path in the machine to a list of SHA-256 digest and size
+in bytes.
 """
 
 import json
@@ -12,13 +13,13 @@ from agent.model.json_document import accept_version, mapping, parse_object
 
 VERSION = 1
 PATH = re.compile(r"/[!#%()*+,\-./0-9:=?@A-Z\[\]^_a-z{}~]{1,254}")
-"""What a listed path consists of. Other paths could read like commands: an administrator sees a changed file's path
-next to the agent's advice."""
+"""The form of a path that may be listed. Other paths could read like commands, and an administrator sees a changed
+file's path next to the agent's advice."""
 
 
 def render_node_files(files: Mapping[str, tuple[str, int]]) -> bytes:
-    """Return the document, without files whose paths cannot be listed; the same files give the same bytes."""
-    listed = {path: each for path, each in files.items() if PATH.fullmatch(path)}
+    """Return the document, without files whose paths may not be listed; the same files give the same bytes."""
+    listed = {path: file for path, file in files.items() if PATH.fullmatch(path)}
     return json.dumps({"version": VERSION, "files": listed}, indent=1, sort_keys=True).encode() + b"\n"
 
 

@@ -14,9 +14,9 @@ TREES = f"{STATE}/trees"
 MOUNT_POINTS = f"{STATE}/mount-points"
 """Has an empty directory for each possible `<index>`. HOST_NVIDIA shows them, and driver roots are mounted on them."""
 NOTHING = f"{STATE}/nothing"
-"""An empty directory."""
+"""An empty directory: a read-only overlay mount needs two lower layers, and this is the second one."""
 STAGING = f"{STATE}/staging"
-"""Driver roots that are being copied. A rename moves a complete root to TREES, which is on the same file system."""
+"""Driver roots that are being copied. Once a root is complete, it is renamed to TREES, on the same file system."""
 REMOVED = f"{STATE}/removed"
 """Driver roots that are being removed. They are moved here first, where nothing searches for driver roots."""
 MANIFESTS = f"{STATE}/driver-roots"
@@ -41,12 +41,12 @@ INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
 STATUSZ_SOCKET = "statusz.sock"
 """A socket in RUNTIME that serves the service's status to root only."""
 COMMAND_PAGE = "/command"
-"""The page on STATUSZ_SOCKET that runs a command. It is made for each request, which has the command as its query."""
+"""The page on STATUSZ_SOCKET that runs the command in the request's query and returns what the command prints."""
 PASS_LOCK = f"{RUNTIME}/pass.lock"
 PROVISION_LOCK = f"{RUNTIME}/provision.lock"
 """Held by `up` and `reset`: only one of them changes the host at a time."""
 CHAINS_REMOVAL = f"{RUNTIME}/remove-chains"
-"""What `reset` tells iptables to remove, while it does so."""
+"""Input for iptables-restore, with which `reset` removes chains. The file exists only meanwhile."""
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 RELOAD_PENDING = f"{RUNTIME}/reload-owed"
 """Exists while systemd has not read changed unit files. After a set-property, NeedDaemonReload does not show that."""
@@ -154,12 +154,12 @@ def machine_root(machine: str) -> str:
 
 
 def staged_prefix(machine: str) -> str:
-    """Return how the paths of root file systems in the making begin. systemd ignores names that begin with a dot."""
+    """Return the start of the paths of unfinished root file systems. systemd ignores names that begin with a dot."""
     return f"{MACHINE_ROOTS}/.{machine}.unbounded-agent-"
 
 
 def staged_root(machine: str, digest: str) -> str:
-    """Return where the root file system from an image (`sha256:...`) is completed before it gets its final name."""
+    """Return where the root file system from an image with this digest is completed before it gets its final name."""
     return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
 
 
@@ -169,7 +169,7 @@ def node_record(machine: str) -> str:
 
 
 def cordoned_file(machine: str) -> str:
-    """Return the note that `stop` has cordoned the machine's node. It contains the name of the Node object."""
+    """Return the file that records that `stop` has cordoned the machine's node, with the name of the Node object."""
     return f"{NODES}/{machine}.cordoned"
 
 

@@ -1,8 +1,8 @@
 """The record of the GPUs that machines were last granted. Those that are no longer on the PCI bus are lost.
 
-The record must not be lost itself, so there are two synced copies of one document with its digest. A good copy replaces
-a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges it, as for a lost
-GPU.
+Because this record is the only evidence of a lost GPU, there are two synced copies of it, each with a digest. A good
+copy replaces a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges it,
+as for a lost GPU.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Remembered:
 
     gpus: tuple[RememberedGpu, ...] = ()
     damage: str = ""
-    """Why an earlier record could not be read, in which case earlier losses are unknown; otherwise empty."""
+    """Why an earlier record could not be read, so that GPUs lost before then are unknown; otherwise empty."""
 
 
 def render_remembered(remembered: Remembered) -> bytes:
@@ -54,10 +54,10 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
     """Return the record in a document. Raises DocumentError, which names the key."""
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
-    found = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
-    if get(where, document, "digest", str) != _digest(found):
+    remembered = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
+    if get(where, document, "digest", str) != _digest(remembered):
         raise DocumentError(f"{where}: the content does not match its digest")
-    return found
+    return remembered
 
 
 def _digest(remembered: Remembered) -> str:

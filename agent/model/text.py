@@ -1,4 +1,4 @@
-"""Text for people and for the API server: one visible line, and times."""
+"""Formats text for people and for the API server: single lines without invisible characters, and times."""
 
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
@@ -14,9 +14,8 @@ BLANK = frozenset(
 def printable(text: str) -> str:
     """Return the text on one line, with invisible characters escaped.
 
-    Messages go to terminals, logs and JSON, and contain file names that users other than root chose: names of any
-    characters and bytes. With invisible letters, or characters that change the writing direction, one name can look
-    like another.
+    Messages go to terminals, logs and JSON, and contain names of files that users other than root may choose. With
+    invisible letters, or characters that change the writing direction, one name can look like another.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
@@ -28,7 +27,7 @@ def _visible(letter: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a tool's output as a condition's message: one line, no control characters, at most MESSAGE_LIMIT long."""
+    """Return text, such as a program's output, on one printable line of at most MESSAGE_LIMIT characters."""
     return printable(" ".join(text.split()))[:MESSAGE_LIMIT]
 
 

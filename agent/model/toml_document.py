@@ -5,10 +5,11 @@ import tomllib
 from typing import Any
 
 PARTS = 100
-"""Parts of the longest dotted key that is parsed. tomllib's time grows with their square: 1 MiB of them takes minutes.
-No program's configuration has a key of more than ten."""
+"""The largest number of parts in a dotted key. The time that tomllib takes grows with the square of that number: a key
+of 1 MiB takes minutes. No known configuration has a key with more than ten parts."""
 _PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
-# The first assertion makes the search start once for each word: otherwise a long word would take its length's square.
+# The lookbehind makes the search start only once in each word. Otherwise, the time for a long word would grow with the
+# square of its length.
 LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{PARTS}}}")
 
 

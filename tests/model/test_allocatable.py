@@ -55,7 +55,7 @@ def test_keys_of_later_releases_are_ignored() -> None:
         ({"cdi_names": ["vendor.com/gpu=0\n"]}, r"not 'vendor.com/gpu=0\\n'"),
         ({"cdi_names": ["vendor.com/gpu=0", "vendor.com/gpu=0"]}, "CDI name vendor.com/gpu=0 is listed twice"),
         ({"cdi_names": [f"vendor.com/gpu={'0' * 600}"]}, "key cdi_names must"),
-        ({"partition": [True]}, "key partition must be a list of up to 4 small numbers"),
+        ({"partition": [True]}, "key partition must be a list of up to 4 numbers below 65536"),
         ({"partition": [-1]}, "key partition must be"),
         ({"partition": [1, 2, 3, 4, 5]}, "key partition must be"),
         ({"devices": [json.loads(document())["vendors"][0]["devices"][0]] * 2}, "is listed twice"),

@@ -35,11 +35,11 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     except OSError:
         if set(before.allow) - set(after.allow):
             still_allowed = (entry for entry in after.allow if entry in before.allow)
-            _permit(action.machine, (*still_allowed, *action.others), system)
+            _permit(action.machine, (*still_allowed, *action.foreign), system)
         raise
     if change_permissions:
         try:
-            _permit(action.machine, (*after.allow, *action.others), system)
+            _permit(action.machine, (*after.allow, *action.foreign), system)
             live = replace(live, allow=after.allow, unsure=False)
         except BusError as error:
             failures.append(str(error))

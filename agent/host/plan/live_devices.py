@@ -31,11 +31,11 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
     if same and device_owners == before.owners and not before.unsure:
         return []
-    others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
+    foreign = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
     after = replace(
         goal.live, fixed=before.fixed, allow=allow, rebound=rebound, owners=device_owners, mounts=before.mounts
     )
-    return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
+    return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, foreign)]
 
 
 def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[str, ...]:
@@ -55,9 +55,9 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
     for machine in facts.machines:
         if machine.name == goal.name and machine.unit_state == "active" and (before := machine.live):
             allow = tuple(entry for entry in before.allow if entry.node in wanted)
-            others = tuple(entry for entry in machine.device_allow if entry not in before.allow)
+            foreign = tuple(entry for entry in machine.device_allow if entry not in before.allow)
             if allow != before.allow:
-                changes.append(ChangeDevices(goal.name, before, replace(before, allow=allow), others))
+                changes.append(ChangeDevices(goal.name, before, replace(before, allow=allow), foreign))
     return changes
 
 

@@ -8,7 +8,7 @@ from agent.config.node import ImageSettings
 from agent.host.provision.image_errors import explained
 from agent.host.provision.secrets import secret_file
 from agent.model.errors import CommandError, ConfigError, ObservationError, UnsupportedError
-from agent.model.json_document import as_object, get, objects, parse_object
+from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
 from agent.system.files import System
 
@@ -140,7 +140,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     """Return the digest of the image for an architecture, from an index of images for several architectures."""
 
     def entry(where: str, document: dict[str, Any]) -> tuple[object, object, str]:
-        platform = as_object(f"{where}: platform", document.get("platform", {}))
+        platform = require_object(f"{where}: platform", document.get("platform", {}))
         return platform.get("os"), platform.get("architecture"), get(where, document, "digest", str)
 
     found = objects(name, index, "manifests", entry)

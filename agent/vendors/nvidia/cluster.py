@@ -9,11 +9,11 @@ from agent.model.cluster import (
     containers,
     crashes,
     environment,
+    kubelet_messages,
     labels,
     limits,
     name,
     pod_spec,
-    said,
     seconds,
     statuses,
 )
@@ -89,7 +89,7 @@ def _owner(pod: KubernetesObject) -> str:
 def _plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     if not crashes(pod):
         return
-    text = "\n".join((*said(pod), cluster.logs.get(name(pod), "")))
+    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
     namespace = str((pod.get("metadata") or {}).get("namespace", ""))
     for pattern, cause, fix in PLUGIN_LOGS:
         if found := pattern.search(text):
@@ -122,7 +122,7 @@ def _waits_for_markers(pod: KubernetesObject, now: float) -> Iterator[Finding]:
 
 
 def _needs_newer_driver(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
-    text = "\n".join((*said(pod), cluster.logs.get(name(pod), "")))
+    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
     if found := TOO_NEW.search(text):
         yield Finding(
             "a pod's CUDA is newer than the driver supports",

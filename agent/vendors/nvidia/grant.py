@@ -107,7 +107,7 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
     if driver is None:
         return None, None
     ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
-    kept = [root for root in ours if root.index == roots.present]
+    kept = [root for root in ours if root.index == roots.current]
     new: StagedRoot | None = None
     user_space = driver.user_space
     if isinstance(user_space.files, tuple) and isinstance(user_space.version, str):

@@ -62,7 +62,7 @@ def test_permissions_are_noted_as_systemd_writes_them() -> None:
 
 
 def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None:
-    change_devices(replace(CHANGE, others=(DeviceAllow.parse("/dev/x"),)), host)
+    change_devices(replace(CHANGE, foreign=(DeviceAllow.parse("/dev/x"),)), host)
     assert ("/dev/x", "rwm") in host.bus.changes[0][3][1][1][1]  # type: ignore[index]
 
 
@@ -293,7 +293,7 @@ def test_an_administrators_permission_stays() -> None:
     seen = running(facts(), before)
     listed = (*reversed(before.allow), DeviceAllow("char-alsa", "rw"))
     seen = replace(seen, machines=(replace(seen.machines[0], device_allow=listed),))
-    assert changes(seen)[0].others == (DeviceAllow("char-alsa", "rw"),)
+    assert changes(seen)[0].foreign == (DeviceAllow("char-alsa", "rw"),)
 
 
 def test_an_unknown_machine_is_not_changed() -> None:
