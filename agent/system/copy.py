@@ -19,8 +19,8 @@ EPERM comes from a system-call filter."""
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:
     """Reflink the content if the file system can; otherwise copy it in parts, and call `progress` between them.
 
-    Copying in parts stops at the size that the file had at the start. Nothing here notices that a file grew: whoever
-    stages the file checks that.
+    Copying in parts stops at the size that the file had at the start. A file that grows meanwhile goes unnoticed here:
+    the caller checks for that.
     """
     try:
         fcntl.ioctl(writing, FICLONE, reading)

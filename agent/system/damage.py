@@ -1,4 +1,4 @@
-"""Logs and counts files of the agent's own state that are discarded, because they cannot be used."""
+"""Logs and counts files of the agent's own state that it discards because it cannot use them."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def discarded() -> Mapping[str, int]:
 
 
 def write_record(system: System, path: str, content: bytes) -> None:
-    """Write a file of the agent as `System.write` does. If a directory is in the file's place, move it aside."""
+    """Write a file of the agent as `System.write` does. If there is a directory at `path`, move it aside first."""
     try:
         system.write(path, content)
     except IsADirectoryError:

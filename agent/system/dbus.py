@@ -42,7 +42,7 @@ class SystemBus:
         except OSError as error:
             raise BusError(f"{method} of {service} on {self._path}: {error.strerror or error}", HINT) from error
         if reply.header.message_type is not MessageType.method_return:
-            name = _error(reply) or "unnamed error"
+            name = _error_name(reply) or "unnamed error"
             text = reply.body[0] if reply.body and isinstance(reply.body[0], str) else ""
             raise BusAnswerError(f"{method} of {service} for {arguments or path}: {name}: {text[:500]}")
         return tuple(reply.body)
@@ -78,7 +78,7 @@ class _TooLargeError(OSError):
 
 
 class _Connection:
-    """One connection, which has sent Hello. Raises OSError, also for data that are not D-Bus."""
+    """One connection, which has sent Hello. Raises OSError, also if the data received is not D-Bus."""
 
     def __init__(self, path: str, deadline: float) -> None:
         try:
@@ -128,9 +128,9 @@ class _Connection:
         reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
         if _unreachable(reply):
             reply = self._send(message_bus.StartServiceByName(service), DRIVER, deadline)
-            if not _error(reply):
+            if not _error_name(reply):
                 reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
-        if _error(reply):
+        if _error_name(reply):
             return reply
         self._owners[service] = str(reply.body[0])
         return None
@@ -151,31 +151,31 @@ class _Connection:
                 if received > REPLY_LIMIT:
                     raise _TooLargeError(errno.EMSGSIZE, f"a message of more than {REPLY_LIMIT} bytes")
                 self._parser.add_data(data)
-            elif _answers(message, serial, sender):
+            elif _is_reply(message, serial, sender):
                 return message
             else:
                 received = 0
 
     def _next(self) -> Message | None:
         try:
-            found: Any = self._parser.get_next_message()
+            message: Any = self._parser.get_next_message()
         except Exception as error:
             # jeepney raises any exception that a malformed message causes.
             raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
-        return found
+        return message
 
 
-def _error(message: Message) -> str:
+def _error_name(message: Message) -> str:
     """Return the error's name; empty if the message is not an error."""
     return str(message.header.fields.get(HeaderFields.error_name, ""))
 
 
 def _unreachable(message: Message) -> bool:
     """Return whether the bus itself says that the name has no owner."""
-    return _error(message) in NO_OWNER and message.header.fields.get(HeaderFields.sender) == DRIVER
+    return _error_name(message) in NO_OWNER and message.header.fields.get(HeaderFields.sender) == DRIVER
 
 
-def _answers(message: Message, serial: int, sender: str) -> bool:
+def _is_reply(message: Message, serial: int, sender: str) -> bool:
     """Return whether the message is the reply from `sender`, or the bus's error saying that `sender` will not reply."""
     fields = message.header.fields
     if message.header.message_type not in ANSWERS or fields.get(HeaderFields.reply_serial) != serial:

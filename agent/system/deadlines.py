@@ -16,8 +16,8 @@ DEVICE_CALL = 5.0
 """Seconds for a driver's answer. NVIDIA's driver holds a lock for some seconds when a GPU is first used."""
 SOURCE_READ = 2.0
 """Seconds to observe the source of a mount, which may be on a remote server."""
-LEAST = 0.02
-"""Seconds that a call gets at least, however many others hang. A healthy driver answers in a thousandth of that."""
+SHORTEST = 0.02
+"""Seconds that every call gets, however many others hang. A healthy driver answers in a thousandth of that time."""
 
 
 class _Call(Generic[T]):
@@ -67,10 +67,10 @@ class _Worker:
         while True:
             call = self._calls.get()
             call.run()
-            # Before `call.end()`, which lets the caller continue: the caller's next call can then use this worker.
+            # Before `call.end()`, which lets the caller continue, so that the caller's next call can use this worker.
             _idle.append(self)
             call.end()
-            # Until the next call, this thread would keep all that the last one refers to, such as a connection.
+            # Otherwise, this thread would keep what the call refers to, such as a connection, until its next call.
             del call
 
 
@@ -115,13 +115,13 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool 
     worker.begin(running)
     deadline = time.monotonic() + seconds
 
-    def end() -> T:
+    def wait() -> T:
         if not running.wait(max(0.0, deadline - time.monotonic())):
             _overdue[what] = running
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
         return running.result()
 
-    return end
+    return wait
 
 
 def stuck() -> tuple[str, ...]:
@@ -157,9 +157,9 @@ def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) 
 
 
 def _shortened(seconds: float, *, is_source: bool) -> float:
-    """Return the time for the next call of this kind: `seconds`, halved for each one that hangs, but at least LEAST."""
+    """Return the time for the next call of this kind: `seconds`, halved for each one that hangs; at least SHORTEST."""
     hanging = sum(_overdue[what].is_source == is_source for what in stuck())
-    return max(seconds / float(2**hanging), LEAST)
+    return max(seconds / float(2**hanging), SHORTEST)
 
 
 def read_device_text(system: Reader, path: str) -> str:

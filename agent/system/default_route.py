@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
 MAIN_TABLE = 254
 UNICAST = 1
-"""rtnetlink(7), RTN_UNICAST: not a route that forbids destinations."""
+"""RTN_UNICAST of rtnetlink(7): a route that forwards packets. Other types block destinations, for example."""
 UNIVERSE = 0
-"""rtnetlink(7), RT_SCOPE_UNIVERSE: an address that other hosts can reach."""
+"""RT_SCOPE_UNIVERSE of rtnetlink(7): the scope of an address that other hosts can reach."""
 UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40
-"""IFA_F_SECONDARY (also of temporary addresses), IFA_F_DADFAILED, IFA_F_DEPRECATED, IFA_F_TENTATIVE (if_addr.h)."""
+"""Flags of addresses that nodes must not have (linux/if_addr.h): IFA_F_SECONDARY, which temporary addresses have too,
+IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
 
 
 def default_address() -> str:
-    """Return the address with which packets leave on the default route; of IPv4 if there is such a route.
+    """Return the source address of packets that take the default route. IPv4 is preferred to IPv6.
 
-    Raises ObservationError if there is none.
+    Raises ObservationError if there is no such address.
     """
     with connected() as netlink:
         for family in (socket.AF_INET, socket.AF_INET6):

@@ -1,4 +1,4 @@
-"""The meaning of errno values in observations, see errno(3)."""
+"""Groups errno values (errno(3)) by what they mean when a file is observed."""
 
 import errno
 

@@ -1,6 +1,6 @@
 """All access to files, processes and the system bus.
 
-Every path is below a root prefix, so that recorded hosts can be observed.
+Every path is below a root prefix, so that tests can observe recorded hosts.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read. Not 4 MiB: in /proc/sys, the kernel refuses such reads (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read. In /proc/sys, the kernel refuses to read 4 MiB at once (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
 """Suffix of the temporary file that replaces a file when it is complete."""
 BUS_LIMIT = 10.0
@@ -38,7 +38,7 @@ class System(Rooted):
         return run_checked(self._runner, argv, timeout)
 
     def run_tool(self, *argv: str, timeout: float) -> str:
-        """Run a program as `run` does. It may write files of any size, and is killed if this process dies."""
+        """Run a program as `run` does, but let it write files of any size, and kill it if this process dies."""
         return run_checked(self._tool_runner, argv, timeout)
 
     def call(
@@ -141,9 +141,9 @@ class System(Rooted):
         return os.uname().machine
 
     def free_bytes(self, path: str) -> int:
-        """Return the free bytes of the file system of a directory, without those that are reserved for root."""
-        found = os.statvfs(self._at(path))
-        return found.f_bavail * found.f_frsize
+        """Return the free bytes of the file system that a directory is on, without those that are reserved for root."""
+        status = os.statvfs(self._at(path))
+        return status.f_bavail * status.f_frsize
 
     def place(self, path: str) -> str:
         """Return the path with the root prefix, for system calls that take paths (inotify_add_watch(2))."""
@@ -259,9 +259,9 @@ class System(Rooted):
         The temporary file always has the same name, so that leftovers of killed writers do not pile up: each is removed
         by the next writer. The name begins with a dot, so that programs that read whole directories skip the file.
         """
-        self.remove_remains(path)
+        self.remove_temporary(path)
         place = self._at(path, follow=False)
-        temporary = remains(place)
+        temporary = temporary_path(place)
         try:
             yield temporary
             os.rename(temporary, place)
@@ -270,13 +270,13 @@ class System(Rooted):
                 os.unlink(temporary)
             raise
 
-    def remove_remains(self, path: str) -> None:
+    def remove_temporary(self, path: str) -> None:
         """Remove the temporary file that a killed `write` or `link` left."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(remains(self._at(path, follow=False)))
+            os.unlink(temporary_path(self._at(path, follow=False)))
 
 
-def remains(path: str) -> str:
-    """Return the path of the temporary file that `write` and `link` use. The file remains if they are killed."""
+def temporary_path(path: str) -> str:
+    """Return the path of the temporary file that `write` and `link` use. If they are killed, the file stays."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"

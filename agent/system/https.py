@@ -1,4 +1,7 @@
-"""Asks a web server one question by HTTPS, bounded in time and size. No proxy, no redirect, nothing inherited."""
+"""Sends one request by HTTPS or HTTP, and reads the response within limits of time and size.
+
+It uses no proxy and follows no redirect.
+"""
 
 import email.utils
 import http.client
@@ -11,8 +14,9 @@ from agent.system.deadlines import bounded
 ANSWER_LIMIT = 1 << 16
 """Bytes of an answer that are read."""
 TIME_LIMIT = 10.0
+"""Seconds for each operation on the connection."""
 MARGIN = 5.0
-"""Seconds in addition to the time limit, because looking up a name has no limit of its own."""
+"""Seconds that the whole request may take longer, because looking up a host's name has no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,8 @@ class Answer:
 def ask(url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
     """Return the answer. Raises OSError: ssl.SSLCertVerificationError if the server's certificate is not accepted.
 
-    `ca` has the accepted CA certificates in PEM format; without it, they are the host's. Raises ValueError for one that
-    has none.
+    `ca` has the accepted CA certificates in PEM format; if it is empty, the host's are accepted. Raises ValueError if
+    `ca` contains no certificate.
     """
     return bounded(f"{method} {url}", lambda: _ask(url, method, ca, token), TIME_LIMIT + MARGIN)
 
@@ -42,7 +46,7 @@ def _ask(url: str, method: str, ca: bytes, token: str) -> Answer:
         response = connection.getresponse()
         return Answer(response.status, _date(response.headers["Date"]), response.read(ANSWER_LIMIT))
     except http.client.HTTPException as error:
-        raise OSError(f"not an answer by HTTP: {type(error).__name__}") from error
+        raise OSError(f"not an HTTP response: {type(error).__name__}") from error
     finally:
         connection.close()
 

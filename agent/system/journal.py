@@ -9,6 +9,7 @@ INFO, WARNING, ERROR = "<6>", "<4>", "<3>"
 
 
 def say(priority: str, text: str) -> None:
+    """Write the text to standard error. Unless that is a terminal, each line starts with the priority."""
     # The module logging is not used: importing it takes a fifth of a run that changes nothing.
     prefix = "" if sys.stderr.isatty() else priority
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))

@@ -1,4 +1,4 @@
-"""Reads from the kernel log, /dev/kmsg, what the kernel itself wrote (Documentation/ABI/testing/dev-kmsg)."""
+"""Reads the kernel's own messages from the kernel log, /dev/kmsg (Documentation/ABI/testing/dev-kmsg)."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ PATH = "/dev/kmsg"
 RECORD_LIMIT = 8192
 """Bytes to read at a time: a read fails if the record is longer (EINVAL). The kernel's PRINTKRB_RECORD_MAX is 1024."""
 BURST = 5000
-"""Records that one `read` returns at most, so that it ends even if the kernel writes without end."""
+"""The largest number of records that one `read` takes, so that it returns even if the kernel never stops writing."""
 KERNEL = 0
 """The facility of the kernel's own records. Programs cannot write records with this facility."""
 

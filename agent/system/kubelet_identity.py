@@ -61,8 +61,8 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
             line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
             arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
             # The second argument selects the kubelet in a program with many names (hyperkube).
-            named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
-            if named and _is_root_service(system, process):
+            is_kubelet = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
+            if is_kubelet and _is_root_service(system, process):
                 return arguments
         except OSError:
             # The process has exited meanwhile.
@@ -82,18 +82,19 @@ def _is_root_service(system: System, process: str) -> bool:
     fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
     cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
     paths = [line.split(":", 2)[-1] for line in cgroups]
-    units = any(path.endswith((".service", ".slice")) for path in paths)
-    others = any("kubepods" in path or "/user.slice" in path for path in paths)
+    in_unit = any(path.endswith((".service", ".slice")) for path in paths)
+    in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in paths)
     # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
-    return fields.get("Uid") == ["0"] * 4 and len(fields.get("NSpid", ())) == 1 and units and not others
+    is_root, in_own_namespace = fields.get("Uid") == ["0"] * 4, len(fields.get("NSpid", ())) == 1
+    return is_root and in_own_namespace and in_unit and not in_pod_or_session
 
 
 def _option(arguments: Sequence[str], name: str) -> str:
     """Return the last value of an option, `--name=value` or `--name value`; empty if it is missing."""
-    found = ""
+    value = ""
     for index, each in enumerate(arguments):
         if each.startswith(f"{name}="):
-            found = each.partition("=")[2]
+            value = each.partition("=")[2]
         elif each == name and index + 1 < len(arguments):
-            found = arguments[index + 1]
-    return found
+            value = arguments[index + 1]
+    return value

@@ -10,8 +10,8 @@ def mounted(system: System, file_system: str) -> frozenset[str]:
     found = set()
     for line in system.lines(MOUNTS):
         # The mount point is followed by optional fields, a hyphen, and the type.
-        before, _, behind = line.decode(errors="surrogateescape").partition(" - ")
+        before, _, after = line.decode(errors="surrogateescape").partition(" - ")
         fields = before.split(" ")
-        if behind.split(" ")[0] == file_system and len(fields) > 4:
+        if after.split(" ")[0] == file_system and len(fields) > 4:
             found.add(fields[4])
     return frozenset(found)

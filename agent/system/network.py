@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Protocol
 from agent.model.network import Link, Network, Route, Rule
 
 if TYPE_CHECKING:
-    # Loaded where it is used: it takes as long as all other modules of a command.
+    # At run time it is imported where it is used, because that takes as long as all other imports of a command.
     from pyroute2 import IPRoute
     from pyroute2.netlink import nlmsg
 
 LOCAL_TABLE = 255
 KERNEL = 2
-"""rtnetlink(7), RTPROT_KERNEL: routes that come and go with addresses."""
+"""RTPROT_KERNEL of rtnetlink(7): the kernel adds and removes these routes together with addresses."""
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 GONE = (errno.ENODEV, errno.ENOENT, errno.ESRCH)
+"""Errors of the removal of something that no longer exists."""
 
 
 class NetworkSource(Protocol):
-    """What knows and changes the host's network."""
+    """Observes and changes the host's network."""
 
     def observe(self) -> Network: ...
 
@@ -34,7 +35,7 @@ class HostNetwork:
     """The network namespace of this process."""
 
     def observe(self) -> Network:
-        """Return what is there now."""
+        """Return the current links, routes and rules. Chains are not listed here."""
         with connected() as netlink:
             links = {each["index"]: _link(each) for each in netlink.get_links()}
             names = {index: link.name for index, link in links.items()}
@@ -45,7 +46,7 @@ class HostNetwork:
             )
 
     def remove(self, leftover: Link | Route | Rule) -> None:
-        """Remove it, unless it has gone meanwhile."""
+        """Remove a link, route or rule, unless it no longer exists."""
         try:
             with connected() as netlink:
                 _remove(netlink, leftover)
@@ -56,7 +57,7 @@ class HostNetwork:
 
 @contextmanager
 def connected() -> Iterator[IPRoute]:
-    """Yield a connection of the library, whose own exceptions become OSError."""
+    """Yield a netlink connection. The library's own exceptions become OSError."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
@@ -114,9 +115,9 @@ def _prefix(message: nlmsg, name: str) -> str:
 def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
     match leftover:
         case Link(name):
-            found = netlink.link_lookup(ifname=name)
-            if found:
-                netlink.link("del", index=found[0])
+            indices = netlink.link_lookup(ifname=name)
+            if indices:
+                netlink.link("del", index=indices[0])
         case Route():
             netlink.route("del", **_route_arguments(netlink, leftover))
         case Rule():
@@ -124,7 +125,7 @@ def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
 
 
 def _route_arguments(netlink: IPRoute, route: Route) -> dict[str, object]:
-    found = netlink.link_lookup(ifname=route.device) if route.device else ()
+    indices = netlink.link_lookup(ifname=route.device) if route.device else ()
     return {
         "family": route.family,
         "table": route.table,
@@ -132,7 +133,7 @@ def _route_arguments(netlink: IPRoute, route: Route) -> dict[str, object]:
         "dst": route.destination or "default",
         "proto": route.protocol,
         **({"gateway": route.gateway} if route.gateway else {}),
-        **({"oif": found[0]} if found else {}),
+        **({"oif": indices[0]} if indices else {}),
         **({"priority": route.priority} if route.priority else {}),
     }
 

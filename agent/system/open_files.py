@@ -20,8 +20,8 @@ Number = tuple[int, int]
 
 PROCESS_LIMIT = 2.0
 """Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
-LEAST = 0.05
-"""Seconds that one process gets at least, however many others hang. Most need a thousandth of that."""
+SHORTEST = 0.05
+"""Seconds that the search of every process gets, however many others hang. Most need a thousandth of that time."""
 SEARCH_LIMIT = 20.0
 """Seconds for each of the three steps over all processes: their descriptors, their mappings, their names."""
 
@@ -90,8 +90,8 @@ class Held:
 
     holders: tuple[Holder, ...] = ()
     unseen: tuple[str, ...] = ()
-    """Other processes that could not be searched completely, one sentence each. They are shown, because they may have a
-    device open too, but they block nothing: any pod can have a process that can never be searched."""
+    """Other processes that could not be searched completely, one sentence each. They may have a device open too, so
+    commands show them. They do not stop a command, because any pod can have a process that can never be searched."""
 
     def __bool__(self) -> bool:
         return bool(self.holders)
@@ -115,16 +115,16 @@ class _Search:
         self._unseen: dict[int, str] = {}
 
     def run(self) -> Held:
-        self._each("descriptors", self._opened, self._pids)
-        self._each("mappings", self._mapped, self._pids)
+        self._for_each("descriptors", self._search_descriptors, self._pids)
+        self._for_each("mappings", self._search_mappings, self._pids)
         holders: dict[int, Holder] = {}
         holding = [pid for pid in self._pids if self._found[pid]]
-        self._each("names", lambda pid, _: self._add_holder(pid, holders), holding)
+        self._for_each("names", lambda pid, _: self._add_holder(pid, holders), holding)
         unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in holders}
         return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
-    def _each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `search` for each process, with a deadline. Each one that hangs halves the time for the next.
+    def _for_each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
+        """Call `search` for each process, with a deadline. Each process that hangs halves the time for those after it.
 
         SEARCH_LIMIT bounds the time for all processes. A process whose search fails is recorded as unseen.
         """
@@ -140,12 +140,12 @@ class _Search:
                 # The process has exited in the meantime.
                 continue
             except TimeoutError as error:
-                limit = max(limit / 2, LEAST)
+                limit = max(limit / 2, SHORTEST)
                 self._unseen.setdefault(pid, error.strerror or str(error))
             except OSError as error:
                 self._unseen.setdefault(pid, error.strerror or str(error))
 
-    def _opened(self, pid: int, deadline: float) -> None:
+    def _search_descriptors(self, pid: int, deadline: float) -> None:
         """Search the descriptors of a process: first those of its main thread, which most threads share.
 
         Other threads may have descriptors of their own (CLONE_FILES of clone(2) and unshare(2)), and a main thread that
@@ -158,26 +158,26 @@ class _Search:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             for name in names:
-                _in_time(deadline)
+                _check_deadline(deadline)
                 self._add(pid, f"{directory}/{name}")
             if self._found[pid]:
                 return
 
-    def _mapped(self, pid: int, deadline: float) -> None:
+    def _search_mappings(self, pid: int, deadline: float) -> None:
         """Search the mappings of a process, which all its threads with memory share. Mappings outlive descriptors."""
         for thread in self._threads(pid):
             try:
-                if self._mapped_by(pid, thread, deadline):
+                if self._search_thread(pid, thread, deadline):
                     return
             except (FileNotFoundError, ProcessLookupError):
                 # ESRCH: the thread has no memory, because it has exited or is the kernel's own.
                 continue
 
-    def _mapped_by(self, pid: int, thread: int, deadline: float) -> bool:
-        """Search the thread's mappings. Return whether it has memory."""
+    def _search_thread(self, pid: int, thread: int, deadline: float) -> bool:
+        """Search the thread's mappings. Return whether the thread has memory."""
         has_memory, known = False, set()
         for line in self._system.lines(f"/proc/{pid}/task/{thread}/maps"):
-            _in_time(deadline)
+            _check_deadline(deadline)
             has_memory, mapping = True, MAPPING.match(line)
             if not mapping:
                 raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
@@ -222,7 +222,7 @@ class _Search:
         return _text(self._system, f"/proc/{pid}/{name}").split("\n")
 
 
-def _in_time(deadline: float) -> None:
+def _check_deadline(deadline: float) -> None:
     """Raise TimeoutError if the deadline has passed: a search may be slow without hanging in one call."""
     if time.monotonic() > deadline:
         raise TimeoutError(errno.ETIMEDOUT, "it has too many open or mapped files for the time limit")

@@ -13,7 +13,10 @@ LEASED = "another process holds a lease on it"
 
 
 def open_probe(place: str, *, follow: bool = True) -> int:
-    """Return a descriptor to inspect a file, not to read it (O_PATH). This breaks no lease and starts no device."""
+    """Return a descriptor with which a file can be inspected, but not read (O_PATH).
+
+    This breaks no lease and starts no device.
+    """
     return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
@@ -72,7 +75,7 @@ def stream(place: str) -> int:
 
 
 def new_file(place: str) -> io.BufferedWriter:
-    """Make a file for writing that only its owner may read, whatever the umask. Raises FileExistsError."""
+    """Create a file for writing, which only its owner may read whatever the umask. Raises FileExistsError."""
     return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
 
 
@@ -86,6 +89,6 @@ def write_existing(place: str, content: bytes) -> None:
 
 
 def lock_file(place: str) -> int:
-    """Open a lock file, which is made if it is missing, and which no other user may open."""
+    """Open a lock file, which no other user may open. Create it if it is missing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     return os.open(place, flags, 0o600)

@@ -81,7 +81,7 @@ def _parts(path: str) -> list[str]:
 
 
 class PathTrust:
-    """Checks which directories below one root prefix only root controls, and records the others."""
+    """Checks that only root controls directories below one root prefix, and records those that it refuses."""
 
     def __init__(self, system: System, *, checked: bool = True) -> None:
         """If not `checked`, permit every directory."""
@@ -93,8 +93,8 @@ class PathTrust:
         """Return whether only root controls a directory or, if given, the path `link` in it. Raises OSError."""
         why = untrusted_component(self._system, link or directory) if self._checked else ""
         if why:
-            whole = not link or untrusted_component(self._system, directory)
-            self.refused.setdefault(why, {})[directory if whole else f"links in {directory}"] = None
+            whole_directory = not link or untrusted_component(self._system, directory)
+            self.refused.setdefault(why, {})[directory if whole_directory else f"links in {directory}"] = None
         return not why
 
 

@@ -1,4 +1,4 @@
-"""The protocol by which programs run and services are called, with one wording of failures for all backends."""
+"""Defines how programs are run and bus services called, and describes failures in the same words for all backends."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -22,7 +22,8 @@ not translated."""
 class Completed:
     """The result of a program that was not stopped at its time limit."""
 
-    # Not a data class or named tuple: these take long to define, and this module delays the start of the generator.
+    # Not a data class or named tuple, because these take long to define, and the CDI generator starts only after this
+    # module is loaded.
     __slots__ = ("status", "stderr", "stdout")
 
     def __init__(self, status: int, stdout: bytes, stderr: bytes) -> None:

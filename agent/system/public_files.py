@@ -9,7 +9,7 @@ from agent.system import opening
 
 
 def open_public(place: str) -> BinaryIO:
-    """Open a world-readable regular file whose path has no link. Raises OSError: EINVAL or ELOOP for anything else.
+    """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for other files.
 
     Checking the path before or after opening it is not enough: the check may see a different file.
     """

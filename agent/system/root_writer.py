@@ -1,7 +1,7 @@
-"""Writes files into a root file system of an image, which nobody trusts.
+"""Writes files into the root file system of an image that is not trusted.
 
 The kernel resolves every path as if that root were `/` (openat2(2), RESOLVE_IN_ROOT): whatever links the image has, no
-path leads out of it. What is in a file's place is replaced, not opened: a link, a FIFO, a device.
+path leads out of it. A link, FIFO or device at the path of a file to write is replaced, not opened.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ SYS_OPENAT2 = 437
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
 ATTEMPTS = 100
-"""With `..` in a path or a link, openat2 fails with EAGAIN while anything on the host is renamed or mounted."""
+"""How often to try to open a path: with `..` in it or in a link, openat2 fails with EAGAIN while anything on the host
+is renamed or mounted."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -63,7 +64,7 @@ class RootWriter:
             self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
 
     def remove(self, path: str) -> None:
-        """Remove a file, or whatever is in its place except a directory, durably. It may be missing."""
+        """Remove a file, if it exists, or whatever else is at its path except a directory, durably."""
         try:
             parent = self._open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +79,7 @@ class RootWriter:
             os.fsync(parent)
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return the content of a regular file; None if nothing is there. Raises OSError (EFBIG) above the limit."""
+        """Return the content of a regular file; None if nothing is there. Raises OSError (EFBIG) above `limit`."""
         try:
             probe = self._open(path, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):
@@ -86,7 +87,7 @@ class RootWriter:
         return opening.content(probe, path, limit)[0]
 
     def is_program(self, path: str) -> bool:
-        """Return whether a file is there that can be executed. Links in the root are followed."""
+        """Return whether the path is an executable file. Links in the root are followed."""
         try:
             probe = self._open(path, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +99,7 @@ class RootWriter:
     def _replace(self, path: str, mode: int, fill: Callable[[int], None]) -> None:
         name = _name(path)
         temporary = f".{name}{NEW}"
-        with _Closing(self._made_parent(path)) as parent:
+        with _Closing(self._open_parent(path)) as parent:
             try:
                 _unlink(temporary, parent)
                 try:
@@ -114,8 +115,8 @@ class RootWriter:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, path) from error
 
-    def _made_parent(self, path: str) -> int:
-        """Return a descriptor of a file's directory, which is made with its parents if it is missing."""
+    def _open_parent(self, path: str) -> int:
+        """Return a descriptor of a file's directory. Create the directory and its parents if they are missing."""
         parts = [part for part in os.path.dirname(path).split("/") if part]
         descriptor = self._open("/", os.O_RDONLY | os.O_DIRECTORY)
         for count, part in enumerate(parts, 1):
@@ -156,7 +157,7 @@ def _openat2(root: int, path: str, flags: int) -> int:
             return int(descriptor)
         if (number := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR):
             raise OSError(number, os.strerror(number), path)
-    raise OSError(errno.EAGAIN, "files on the host are renamed all the time", path)
+    raise OSError(errno.EAGAIN, "cannot be opened while files on the host are renamed or mounted: try again", path)
 
 
 def _new_file(name: str, parent: int) -> int:

@@ -1,6 +1,6 @@
 """Observes paths below a root prefix, so that tests can observe recorded hosts.
 
-A failed observation raises OSError. It never counts as "no" or "absent".
+A failed observation raises OSError. It is never taken for "no" or "absent".
 """
 
 import errno
@@ -11,7 +11,7 @@ from typing import BinaryIO, Self
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
 
-NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """errno values of stat(2) for a path where nothing exists or can exist."""
 
 
@@ -51,6 +51,7 @@ class Rooted:
         found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
         if found is None or above is None or stat.S_ISLNK(found.st_mode):
             return False
+        # Only `/` is its own parent.
         return found.st_dev != above.st_dev or found.st_ino == above.st_ino
 
     def read_link(self, path: str) -> str | None:
@@ -109,7 +110,7 @@ class Rooted:
             # A path from a configuration or a document may contain a null character, which no file name has.
             return None
         except OSError as error:
-            if error.errno in NOTHING:
+            if error.errno in NONEXISTENT:
                 return None
             raise
 

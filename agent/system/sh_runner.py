@@ -1,4 +1,4 @@
-"""The host half's backend of `agent.system.process`: the sh package."""
+"""The host half's backend of `agent.system.process`, which uses the sh package."""
 
 import errno
 import os
@@ -17,13 +17,13 @@ from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Complete
 KILL_MARGIN = 3.0
 """Seconds in which a killed program has to exit."""
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-"""Variables that a tool inherits."""
+"""Environment variables that a tool inherits."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program, as a Runner does. One that SIGKILL does not end is abandoned, and not repeated until it ends."""
+    """Run a program, as a Runner does. A program that SIGKILL does not end is not run again until it has ended."""
     # All threads involved are daemon threads, so none of them keeps this process from exiting.
     return bounded(" ".join(argv), lambda: _run(argv, timeout, ENVIRONMENT, _limit_files), timeout + KILL_MARGIN)
 
@@ -31,7 +31,7 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program that downloads or unpacks files of any size, as a Runner does.
 
-    It inherits the settings of proxies, and is killed if this process dies: it would go on writing.
+    It inherits the settings of proxies. It is killed if this process dies, because it would go on writing.
     """
     environment = {**ENVIRONMENT, **{name: os.environ[name] for name in PROXIES if name in os.environ}}
     return bounded(
@@ -40,14 +40,18 @@ def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _limit_files() -> None:
-    # The output counts towards this unit's memory. Without a limit, the kernel might kill the service.
+    # The program's output is a file in memory, which counts towards this unit's memory limit. If the program could
+    # print without end, the kernel might kill the service.
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function that, called in a new process, makes the kernel kill it when the thread that made it ends."""
-    # Imported here: few commands run a tool. And before the new process is there: it has no thread that would release
-    # a lock of the importer.
+    """Return a function for a new process to call: the kernel kills that process when the thread that made it ends.
+
+    `parent` is the id of this process.
+    """
+    # Imported here, because few commands run a tool. An import in the new process could hang: if another thread of this
+    # process held a lock of the importer, nothing would release the lock there.
     import ctypes
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -125,7 +129,7 @@ def _start(
     except sh.ForkException as error:
         raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
     except RuntimeError as error:
-        # sh could start no thread (the unit's TasksMax=, or the host's limit), but the program already runs.
+        # sh could not start a thread (the unit's TasksMax=, or the host's limit), but the program is already running.
         pid = int(_content(pid_file))
         _kill(pid)
         os.waitpid(pid, 0)

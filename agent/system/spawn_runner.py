@@ -15,7 +15,7 @@ KILL_LIMIT = 5.0
 
 
 class MachineRunner:
-    """A Runner. At the time limit it kills the program and what it started, except other process groups."""
+    """A Runner. At the time limit it kills the program and what it started, except processes in other groups."""
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], _Process] = {}
@@ -41,7 +41,7 @@ class MachineRunner:
 
 
 class _Process:
-    """A running program, in a new session. Its output goes to memory, so nobody has to read it meanwhile."""
+    """A running program, in a new session. Its output goes to memory, so it need not be read meanwhile."""
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         """Start the program. Raises OSError."""
@@ -68,7 +68,7 @@ class _Process:
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
     def close(self) -> bool:
-        """If the program is still running, kill it and what it started, except other process groups.
+        """If the program is still running, kill it and what it started, except processes in other groups.
 
         Return whether it has ended.
         """
@@ -87,9 +87,9 @@ class _Process:
 def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
     """Start a program and return its process id. posix_spawnp would search the caller's PATH, not ENVIRONMENT's."""
     files = [argv[0]] if "/" in argv[0] else [f"{each}/{argv[0]}" for each in ENVIRONMENT["PATH"].split(":")]
-    found = next((file for file in files if os.access(file, os.X_OK)), files[-1])
+    program = next((file for file in files if os.access(file, os.X_OK)), files[-1])
     return os.posix_spawn(
-        found,
+        program,
         argv,
         ENVIRONMENT,
         file_actions=[

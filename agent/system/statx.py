@@ -23,7 +23,7 @@ class _Statx(ctypes.Structure):
         ("between", ctypes.c_ubyte * 98),
         ("rdev_major", ctypes.c_uint32),
         ("rdev_minor", ctypes.c_uint32),
-        ("behind", ctypes.c_ubyte * 120),
+        ("after", ctypes.c_ubyte * 120),
     )
 
 
@@ -33,8 +33,8 @@ _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ct
 
 def character_device(place: str) -> tuple[int, int] | None:
     """Return a character device's major and minor; None for any other file. Links are followed. Raises OSError."""
-    found = _Statx()
-    if _call(AT_FDCWD, os.fsencode(place), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, STATX_TYPE, ctypes.byref(found)):
+    status = _Statx()
+    if _call(AT_FDCWD, os.fsencode(place), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, STATX_TYPE, ctypes.byref(status)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), place)
-    return (found.rdev_major, found.rdev_minor) if stat.S_ISCHR(found.mode) else None
+    return (status.rdev_major, status.rdev_minor) if stat.S_ISCHR(status.mode) else None

@@ -1,6 +1,6 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-Each function raises BusError, also for a value of another type than documented: systemd's interface is stable.
+Each function raises BusError, also if a value does not have the documented type: systemd's interface is stable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ def needs_reload(path: str, system: System) -> bool:
 
 
 def inactive_enter(path: str, system: System) -> int:
-    """Return when the unit was last stopped, by the monotonic clock; 0 if it was not stopped since the host booted."""
+    """Return when the unit was last stopped, in microseconds since the host booted; 0 if it was not stopped since."""
     return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
 
 
@@ -85,7 +85,7 @@ def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
 def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) -> None:
     """Replace the unit's whole DeviceAllow= list.
 
-    Assigning a list only adds its entries; assigning an empty list removes all entries, so that comes first. systemd
+    Assigning a list only adds its entries, so an empty list, which removes all entries, is assigned first. systemd
     applies both assignments of one SetUnitProperties call at once: no permission is missing in between. A drop-in and a
     daemon-reload would change nothing for a running unit (systemd 257).
     """

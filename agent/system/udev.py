@@ -21,7 +21,7 @@ BUFFER = 16 << 20
 
 
 class DeviceSource(Protocol):
-    """Lists the kernel's devices, sorted."""
+    """Lists devices of the kernel in sorted order; Unseen if that fails."""
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]: ...
 
@@ -33,7 +33,7 @@ class Udev:
 
     def __init__(self) -> None:
         # Contexts are kept, because each new one runs `ldconfig -p` to find libudev (ctypes.util). There is one for
-        # each list: two threads make the lists at once, and a libudev context is for one thread.
+        # each subsystem, because two threads list the two subsystems at once, and a context is for one thread only.
         self._contexts: dict[str, Any] = {}
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:

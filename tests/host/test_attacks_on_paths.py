@@ -20,7 +20,7 @@ from agent.host.outcome import Outcome
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition
 from agent.model.paths import REPORT_NAME, conditions_file, handoff_file, report_directory
-from agent.system.files import remains
+from agent.system.files import temporary_path
 from agent.system.process import Completed
 from tests.fakes.gpu_host import MACHINE, set_up
 from tests.fakes.host import Host, ScriptedRunner
@@ -36,8 +36,8 @@ PATHS = {
     "report": f"{report_directory(BAD)}/{REPORT_NAME}",
     "handoff": handoff_file(BAD),
     "verdict": conditions_file(BAD),
-    "handoff in the making": remains(handoff_file(BAD)),
-    "verdict in the making": remains(conditions_file(BAD)),
+    "handoff in the making": temporary_path(handoff_file(BAD)),
+    "verdict in the making": temporary_path(conditions_file(BAD)),
 }
 
 

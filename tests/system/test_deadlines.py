@@ -13,7 +13,7 @@ import pytest
 from agent.model.conditions import Status
 from agent.model.errors import CommandError
 from agent.system.copy import STEP
-from agent.system.deadlines import LEAST, bounded, call_device, stuck
+from agent.system.deadlines import SHORTEST, bounded, call_device, stuck
 from agent.system.files import System
 from agent.system.process import Completed, run_checked
 from agent.system.sh_runner import host_runner
@@ -86,9 +86,9 @@ def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging)
         with pytest.raises(TimeoutError) as caught:
             call_device(f"{name} {number}", hanging, 4)
         limits.append(int(re.sub(r"no answer within (\d+) s", r"\1", str(caught.value.strerror))))
-    # The limits, not the time that passed: a busy machine adds to that. LEAST: the message rounds short limits to 0.
+    # The limits, not the time that passed: a busy machine adds to that. SHORTEST: the message rounds short limits to 0.
     assert limits[0] == 4
-    assert sum(limits) + len(limits) * LEAST < 12, "less than the full limits of three calls"
+    assert sum(limits) + len(limits) * SHORTEST < 12, "less than the full limits of three calls"
     assert call_device(name, lambda: "others go on", 4) == "others go on"
 
 

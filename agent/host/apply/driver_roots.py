@@ -21,7 +21,7 @@ from agent.model.paths import (
     mount_unit,
     times_file,
 )
-from agent.system.files import System, remains
+from agent.system.files import System, temporary_path
 from agent.system.mounts import mounted
 
 MARGIN = 64 << 20
@@ -165,7 +165,7 @@ def make_way(path: str, system: System) -> None:
     So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other directory
     can be moved away from the same path; only that machine suffers.
     """
-    for each in (path, remains(path)):
+    for each in (path, temporary_path(path)):
         if system.is_directory(each) and system.read_link(each) is None:
             system.make_directory(REMOVED)
             system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")

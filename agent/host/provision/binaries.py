@@ -18,7 +18,7 @@ from agent.model.node import Archive, NodeBinary
 from agent.system import opening
 from agent.system.deadlines import bounded
 from agent.system.download import open_url
-from agent.system.files import System, remains
+from agent.system.files import System, temporary_path
 
 DIRECTORY = "/usr/local/bin"
 """The directory of the programs in the machine."""
@@ -97,9 +97,9 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
         return path
     system.make_directory(directory)
     # Remove what a killed attempt left, and a file that is damaged.
-    system.remove_remains(path)
+    system.remove_temporary(path)
     system.remove_tree(path)
-    temporary = remains(path)
+    temporary = temporary_path(path)
     try:
         with opening.new_file(system.place(temporary)) as file:
             digest = _download(binary, file) if "://" in binary.source else _copy_from_bundle(binary, file, system)
@@ -112,7 +112,7 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
             )
         system.rename(temporary, path)
     finally:
-        system.remove_remains(path)
+        system.remove_temporary(path)
     return path
 
 

@@ -32,8 +32,8 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
     # The files are removed by name, because the agent never lists a directory in which a machine can write.
     for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
-            system.remove_remains(path)
-    # The unit's shell writes this file only while it holds the pass lock. This pass has the lock: it is a leftover.
+            system.remove_temporary(path)
+    # The unit's shell writes this file while it holds the pass lock. This pass has it now, so the file is a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))

@@ -90,7 +90,7 @@ def remove_stale_specs(context: Context) -> None:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
                 say(INFO, f"removed {path}: it has the name of an earlier release, or its mode is no longer requested")
         for path in wanted:
-            system.remove_remains(path)
+            system.remove_temporary(path)
         remove_remains(system)
     except (AgentError, OSError) as error:
         # Leftovers must not keep the report from being written.

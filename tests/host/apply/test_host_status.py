@@ -13,7 +13,7 @@ from agent.model.conditions import ConditionType, Status, true
 from agent.model.host_status import HostStatus, parse_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
 from agent.model.reasons import Reason
-from agent.system.files import remains
+from agent.system.files import temporary_path
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 
@@ -102,7 +102,7 @@ def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
     assert reconciler(gpu_host).reconcile().sentences[-1].endswith(moved), "the next pass clears it, bounded in time"
 
 
-@pytest.mark.parametrize("path", [FILE, remains(FILE)], ids=["file", "remains"])
+@pytest.mark.parametrize("path", [FILE, temporary_path(FILE)], ids=["file", "temporary file"])
 def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: str) -> None:
     """The directory is moved away, whatever is in it."""
     reconciler(gpu_host).reconcile()
@@ -114,7 +114,9 @@ def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: s
     assert len(gpu_host.entries(f"{REMOVED}/{moved}")) == 1000
 
 
-@pytest.mark.parametrize("path", [handoff_file(MACHINE), remains(handoff_file(MACHINE))], ids=["handoff", "remains"])
+@pytest.mark.parametrize(
+    "path", [handoff_file(MACHINE), temporary_path(handoff_file(MACHINE))], ids=["handoff", "remains"]
+)
 def test_attack_a_directory_in_the_handoffs_place_is_moved_away(gpu_host: Host, path: str) -> None:
     reconciler(gpu_host).reconcile()
     gpu_host.remove(handoff_file(MACHINE))
