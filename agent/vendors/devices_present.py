@@ -1,4 +1,4 @@
-"""Finds faults that make GPUs unusable whether their nodes exist or not, for all vendors. Pure."""
+"""Finds the faults of GPUs that all vendors have in common, and that do not concern single nodes. Pure."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ from agent.model.reasons import Reason
 KIND = ConditionType.DEVICES_PRESENT
 
 
-def before_nodes(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent: Unknown if the devices could not be observed, False for such a fault; otherwise None.
+def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
+    """Return DevicesPresent, Unknown or False, if there is such a fault; otherwise None.
 
     `advice` returns what to do about GPUs without a driver, given their PCI addresses.
     """

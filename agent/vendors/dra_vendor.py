@@ -1,4 +1,4 @@
-"""The interface of a vendor to agent.dra: what only the vendor's tools know of a device. Attributes are typed."""
+"""The interface of a vendor to agent.dra: the facts about devices that only the vendor's tools or driver know."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ NUMBERS = re.compile(r"v?([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:\.([0-9]{1,9}))?")
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version that claims can compare: three numbers without leading zeros (semver.org)."""
+    """A version that claims can compare: three numbers without leading zeros (semver.org), as text."""
 
     text: str
 
@@ -25,14 +25,14 @@ Attribute: TypeAlias = str | int | bool | Version
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a vendor knows of one device. What is unknown is left out, never guessed."""
+    """What a vendor knows about one device. Unknown facts are left out, never guessed."""
 
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    """By name, such as `uuid`, `productName`, `driverVersion`; for a partition also `profile` and `parentUUID`."""
+    """Attributes by name: `uuid`, `productName`, `driverVersion`; for a partition also `profile` and `parentUUID`."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """By name, such as `memory` in bytes."""
+    """Capacities by name, such as `memory` in bytes."""
     complete: bool = True
-    """Whether the tool has said what it can; if not, it is run again later."""
+    """Whether these are all the facts that the vendor's tool can give. If not, the tool is run again later."""
 
 
 class DraVendor(ABC):
@@ -42,20 +42,20 @@ class DraVendor(ABC):
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     harmless_resources: tuple[str, ...] = ()
-    """Patterns (fnmatch) of resources with that prefix that give no pod a GPU of its own."""
+    """Patterns (fnmatch) of resources that have that prefix, but give no pod a GPU of its own."""
 
     @abstractmethod
     def read_facts(
         self, system: System, devices: Sequence[AllocatableDevice], driver_version: str
     ) -> Mapping[AllocatableDevice, DeviceFacts]:
-        """Return what is known of the devices, within FACTS_LIMIT. Raises AgentError or OSError.
+        """Return what is known about the devices, within FACTS_LIMIT. Raises AgentError or OSError.
 
-        Devices of which nothing is known may be missing. `driver_version` is the kernel driver's; it may be empty.
+        A device about which nothing is known may be missing. `driver_version` is the kernel driver's, or empty.
         """
 
 
 FACTS_LIMIT = 5.0
-"""Seconds for a vendor's tool. Meanwhile no other change of a GPU is published."""
+"""Seconds that a vendor's tools may take. Meanwhile, no other change to a GPU is published."""
 
 
 def semantic_version(text: str) -> Version | None:

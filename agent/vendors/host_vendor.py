@@ -19,7 +19,7 @@ from agent.system.files import System
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What each pass reads once for all vendors. Each vendor picks its own entries."""
+    """What each pass reads once for all vendors. Each vendor selects what concerns its own GPUs."""
 
     system: System
     architecture: str
@@ -68,10 +68,10 @@ class GpuError:
 
 
 class HostVendor(ABC):
-    """One vendor on the host. The defaults are those of a vendor without that feature."""
+    """One vendor on the host. The defaults are right for a vendor without the feature."""
 
     name: str
-    always_handed = False
+    in_every_handoff = False
     """Whether handoffs include the vendor even if the host has none of its GPUs. Older machine halves know only the
     vendors that are always included."""
     drivers: tuple[str, ...] = ()
@@ -83,13 +83,13 @@ class HostVendor(ABC):
     module_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the vendor's kernel modules, as /sys/module names them."""
     node_names: tuple[str, ...] = ()
-    """Patterns (fnmatch) of names in /dev. `observe` must run when such an entry appears, disappears or changes."""
+    """Patterns (fnmatch) of names in /dev. When such an entry appears, disappears or changes, `observe` must run."""
     node_directories: tuple[str, ...] = ()
-    """Directories, possibly missing. `observe` must also run when any entry in them appears, disappears or changes."""
+    """Directories, some perhaps missing. When any entry in them appears, disappears or changes, `observe` must run."""
     image = "agent-ubuntu2404"
     """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
-    """Symptoms of a False condition, by condition and reason. An empty reason means all reasons that are not listed."""
+    """Symptoms of a False condition, by condition and reason. An empty reason stands for all reasons not listed."""
     library_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
 
@@ -110,8 +110,8 @@ class HostVendor(ABC):
         """Return the directories where `library_names` may appear and disappear; some may be missing. Pure."""
         return ()
 
-    def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """Return the GPUs that have a driver not in `drivers` because a setting is missing on the host. Pure."""
+    def misbound_gpus(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        """Return the GPUs with a driver that is not in `drivers`, because the host is set up wrongly. Pure."""
         return ()
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
@@ -147,6 +147,6 @@ class HostVendor(ABC):
         """
         return ""
 
-    def kernel_message(self, text: str) -> GpuError | None:
+    def parse_kernel_message(self, text: str) -> GpuError | None:
         """Return the GPU error that a line of the kernel log reports; None for any other line. Pure."""
         return None

@@ -72,7 +72,7 @@ class Generated:
 
 
 class MachineVendor(ABC):
-    """One vendor in the machine. The defaults are those of a vendor without that feature."""
+    """One vendor in the machine. The defaults are right for a vendor without the feature."""
 
     name: str
     handler: RuntimeHandler | None = None
@@ -82,11 +82,11 @@ class MachineVendor(ABC):
     spec_kind: str
     """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """The specification that the vendor's own packages publish. It takes precedence over the agent's. May be empty."""
+    """The specification that the vendor's own packages publish, which would take precedence; empty if there is none."""
     rival_units: tuple[str, ...] = ()
     """The units that write `rival_spec`."""
     data_directories: tuple[str, ...] = ()
-    """Directories with loaders' configuration, below a driver root. The device plugin expects them in the machine."""
+    """Directories, below a driver root, with loaders' configuration. The device plugin expects them in the machine."""
     tools: tuple[str, ...] = ()
     """Programs whose change makes the agent generate the specification again. The first one is the generator."""
     inputs: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class MachineVendor(ABC):
 
 
 class CdiModes(ABC):
-    """The modes in which a vendor's generator makes further CDI specifications, one in each mode."""
+    """The modes of a vendor's generator. In each mode, it makes one further CDI specification."""
 
     tools: tuple[str, ...]
     """Programs on which the specifications depend, as in MachineVendor."""
@@ -196,7 +196,7 @@ class CdiModes(ABC):
         """Return the kind of the mode's devices; empty for an unknown mode, which no other method accepts. Pure."""
 
     @abstractmethod
-    def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
+    def mode_request(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
         """Return the mode's request: what the mode needs of `request`, and the `granted` devices that it covers. Pure.
 
         If the result has no device, no specification is made.

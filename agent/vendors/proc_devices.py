@@ -8,7 +8,7 @@ PROC_DEVICES = "/proc/devices"
 
 
 def parse_majors(text: str) -> dict[str, int]:
-    """Return the majors of the character devices in /proc/devices, by name. Names can share a major."""
+    """Return the majors of the character devices in /proc/devices, by name; the first one of a name with several."""
     majors: dict[str, int] = {}
     for major, name in _registered(text):
         majors.setdefault(name, major)
@@ -20,7 +20,7 @@ def names_by_major(text: str) -> dict[int, frozenset[str]]:
     names: dict[int, set[str]] = {}
     for major, name in _registered(text):
         names.setdefault(major, set()).add(name)
-    return {major: frozenset(found) for major, found in names.items()}
+    return {major: frozenset(group) for major, group in names.items()}
 
 
 def _registered(text: str) -> Iterator[tuple[int, str]]:

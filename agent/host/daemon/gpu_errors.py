@@ -167,4 +167,4 @@ class GpuErrors:
 def errors(texts: Iterable[str]) -> Iterator[GpuError]:
     """Yield the GPU errors in lines of the kernel log."""
     for text in texts:
-        yield from (error for vendor in HOST_VENDORS if (error := vendor.kernel_message(text)))
+        yield from (error for vendor in HOST_VENDORS if (error := vendor.parse_kernel_message(text)))

@@ -229,7 +229,7 @@ def _is_handed(vendor: VendorFacts) -> bool:
 
     A machine half that knows a vendor withdraws what the machine had of it when handoffs no longer name it.
     """
-    return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
+    return bool(vendor.gpus) or host_vendor(vendor.vendor).in_every_handoff
 
 
 def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:

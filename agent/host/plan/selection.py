@@ -26,7 +26,7 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     # GPUs without a driver are included, because their driver may be loaded later.
     fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
     usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
-    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
+    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
     if wanted == "all":
         # If another vendor's GPUs are usable, a GPU with a wrong driver may be meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))

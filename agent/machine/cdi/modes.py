@@ -73,7 +73,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 # are still granted.
                 owned.remove(path)
             continue
-        mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
+        mode = _Mode(name, modes, modes.mode_request(name, request, granted), path, kind)
         try:
             if not mode.request.devices:
                 # Pods must not get devices that are no longer granted.
@@ -143,13 +143,13 @@ class _Publisher:
 
     def _narrow(self, mode: _Mode) -> bool:
         """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
-        from agent.vendors.cdi.normalise import settled
+        from agent.vendors.cdi.normalise import normalised
 
         try:
             text = self._system.read(mode.spec_path)
             spec = mode.vendor.narrowed(json.loads(text), mode.request)
-            if spec is not None and _text(settled(spec)) != text:
-                self._system.write(mode.spec_path, _text(settled(spec)))
+            if spec is not None and _text(normalised(spec)) != text:
+                self._system.write(mode.spec_path, _text(normalised(spec)))
         except (OSError, ValueError, RecursionError):
             # The file is malformed, or the disk is full. The file can still be removed.
             return False
@@ -193,7 +193,7 @@ class _Publisher:
         """Return a verified specification, and remarks on it. Raises AgentError or OSError."""
         # Imported here: most runs generate nothing.
         from agent.machine.containerd.version import adapt_to_containerd
-        from agent.vendors.cdi.normalise import settled
+        from agent.vendors.cdi.normalise import normalised
 
         directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
         self._system.make_directory(directory)
@@ -202,7 +202,7 @@ class _Publisher:
         finally:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
-        spec, remarks = adapt_to_containerd(self._context, settled(made))
+        spec, remarks = adapt_to_containerd(self._context, normalised(made))
         present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)

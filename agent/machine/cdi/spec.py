@@ -195,12 +195,12 @@ def _generate(
     system.make_directory(directory)
     # Imported here: most runs generate nothing.
     from agent.machine.containerd.version import adapt_to_containerd
-    from agent.vendors.cdi.normalise import settled
+    from agent.vendors.cdi.normalise import normalised
 
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, left_out = adapt_to_containerd(context, settled(generated.spec))
+    spec, left_out = adapt_to_containerd(context, normalised(generated.spec))
     remarks = (*generated.remarks, *left_out)
     # The verified data is published, not the original text, which another parser may read differently. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"

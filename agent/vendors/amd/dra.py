@@ -1,4 +1,4 @@
-"""AMD's GPUs, for their offer by Dynamic Resource Allocation."""
+"""What Dynamic Resource Allocation offers of AMD's GPUs."""
 
 from agent.vendors.drm.dra import DrmDra
 

@@ -5,7 +5,7 @@ from agent.vendors.drm.description import Description, SharedNode
 from agent.vendors.drm.host import DrmHost
 
 PROCESSING_ACCELERATOR = 0x1200
-"""PCI class of an Instinct from MI200 on, by which amdgpu recognises it (pciidlist in amdgpu_drv.c)."""
+"""PCI class by which amdgpu recognises Instinct accelerators from MI200 on (pciidlist in amdgpu_drv.c)."""
 KFD = SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute")
 
 AMD = DrmHost(

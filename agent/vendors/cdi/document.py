@@ -6,6 +6,7 @@ from agent.model.errors import DocumentError
 
 
 def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the containerEdits of each device. Names must be unique."""
     found = []
     for index, device in enumerate(objects(document, "devices")):
         name = device.get("name")
@@ -18,21 +19,24 @@ def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:
+    """Return the value, which must be an object. `where` names it in the error."""
     if not isinstance(value, dict):
         raise DocumentError(f"{where} is not an object")
     return value
 
 
 def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the list at `key`, all of whose items must be objects; an empty list if the key is missing."""
     return [object_of(item, f"{key}[{index}]") for index, item in enumerate(items(container, key))]
 
 
 def strings(container: dict[str, Any], key: str, field: str) -> set[str]:
-    """Return the values of `field` in the objects of a list, if they are strings."""
+    """Return the strings at `field` in the objects of the list at `key`. Values of other types are left out."""
     return {value for item in objects(container, key) if isinstance(value := item.get(field), str)}
 
 
 def items(container: dict[str, Any], key: str) -> list[Any]:
+    """Return the list at `key`; an empty list if the key is missing."""
     value = container.get(key, [])
     if not isinstance(value, list):
         raise DocumentError(f"{key} is not a list")

@@ -14,7 +14,7 @@ def device_names(text: str) -> tuple[str, ...]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        document = _of_yaml(text)
+        document = _parse_yaml(text)
     kind, devices = (_member(document, key) for key in ("kind", "devices"))
     if not isinstance(kind, str) or not isinstance(devices, list):
         return ()
@@ -24,9 +24,9 @@ def device_names(text: str) -> tuple[str, ...]:
     )
 
 
-def _of_yaml(text: str) -> object:
-    # Imported here: few machines have other specifications in YAML, and importing PyYAML takes a third as long as all
-    # other imports.
+def _parse_yaml(text: str) -> object:
+    # Imported here, because few machines have other specifications in YAML, and importing PyYAML takes a third of the
+    # time of all other imports.
     try:
         from agent.vendors.cdi.yaml_names import parse
     except ImportError as error:
@@ -37,7 +37,7 @@ def _of_yaml(text: str) -> object:
 
 
 def _member(document: Any, key: str) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a member, or None. Keys may be in upper case, because runtimes use Go's decoder, which accepts that."""
+    """Return a member; None if it is missing. Case is ignored, as by Go's decoder, which runtimes use."""
     if not isinstance(document, dict):
         return None
     return next((value for each, value in document.items() if each.casefold() == key), None)

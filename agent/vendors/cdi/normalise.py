@@ -13,10 +13,10 @@ LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 """Lists of objects in containerEdits."""
 
 
-def settled(spec: object) -> object:
+def normalised(spec: object) -> object:
     """Return the specification without empty values and with the lowest version.
 
-    A malformed specification is returned as it is. If a device has only empty edits, which is invalid, they are kept.
+    A malformed specification is returned as it is. If all edits of a device are empty, which is invalid, they are kept.
     `verify` reports both.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
@@ -36,10 +36,10 @@ def settled(spec: object) -> object:
 
 
 def without_groups(spec: object) -> object:
-    """Return a settled specification without additionalGids, and with the lowest version for the rest."""
+    """Return a normalised specification without additionalGids, and with the lowest version for the rest."""
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
-    return settled(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})
+    return normalised(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})
 
 
 def _groupless(holder: object) -> Any:  # noqa: ANN401 - whatever JSON holds

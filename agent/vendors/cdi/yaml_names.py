@@ -1,8 +1,8 @@
 """Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
 A pod may have written the file. With events, no alias is expanded, and nothing here recurses. A file that is not plain
-YAML is refused: if its devices were overlooked, it could take precedence over our specification, or conflict with ours,
-unnoticed.
+YAML is refused, because it could have devices that this module overlooks, but that take precedence over those of the
+agent's specification, or conflict with them.
 
 Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
 use a translation of libyaml into Go (go.yaml.in/yaml/v2).
@@ -17,7 +17,8 @@ from yaml import CSafeLoader
 from agent.model.errors import DocumentError
 
 DEEPEST = 100
-"""Most levels of nesting; a specification has seven. libyaml needs quadratic time: minutes for 1 MiB of brackets."""
+"""The largest number of nested levels; a specification has seven. The time that libyaml takes grows with the square of
+that number: 1 MiB of brackets would take minutes."""
 SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 OTHER_TYPE = re.compile(
     r"|~|null|y|yes|true|on|n|no|false|off|<<"

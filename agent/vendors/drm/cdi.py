@@ -19,15 +19,16 @@ from agent.vendors.cdi.version import lowest_version
 from agent.vendors.machine_vendor import Verdict
 
 EVERY_GPU = "all"
-EVERYBODY = 0o006
+FOR_ALL_USERS = 0o006
+"""Permission bits of a node that every user may read and write."""
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
 """The group of all other DRM nodes, as in systemd's 50-udev-default.rules."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """The inputs of a specification in addition to the request."""
+class MachineState:
+    """The state of the machine on which a specification depends."""
 
     live: Mapping[str, DeviceNumber]
     """Numbers, modes and owners of the machine's nodes, by path."""
@@ -37,16 +38,16 @@ class Ground:
     """The existing links in /dev/dri/by-path."""
 
 
-def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground) -> dict[str, Any]:
-    """Return the specification for the GPUs whose render nodes exist. `names` has their second names, by address."""
+def render(kind: str, names: Mapping[str, str], request: Request, machine: MachineState) -> dict[str, Any]:
+    """Return the specification for the GPUs whose render nodes exist. `names` has their other names, by PCI address."""
     devices, every = [], []
-    for gpu in served(request, ground.live):
-        own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in ground.live]
+    for gpu in served(request, machine.live):
+        own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in machine.live]
         every += [each for each in own if each not in every]
-        edits = _edits(own, ground)
+        edits = _edits(own, machine)
         devices += [{"name": name, "containerEdits": edits} for name in (names.get(gpu), gpu) if name]
     if devices:
-        devices.append({"name": EVERY_GPU, "containerEdits": _edits(every, ground)})
+        devices.append({"name": EVERY_GPU, "containerEdits": _edits(every, machine)})
     spec = {"kind": kind, "devices": devices}
     return {"cdiVersion": lowest_version(spec), **spec}
 
@@ -58,25 +59,26 @@ def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...
 
 
 def group_of(kind: str) -> str:
+    """Return the name of the group that owns nodes of this kind."""
     return next((group for each, group in GROUPS.items() if each == kind), OTHER_GROUP)
 
 
-def _edits(devices: list[GrantedDevice], ground: Ground) -> dict[str, Any]:
-    edits: dict[str, Any] = {"deviceNodes": [_node(each, ground) for each in devices]}
-    links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in ground.links]
+def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any]:
+    edits: dict[str, Any] = {"deviceNodes": [_node(each, machine) for each in devices]}
+    links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
     # A runtime that may make nodes gives them the specification's group. A runtime that may not make nodes binds the
     # machine's, which have the host's group. With both groups, a process that is not root can open either kind.
-    closed = [each for each in devices if ground.live[each.path].mode & EVERYBODY != EVERYBODY]
-    groups = {gid for each in closed for gid in (ground.live[each.path].gid, _gid(each, ground))} - {0}
+    restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
+    groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
     if groups:
         edits["additionalGids"] = sorted(groups)
     return edits
 
 
-def _node(device: GrantedDevice, ground: Ground) -> dict[str, Any]:
-    number = ground.live[device.path]
+def _node(device: GrantedDevice, machine: MachineState) -> dict[str, Any]:
+    number = machine.live[device.path]
     return {
         "path": device.path,
         "type": "c",
@@ -85,12 +87,12 @@ def _node(device: GrantedDevice, ground: Ground) -> dict[str, Any]:
         "fileMode": number.mode,
         "permissions": "rw",
         "uid": number.uid,
-        "gid": _gid(device, ground),
+        "gid": _gid(device, machine),
     }
 
 
-def _gid(device: GrantedDevice, ground: Ground) -> int:
-    return ground.groups.get(group_of(device.kind), ground.live[device.path].gid)
+def _gid(device: GrantedDevice, machine: MachineState) -> int:
+    return machine.groups.get(group_of(device.kind), machine.live[device.path].gid)
 
 
 def _mount(link: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _mount(link: str) -> dict[str, Any]:
 def verify(
     kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Verdict:
-    """Verify a specification against one request. If it is malformed, the only problem names the malformed part."""
+    """Verify a specification against one request. For a malformed one, the only problem names the malformed part."""
     try:
         document = object_of(spec, "the specification")
         devices = devices_of(document)

@@ -5,7 +5,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
-from agent.vendors.devices_present import before_nodes
+from agent.vendors.devices_present import common_fault
 from agent.vendors.drm.description import Description
 
 
@@ -45,7 +45,7 @@ def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if fault := before_nodes(facts, grant, lambda unbound: _load(vendor, unbound)):
+    if fault := common_fault(facts, grant, lambda unbound: _load(vendor, unbound)):
         return fault
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.DRI_RENDER}
     missing = [address for address in grant.gpus if address not in with_node]

@@ -1,4 +1,4 @@
-"""What sysfs knows of GPUs that need only their DRM nodes, for their offer by Dynamic Resource Allocation."""
+"""Reads from sysfs what Dynamic Resource Allocation offers of GPUs that need only their DRM nodes."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 class DrmDra(DraVendor):
-    """The base class of these vendors."""
+    """The base class of these vendors. The files below are in the GPU's directory in PCI_DEVICES."""
 
     product = ""
-    """The file, next to the device's others, with the product's name; empty if the driver has none."""
+    """The file with the product's name; empty if the driver has none."""
     unique_id = ""
-    """The file with an id that the GPU never changes; empty if the driver has none."""
+    """The file with the GPU's permanent id; empty if the driver has none."""
     memory: tuple[str, ...] = ()
-    """Files that may have the bytes of the GPU's own memory."""
+    """Files that may have the size of the GPU's own memory in bytes. The first number other than 0 is used."""
 
     def read_facts(
         self, system: System, devices: Sequence[AllocatableDevice], driver_version: str
@@ -28,20 +28,20 @@ class DrmDra(DraVendor):
         return {each: self._facts(system, each, driver_version) for each in devices}
 
     def _facts(self, system: System, device: AllocatableDevice, driver_version: str) -> DeviceFacts:
-        place = f"{PCI_DEVICES}/{device.pci_address}"
+        directory = f"{PCI_DEVICES}/{device.pci_address}"
         attributes: dict[str, Attribute] = {}
         if version := semantic_version(driver_version):
             attributes["driverVersion"] = version
         for name, file in (("productName", self.product), ("uuid", self.unique_id), ("pciDevice", "device")):
-            if text := _text(system, f"{place}/{file}") if file else "":
+            if text := _text(system, f"{directory}/{file}") if file else "":
                 attributes[name] = text
-        found = (whole_number(_text(system, f"{place}/{file}")) for file in self.memory)
-        memory = next((number for number in found if number), 0)
+        sizes = (whole_number(_text(system, f"{directory}/{file}")) for file in self.memory)
+        memory = next((size for size in sizes if size), 0)
         return DeviceFacts(attributes, {"memory": memory} if memory else {})
 
 
 def _text(system: System, path: str) -> str:
-    """Return a file's text without the newline; empty if there is no such file, or the driver does not answer."""
+    """Return a file's text without the newline; empty if it cannot be read in time or is not printable."""
     with contextlib.suppress(OSError):
         text = read_device_text(system, path).strip()
         return text if text.isprintable() else ""

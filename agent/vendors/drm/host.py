@@ -1,4 +1,4 @@
-"""A vendor on the host whose GPUs need only their DRM nodes."""
+"""The host half of a vendor whose GPUs need only their DRM nodes."""
 
 from agent.config.settings import MachineSettings
 from agent.model.conditions import Condition, ConditionType

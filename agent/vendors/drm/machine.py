@@ -1,4 +1,4 @@
-"""A vendor in the machine whose GPUs need only their DRM nodes. The agent itself writes the CDI specification."""
+"""The machine half of a vendor whose GPUs need only their DRM nodes. The agent itself writes the CDI specification."""
 
 import re
 from abc import abstractmethod
@@ -21,7 +21,7 @@ GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
 """For chown(2), this id means "unchanged", so every group has a lower id."""
 GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
-"""A group's id. More digits are not needed, and int() raises ValueError for thousands of them."""
+"""A group's id. The number of digits is limited, because int() raises ValueError for thousands of them."""
 
 
 class DrmMachine(MachineVendor):
@@ -38,10 +38,10 @@ class DrmMachine(MachineVendor):
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         groups = parse_groups(system.read_text(GROUP_FILE)) if system.exists(GROUP_FILE) else {}
         links = {path for path in self.optional_paths(request) if system.exists(path)}
-        ground = cdi.Ground(live, groups, links)
+        machine = cdi.MachineState(live, groups, links)
         missing = sorted({cdi.group_of(each.kind) for each in request.devices} - groups.keys())
         remark = f"this machine has no group {' and no group '.join(missing)}: the nodes keep the host's group number"
-        spec = cdi.render(self.spec_kind, self.other_names(request), request, ground)
+        spec = cdi.render(self.spec_kind, self.other_names(request), request, machine)
         return Generated(spec, (remark,) if missing else ())
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:

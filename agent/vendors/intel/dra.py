@@ -1,4 +1,4 @@
-"""Intel's GPUs, for their offer by Dynamic Resource Allocation."""
+"""What Dynamic Resource Allocation offers of Intel's GPUs."""
 
 from agent.vendors.drm.dra import DrmDra
 
@@ -9,6 +9,6 @@ class IntelDra(DrmDra):
     name = "intel"
     resource_prefix = "gpu.intel.com/"
     harmless_resources = ("gpu.intel.com/*_monitoring",)
-    """They let a pod observe all GPUs."""
+    """Resources with which a pod can monitor all GPUs."""
     memory = ("tile0/physical_vram_size_bytes",)
-    """Of xe (xe_vram.c in the kernel)."""
+    """A file of the driver xe (xe_vram.c in the kernel)."""

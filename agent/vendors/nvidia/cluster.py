@@ -27,13 +27,13 @@ HELM = "helm upgrade gpu-operator nvidia/gpu-operator --reuse-values --set"
 PLUGIN = "device-plugin"
 STRATEGY = "DEVICE_LIST_STRATEGY"
 VALIDATION = "-validation"
-"""How the names of the GPU Operator's init containers end that wait for its validator's files."""
+"""Suffix of the names of the GPU Operator's init containers that wait for its validator's files."""
 LATE = 300.0
-"""Seconds after which an init container waits for something that does not come."""
-REVERTED = 600.0
-"""Seconds in which a change of a label counts as recent."""
+"""Seconds after which an init container is assumed to wait in vain."""
+RECENT = 600.0
+"""Seconds for which the change of a label counts as recent."""
 SETTLED = 3600.0
-"""Seconds after which a Node should have all its labels."""
+"""Age of a Node, in seconds, at which it should have all its labels."""
 MANAGER = re.compile(r"gpu-?operator", re.IGNORECASE)
 
 PLUGIN_LOGS = (
@@ -52,19 +52,19 @@ PLUGIN_LOGS = (
         ("kubectl -n {namespace} set env {owner} DEVICE_LIST_STRATEGY=envvar  # or cdi-cri",),
     ),
 )
-"""Patterns in the plugin's log, with cause and fix."""
+"""Patterns of messages in the device plugin's log, each with the cause and the fix."""
 TOO_NEW = re.compile(
     r"unsatisfied condition: cuda *[<>=]+ *[\d.]+|CUDA driver version is insufficient for CUDA runtime version|"
     r"(?:system has unsupported|forward compatibility was attempted on non supported) .{0,40}"
 )
-"""What containers print whose CUDA needs a newer driver: nvidia-container-cli, and cudaGetErrorString()."""
+"""Messages of nvidia-container-cli and cudaGetErrorString() if a container's CUDA needs a newer driver."""
 
 
 def cluster_findings(cluster: Cluster) -> Iterator[Finding]:
-    """Yield what is wrong."""
+    """Yield the faults of the cluster that keep pods from NVIDIA's GPUs."""
     plugins = [each for each in cluster.pods if _is_plugin(each)]
     for pod in plugins:
-        yield from _plugin(pod, cluster)
+        yield from _failing_plugin(pod, cluster)
     for pod in cluster.pods:
         yield from _waits_for_markers(pod, cluster.now)
         yield from _needs_newer_driver(pod, cluster)
@@ -82,11 +82,11 @@ def _is_plugin(pod: KubernetesObject) -> bool:
 
 
 def _owner(pod: KubernetesObject) -> str:
-    found = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
-    return f"{str(found.get('kind', 'pod')).lower()}/{found.get('name', (pod.get('metadata') or {}).get('name', ''))}"
+    owner = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
+    return f"{str(owner.get('kind', 'pod')).lower()}/{owner.get('name', (pod.get('metadata') or {}).get('name', ''))}"
 
 
-def _plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+def _failing_plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     if not crashes(pod):
         return
     text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
@@ -101,7 +101,7 @@ def _plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _line(text: str, found: re.Match[str]) -> str:
-    """Return the line in which a match is, shortened."""
+    """Return the line that contains a match, or the line's last 300 characters."""
     start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
     return text[start : end if end >= 0 else len(text)].strip()[-300:]
 
@@ -142,7 +142,7 @@ def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) ->
         if PLUGIN in str(each.get("image", ""))
     }
     if strategies != {"envvar"}:
-        # With CDI, the kubelet asks for the devices, whatever the runtime. Without a plugin, nothing is known.
+        # With CDI, the kubelet requests the devices, whatever the runtime class. Without a plugin, nothing is known.
         return
     for pod in cluster.pods:
         running = (pod.get("status") or {}).get("phase") == "Running"
@@ -161,13 +161,13 @@ def _unlabelled(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     allocatable = (node.get("status") or {}).get("allocatable") or {}
     if RESOURCE not in allocatable or labels(node).get(PRESENT) == "true":
         return
-    wanting = [
+    selecting = [
         each for each in (*cluster.pods, *cluster.daemon_sets) if PRESENT in (pod_spec(each).get("nodeSelector") or {})
     ]
-    if wanting:
+    if selecting:
         yield Finding(
             f"node {name(node)} has GPUs, but not the label {PRESENT}=true, which pods select",
-            f"{RESOURCE} is allocatable there; {name(wanting[0])} has the nodeSelector {PRESENT}",
+            f"{RESOURCE} is allocatable there; {name(selecting[0])} has the nodeSelector {PRESENT}",
             (
                 f"kubectl label node {name(node)} {PRESENT}=true",
                 "or install GPU Feature Discovery, or set gpu_labels in machines.NAME.node.kubelet before `up`",
@@ -181,12 +181,12 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
         return
     for entry in metadata.get("managedFields") or ():
         owned = (((entry.get("fieldsV1") or {}).get("f:metadata") or {}).get("f:labels") or {}).keys()
-        ours = [each.removeprefix("f:") for each in owned if each.startswith(f"f:{DEPLOY}")]
-        recent = now - seconds(entry.get("time")) < REVERTED
-        if ours and recent and MANAGER.search(str(entry.get("manager", ""))):
+        deploy_labels = [each.removeprefix("f:") for each in owned if each.startswith(f"f:{DEPLOY}")]
+        recent = now - seconds(entry.get("time")) < RECENT
+        if deploy_labels and recent and MANAGER.search(str(entry.get("manager", ""))):
             yield Finding(
-                f"the GPU Operator sets labels of node {name(node)} again that something else changes",
-                f"{', '.join(sorted(ours)[:3])}: set by {entry['manager']} at {entry['time']}",
+                f"the GPU Operator keeps setting labels of node {name(node)} that something else changes",
+                f"{', '.join(sorted(deploy_labels)[:3])}: set by {entry['manager']} at {entry['time']}",
                 (
                     "leave these labels as the Operator sets them: 0 pods of its driver and toolkit are right here",
                     f"{HELM} driver.enabled=false,toolkit.enabled=false",
@@ -197,15 +197,15 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
 def _installs_driver(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     for part, setting in (("driver", "driver.enabled"), ("container-toolkit", "toolkit.enabled")):
         label = f"{DEPLOY}{part}"
-        sets = [
+        active_sets = [
             each
             for each in cluster.daemon_sets
             if label in (pod_spec(each).get("nodeSelector") or {})
             and (each.get("status") or {}).get("desiredNumberScheduled", 0)
         ]
-        if labels(node).get(label) == "true" and sets:
+        if labels(node).get(label) == "true" and active_sets:
             yield Finding(
                 f"the GPU Operator installs its own {part} into node {name(node)}, where the agent provides it",
-                f"label {label}=true; DaemonSet {name(sets[0])} wants pods",
+                f"label {label}=true; DaemonSet {name(active_sets[0])} runs pods on such nodes",
                 (f"{HELM} {setting}=false",),
             )

@@ -5,8 +5,8 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
-from agent.vendors.devices_present import before_nodes
-from agent.vendors.nvidia.grant import wrong_driver
+from agent.vendors.devices_present import common_fault
+from agent.vendors.nvidia.grant import misbound_gpus
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 0"),
@@ -35,8 +35,8 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
             return false(kind, Reason.MODULE_BROKEN, why)
-        case Absent() if wrong_driver(facts.gpus):
-            others = ", ".join(sorted({gpu.driver for gpu in wrong_driver(facts.gpus)}))
+        case Absent() if misbound_gpus(facts.gpus):
+            others = ", ".join(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
             return false(
                 kind,
                 Reason.WRONG_DRIVER,
@@ -59,7 +59,7 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if fault := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
+    if fault := common_fault(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
         return fault
     lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
     if lost:
@@ -106,11 +106,11 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
             f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
             "libnvidia-compute) and run ldconfig, or name their place in driver.root or driver.library_directories"
-            f"{_others(user_space)}",
+            f"{_other_drivers(user_space)}",
         )
     if isinstance(library, Broken):
         where = f"{user_space.place}: " if user_space.place else ""
-        return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_others(user_space)}")
+        return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_other_drivers(user_space)}")
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(
@@ -124,7 +124,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             kind,
             Reason.VERSION_MISMATCH,
             f"kernel module {module} and libraries {library} differ; reload the module or reboot the host, or, if the "
-            f"libraries {module} are installed too, let the loader find those{_others(user_space)}",
+            f"libraries {module} are installed too, let the loader find those{_other_drivers(user_space)}",
         )
     if isinstance(user_space.files, Absent | Broken | Unseen):
         return false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
@@ -139,8 +139,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     return true(kind, Reason.PRESENT, "; ".join(parts))
 
 
-def _others(user_space: UserSpace) -> str:
-    """Return the end of a message that says where other drivers are or may be."""
+def _other_drivers(user_space: UserSpace) -> str:
+    """Return the end of a message, which says where other drivers are or may be."""
     return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
 
 

@@ -1,4 +1,4 @@
-"""What nvidia-smi knows of NVIDIA's GPUs and MIG devices, for their offer by Dynamic Resource Allocation."""
+"""Gets from nvidia-smi what Dynamic Resource Allocation offers of NVIDIA's GPUs and MIG devices."""
 
 import csv
 import re
@@ -15,14 +15,14 @@ from agent.vendors.nvidia.device_plugin import RESOURCE_PREFIX, gpu_of
 
 NVIDIA_SMI = "nvidia-smi"
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
-"""The last one is missing in drivers before 510."""
+"""The fields to query. Drivers before 510 do not know the last one."""
 INVALID = "exit code 2"
-"""nvidia-smi does not know an argument or a field; it says which on standard output (nvidia-smi(1), RETURN VALUE)."""
+"""How nvidia-smi ends if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
 LINE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
 CUDA = re.compile(r"^CUDA Version\s*: ([0-9.]+)$", re.MULTILINE)
-"""The newest CUDA version that the driver serves, in the output of `nvidia-smi --version`."""
+"""The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`."""
 
 
 class NvidiaDra(DraVendor):
@@ -62,7 +62,7 @@ def _facts(
     if not device.partition:
         attributes |= _uuid("uuid", gpu)
         return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {}, complete="uuid" in gpu)
-    # No query tells the memory of a MIG device; its profile says it.
+    # nvidia-smi cannot be queried for a MIG device's memory. The profile's name contains it.
     uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
     if uuid:
         attributes["uuid"] = uuid
@@ -79,7 +79,7 @@ def _uuid(name: str, gpu: Mapping[str, str]) -> dict[str, Attribute]:
 def _query(system: System, gpus: set[str], deadline: float) -> dict[str, dict[str, str]]:
     """Return the known fields of each GPU by PCI address.
 
-    One GPU that has failed lets a query of all fail, so each is then queried by itself.
+    A query of all GPUs fails if one of them has failed. Each one is then queried by itself.
     """
     try:
         return _rows(system, deadline)
@@ -101,7 +101,7 @@ def _rows(system: System, deadline: float, *options: str) -> dict[str, dict[str,
             raise
         text = _run(system, deadline, *options, f"--query-gpu={','.join(FIELDS[:-1])}", "--format=csv,noheader,nounits")
     rows = [dict(zip(FIELDS, (each.strip() for each in row), strict=False)) for row in csv.reader(text.splitlines())]
-    # What the driver cannot tell is in brackets: [N/A], [Unknown Error], [GPU is lost].
+    # A value in brackets means that the driver does not know it: [N/A], [Unknown Error], [GPU is lost].
     known = [{key: value for key, value in row.items() if value and not value.startswith("[")} for row in rows]
     return {address: row for row in known if (address := as_in_sysfs(row.get("pci.bus_id", "")))}
 
@@ -125,7 +125,7 @@ def _cuda_version(system: System, deadline: float) -> str:
 
 
 def _run(system: System, deadline: float, *arguments: str) -> str:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise AgentError(f"{NVIDIA_SMI} takes more than {FACTS_LIMIT:.0f} s", "see `dmesg` on the host for the driver")
-    return system.run(NVIDIA_SMI, *arguments, timeout=left)
+    return system.run(NVIDIA_SMI, *arguments, timeout=remaining)

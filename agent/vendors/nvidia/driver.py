@@ -66,14 +66,14 @@ def observe_module(system: System) -> Seen[str]:
 
 
 def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    # Not by the control node: the module registers it even without NVSwitches (linux_nvswitch.c, nvswitch_init).
-    by_node = isinstance(nodes, tuple) and any(
+    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
+    has_node = isinstance(nodes, tuple) and any(
         node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
     )
-    if not by_node and not has_nvswitch(sources.pci):
+    if not has_node and not has_nvswitch(sources.pci):
         return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
     state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
     if isinstance(state, Absent):
-        # Not Absent, which means that the host needs no Fabric Manager: the GPUs of this host are unusable without one.
+        # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
         return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
     return state

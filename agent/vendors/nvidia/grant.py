@@ -15,7 +15,7 @@ KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Kinds of nodes that every user of a GPU needs. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
-"""Kinds of nodes that belong to one GPU. Capabilities of MIG instances do; settings request all other capabilities."""
+"""Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances do."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
@@ -49,7 +49,7 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
     return tuple(Variable(*item) for item in sorted(settings.pod_environment.get("nvidia", {}).items()))
 
 
-def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     """Return the GPUs with a wrong driver, such as nouveau. vfio-pci is not wrong: it is for virtual machines."""
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
@@ -81,9 +81,9 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
     """Return whether `kept` stays in use although `new`, the host's files of the same version, differs from it.
 
-    `kept` stays if the agent now finds the version only in a different place, for example a runfile's while packages
-    are being upgraded. `kept` does not stay if the configuration or the host's loader cache names the files of
-    `new`, if both roots are of one place, or if the place of `kept` is no longer trusted.
+    `kept` stays if the agent now finds the version only in a different place, for example in that of a runfile while
+    packages are being upgraded. `kept` does not stay if the configuration or the host's loader cache names the files
+    of `new`, if both roots were copied from the same place, or if the place of `kept` is no longer trusted.
     """
     if kept.version != new.version or user_space.configured or user_space.place_name in ("", HOST_CACHE):
         return False
@@ -100,19 +100,19 @@ def _directories(root: StagedRoot) -> set[str]:
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """Return the root to use now, and the root that is to be used next.
+    """Return the root to use now, and the root with the host's current files, if it has to wait for their module.
 
-    The second one has the host's current files, and waits until their module is loaded; None if there is no such root.
+    Each is None if there is no such root.
     """
     if driver is None:
         return None, None
-    ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
-    kept = [root for root in ours if root.index == roots.current]
+    staged = sorted(root for root in roots.staged if root.vendor == "nvidia")
+    kept = [root for root in staged if root.index == roots.current]
     new: StagedRoot | None = None
     user_space = driver.user_space
     if isinstance(user_space.files, tuple) and isinstance(user_space.version, str):
         files, version = tuple(sorted(user_space.files)), user_space.version
-        same = [root for root in ours if root.version == version and root.files == files]
+        same = [root for root in staged if root.version == version and root.files == files]
         new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files, user_space.place_name)
     serving: StagedRoot | None
     if new and driver.module_version == new.version:
@@ -120,11 +120,11 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
             return stays, None
         serving = new
     elif isinstance(driver.module_version, str):
-        fitting = [root for root in ours if root.version == driver.module_version]
+        fitting = [root for root in staged if root.version == driver.module_version]
         serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
         # If no root has the module's version, the machine keeps its root until one has.
         serving = serving or (kept[0] if kept else None)
     else:
         # The module is not loaded (yet), for example during a reload or just after boot: its version is unknown.
-        serving = next(iter((*kept, *reversed(ours))), new)
+        serving = next(iter((*kept, *reversed(staged))), new)
     return serving, new if new != serving else None

@@ -7,7 +7,7 @@ from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.daemons import release_advice
 from agent.vendors.nvidia.devices.nodes import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
-from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
+from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, misbound_gpus
 from agent.vendors.nvidia.node_labels import node_labels
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.remedies import remedies
@@ -21,7 +21,7 @@ class Nvidia(HostVendor):
     """NVIDIA on the host."""
 
     name = "nvidia"
-    always_handed = True
+    in_every_handoff = True
     drivers = (KERNEL_DRIVER,)
     own_nodes = frozenset({DeviceKind.GPU})
     services = SERVICES
@@ -35,14 +35,14 @@ class Nvidia(HostVendor):
     observe = staticmethod(observe_nvidia)
     grant = staticmethod(grant_nvidia)
     library_directories = staticmethod(watched_directories)
-    wrong_driver = staticmethod(wrong_driver)
+    misbound_gpus = staticmethod(misbound_gpus)
     conditions = staticmethod(nvidia_conditions)
     driver_for_pods = staticmethod(driver_for_pods)
     node_labels = staticmethod(node_labels)
     release_advice = staticmethod(release_advice)
     remedies = staticmethod(remedies)
     cluster_findings = staticmethod(cluster_findings)
-    kernel_message = staticmethod(parse_xid)
+    parse_kernel_message = staticmethod(parse_xid)
 
 
 NVIDIA = Nvidia()

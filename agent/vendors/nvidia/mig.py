@@ -31,7 +31,7 @@ class Instance(NamedTuple):
 
 
 def parse_instance(capability: str) -> Instance | None:
-    """Return the instance of a path below /proc/driver/nvidia/capabilities; None for paths such as `mig/config`."""
+    """Return the instance that a path below /proc/driver/nvidia/capabilities names; None for any other path."""
     match = CAPABILITY.fullmatch(capability)
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
 
@@ -49,9 +49,9 @@ def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
 def incomplete_instances(
     existing: Set[Instance], usable: Set[Instance]
 ) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
-    """Yield the incomplete ones of the `existing` instances, each with the instances whose nodes are missing.
+    """Yield the `existing` instances that are incomplete, each with the instances whose nodes are missing.
 
-    A GPU instance is incomplete if it has no compute instance; no node is missing then. `usable` is as in `complete`.
+    A GPU instance without a compute instance is incomplete too, with no missing node. `usable` is as in `complete`.
     """
     in_use = {each.gpu_instance for each in existing if each.ci is not None}
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):

@@ -9,7 +9,7 @@ CUDA = "nvidia.com/cuda.runtime-version"
 
 
 def node_labels(driver: DriverForPods | None) -> dict[str, str]:
-    """Return the labels; without versions that are not known."""
+    """Return the labels. Versions that are unknown get none."""
     labels = {PRESENT: "true"}
     if driver is not None:
         parts = ("major", "minor", "revision")
@@ -18,6 +18,6 @@ def node_labels(driver: DriverForPods | None) -> dict[str, str]:
 
 
 def _versions(prefix: str, version: str, parts: tuple[str, ...]) -> dict[str, str]:
-    """Return the version as a whole and each of its numbers; nothing for an empty version."""
+    """Return labels for the whole version and for each of its numbers; none for an empty version."""
     numbers = dict(zip(parts, version.split("."), strict=False))
     return {f"{prefix}.{part}": number for part, number in {**numbers, "full": version}.items() if version}

@@ -9,7 +9,7 @@ from agent.vendors.nvidia.user_space.observe import observe_user_space
 
 
 def observe_nvidia(sources: Sources) -> VendorFacts:
-    """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` has what must not be used."""
+    """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` says what must not be used."""
     module = observe_module(sources.system)
     listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
     devices = observe_devices(sources, listed)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from agent.model.conditions import ConditionType
 from agent.model.facts import VendorFacts
 from agent.model.reasons import Reason
-from agent.vendors.nvidia.grant import wrong_driver
+from agent.vendors.nvidia.grant import misbound_gpus
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
 """Each module before those that it uses: modinfo's `depends` of NVIDIA's open kernel modules."""
@@ -50,7 +50,10 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
 
 
 def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-    """Return the commands for this fault; none if it is not about this driver. `modules` are loaded kernel modules."""
+    """Return the commands that fix this fault; none if it does not concern the driver.
+
+    `modules` are the loaded kernel modules.
+    """
     version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
     match kind, reason:
         case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH:
@@ -64,9 +67,9 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
             return _install_fabric_manager(version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
-            return _blacklist(sorted({gpu.driver for gpu in wrong_driver(facts.gpus)}))
+            return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
-            return _look_for_uuids(facts)
+            return _initialise_gpus(facts)
         case _:
             return FIXED.get((kind, reason), ())
 
@@ -105,7 +108,7 @@ def _blacklist(drivers: list[str]) -> tuple[str, ...]:
     )
 
 
-def _look_for_uuids(facts: VendorFacts) -> tuple[str, ...]:
+def _initialise_gpus(facts: VendorFacts) -> tuple[str, ...]:
     unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid]
     if not unknown:
         return ()

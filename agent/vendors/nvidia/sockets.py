@@ -1,15 +1,16 @@
 """Sockets of the driver's daemons on the host, which machines and their pods get only if settings name them. Pure.
 
-A machine gets a daemon's whole directory: a daemon that restarts makes a new socket there, and a bind of the old socket
-would be useless. Pods get the sockets that nvidia-ctk knows (internal/discover/ipc.go), but does not find below driver
-roots. The data are plain mappings, which load fast, because each start of the machine half loads them.
+A machine gets a daemon's whole directory, because a daemon that restarts makes a new socket there, and a bind mount of
+the old socket would be useless. Pods get the sockets that nvidia-ctk would mount (internal/discover/ipc.go), but does
+not find below driver roots. The data are plain mappings, because these load fast, and each start of the machine half
+loads them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 MOUNT_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
-"""Options of the mounts, as in nvidia-ctk since 1.19. They are writable, although connect(2) does not need that."""
+"""Options of the mounts, as in nvidia-ctk since 1.19. Mounts are writable, although connect(2) does not need that."""
 
 DIRECTORIES: Mapping[str, str] = {
     "persistenced": "/run/nvidia-persistenced",
@@ -23,7 +24,8 @@ WRITABLE: Set[str] = frozenset({"mps"})
 """Daemons whose clients lock files in the directory. Clients of the other daemons only connect."""
 MOUNTS: Mapping[str, Mapping[str, str]] = {
     "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
-    # The socket of its SDK (FM_CMD_UNIX_SOCKET_PATH), and that of the NVLink subnet manager in newer NVSwitch systems.
+    # The Fabric Manager SDK's socket (FM_CMD_UNIX_SOCKET_PATH), and, on newer NVSwitch systems, the one of the NVLink
+    # subnet manager.
     "fabricmanager": {
         f"{DIRECTORIES['fabricmanager']}/{name}": f"{DIRECTORIES['fabricmanager']}/{name}"
         for name in ("socket", "fm_sm_ipc.socket")
@@ -31,11 +33,11 @@ MOUNTS: Mapping[str, Mapping[str, str]] = {
     # In pods, the directory is at the default of CUDA_MPS_PIPE_DIRECTORY.
     "mps": {DIRECTORIES["mps"]: "/tmp/nvidia-mps"},
 }
-"""What pods get of each daemon: paths in pods by path in the machine."""
+"""The paths that pods get for each daemon: paths in pods by path in the machine."""
 
 
 def mount_points(names: Iterable[str]) -> dict[str, str]:
-    """Return what pods get of these daemons: paths in pods by path in the machine, whether these exist or not."""
+    """Return what pods get for these daemons: paths in pods by path in the machine, whether those exist or not."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
 
 

@@ -32,4 +32,4 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
-"""Symptoms by condition and reason. An empty reason means all reasons that are not listed."""
+"""Symptoms by condition and reason. An empty reason stands for all reasons not listed."""

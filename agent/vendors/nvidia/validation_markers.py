@@ -1,7 +1,7 @@
 """The files by which the GPU Operator's validator says that driver and toolkit work. Pure.
 
-Names and content are those of its release 26.7 for a driver of the host (cmd/nvidia-validator). The device plugin's
-container waits for both files, and reads the first one with its shell.
+Names and content are as in the Operator's release 26.7, for a driver on the host (cmd/nvidia-validator). The device
+plugin's container waits for both files, and sources the first one in its shell.
 """
 
 from agent.model.conditions import ConditionType
@@ -9,7 +9,7 @@ from agent.vendors.machine_vendor import Marker
 
 DIRECTORY = "/run/nvidia/validations"
 DRIVER = (ConditionType.DEVICES_ALLOWED, ConditionType.LIBRARIES_LINKED, ConditionType.CDI_SPEC_CURRENT)
-"""The last one proves that NVML works: the generator asks it for the GPUs."""
+"""What proves that the driver works. The last condition proves it for NVML, from which nvidia-ctk gets the GPUs."""
 TOOLKIT = (*DRIVER, ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
 # The Operator mounts the machine's root on /host.
 CONTENT = """\

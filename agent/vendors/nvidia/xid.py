@@ -35,8 +35,8 @@ MEANINGS = {
 """Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
 
 FATAL = frozenset({48, 64, 74, 79, 95, 119, 120})
-"""Errors after which pods cannot rely on the GPU before it is reset, or the host rebooted. After 63 and 94, it goes on
-working, and is reset when its work is done."""
+"""Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. After 63 and 94, the GPU
+goes on working, and can be reset when its work is done."""
 
 
 def parse_xid(text: str) -> GpuError | None:

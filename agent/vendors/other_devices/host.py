@@ -10,11 +10,11 @@ from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, Node
 from agent.vendors.proc_devices import PROC_DEVICES
 
 
-class Other(HostVendor):
+class OtherDevices(HostVendor):
     """The vendor of non-GPU devices. It has no conditions; agent.host.verify.readiness mentions missing devices."""
 
     name = OTHER_DEVICES
-    always_handed = True
+    in_every_handoff = True
     node_names = NODE_NAMES
     node_directories = NODE_DIRECTORIES
 
@@ -50,4 +50,4 @@ class Other(HostVendor):
         )
 
 
-OTHER = Other()
+OTHER = OtherDevices()

@@ -110,7 +110,10 @@ class NodeChecker:
                     yield DeviceNode(f"{rule.directory}/{name}", wanted.kind, number)
 
     def named_node(self, path: str) -> DeviceNode | None:
-        """Return the node at a path from the settings; None if it is missing, no device, or a GPU driver's."""
+        """Return the node at a path from the settings; None if it is missing or must not be used.
+
+        If the node must not be used, the reason is added to `problems`.
+        """
         number = self._number(path)
         if number is None:
             return None
@@ -130,28 +133,28 @@ class NodeChecker:
         try:
             number = self._system.device(path)
         except OSError as error:
-            found = classify_error(path, error)
-            if isinstance(found, Unseen):
+            fact = classify_error(path, error)
+            if isinstance(fact, Unseen):
                 raise
-            if isinstance(found, Broken):
-                self.problems.append(found.why)
+            if isinstance(fact, Broken):
+                self.problems.append(fact.why)
             return None
         if number is None:
             self.problems.append(f"{path}: not a character device")
         return number
 
     def _fits(self, path: str, number: DeviceNumber, rule: Rule) -> bool:
-        found = f"{path}: is {number.major}:{number.minor}"
+        problem = f"{path}: is {number.major}:{number.minor}"
         if rule.registered:
             if rule.registered in self._registered.get(number.major, ()):
                 return True
-            self.problems.append(f"{found}, but {PROC_DEVICES} has no {rule.registered} with that major")
+            self.problems.append(f"{problem}, but {PROC_DEVICES} has no {rule.registered} with that major")
             return False
         minor = self._misc.get(rule.misc) if rule.misc else rule.minor
         if minor is None:
             self.problems.append(f"{path}: its driver is not loaded ({rule.misc} is not in {PROC_MISC})")
         elif (number.major, number.minor) != (MISC_MAJOR, minor):
-            self.problems.append(f"{found}, not {MISC_MAJOR}:{minor}")
+            self.problems.append(f"{problem}, not {MISC_MAJOR}:{minor}")
         else:
             return True
         return False
@@ -167,9 +170,9 @@ def missing_sentences(
     """Return a sentence for each requested class or path that has no node in `nodes` (kinds by path). Pure."""
     sentences = []
     for name in wanted:
-        found = device_class(name)
-        if found.kind not in nodes.values():
-            sentences.append(f'devices "{name}" ({found.advice})')
+        requested = device_class(name)
+        if requested.kind not in nodes.values():
+            sentences.append(f'devices "{name}" ({requested.advice})')
     for path in paths:
         if path not in nodes:
             sentences.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))

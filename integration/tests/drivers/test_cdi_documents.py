@@ -16,7 +16,7 @@ from agent.host.apply.driver_roots import stage
 from agent.host.plan.goal import plan
 from agent.model.paths import TREES as DRIVER_TREES
 from agent.model.paths import spec_directory
-from agent.vendors.cdi.normalise import settled
+from agent.vendors.cdi.normalise import normalised
 from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.cache import cache_root
@@ -83,7 +83,7 @@ def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
     staged = tree.tree / DRIVER_TREES.lstrip("/") / str(driver_root.index)
     machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
-    spec: Any = settled(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
+    spec: Any = normalised(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
     present = {
         path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
     }
@@ -100,18 +100,18 @@ def test_recorded_specs(tmp_path: Path) -> None:
     recorded = [json.loads(path.read_text()) for path in sorted(SPEC.parent.glob("*.json"))]
     specs = [with_no_gpu(each.get("spec", each)) for each in recorded]
     assert len(specs) >= 3
-    validate(tmp_path, *(settled(each) for each in specs))
+    validate(tmp_path, *(normalised(each) for each in specs))
 
 
 def test_versions_are_the_ones_that_the_library_requires(tmp_path: Path) -> None:
     """Every feature that needs a version gets that version and no higher one."""
-    validate(tmp_path, *(settled(document) for document, _ in VERSIONS.values()))
+    validate(tmp_path, *(normalised(document) for document, _ in VERSIONS.values()))
 
 
 def test_the_library_rejects_invalid_documents(tmp_path: Path) -> None:
     """The other tests prove something only if the library can fail."""
-    document: Any = settled(VERSIONS["recorded with DRM nodes"][0])
+    document: Any = normalised(VERSIONS["recorded with DRM nodes"][0])
     assert "must be at least v0.7.0" in rejected(tmp_path, document | {"cdiVersion": "0.6.0"})
     assert "and 0.7.0 is enough" in rejected(tmp_path, document | {"cdiVersion": "1.0.0"})
     document["devices"][0]["containerEdits"] = {}
-    assert "empty device edits" in rejected(tmp_path, settled(document))
+    assert "empty device edits" in rejected(tmp_path, normalised(document))

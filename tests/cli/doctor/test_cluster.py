@@ -146,7 +146,7 @@ def test_the_operator_reverts_a_label() -> None:
     node = copy.deepcopy(NODE)
     node["metadata"]["managedFields"][0]["time"] = RECENT
     finding = only(cluster(node=node))
-    assert "sets labels of node gpu-node again" in finding.cause
+    assert "keeps setting labels of node gpu-node" in finding.cause
     assert f"set by gpu-operator at {RECENT}" in finding.evidence
     new = changed(node, "metadata", "creationTimestamp", to=RECENT)
     assert findings(cluster(node=new)) == (), "a new Node gets its labels"

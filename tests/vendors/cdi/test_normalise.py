@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.machine.run import run
-from agent.vendors.cdi.normalise import settled, without_groups
+from agent.vendors.cdi.normalise import normalised, without_groups
 from agent.vendors.cdi.version import lowest_version
 from tests.fakes.cdi_specs import NODE, VERSIONS, Spec, drm_spec, spec
 from tests.fakes.machine import gpu_machine, nvidia_ctk, recorded_spec
@@ -22,7 +22,7 @@ from tests.vendors.nvidia.cdi.test_verify import JSON
 @pytest.mark.parametrize("name", VERSIONS)
 def test_the_lowest_version_that_has_all(name: str) -> None:
     document, version = VERSIONS[name]
-    found = settled(document)
+    found = normalised(document)
     assert isinstance(found, dict)
     assert found["cdiVersion"] == version
     assert lowest_version(found) == version
@@ -31,7 +31,7 @@ def test_the_lowest_version_that_has_all(name: str) -> None:
 def test_nothing_empty_is_left() -> None:
     empty: Spec = {"env": [], "deviceNodes": [NODE | {"hostPath": "", "fileMode": None, "minor": 0}], "mounts": None}
     document = spec(empty, {"hooks": [], "mounts": []}, annotations={})
-    assert settled(document) == {
+    assert normalised(document) == {
         "cdiVersion": "0.3.0",
         "kind": "vendor.com/class",
         "devices": [{"name": "x0", "containerEdits": {"deviceNodes": [NODE | {"minor": 0}]}}],
@@ -42,14 +42,14 @@ def test_a_device_without_edits_is_not_hidden() -> None:
     """It makes the whole specification invalid for runtimes, so verification must see it."""
     document = recorded_spec()
     document["devices"][0]["containerEdits"] = {"deviceNodes": [], "mounts": []}
-    found = settled(document)
+    found = normalised(document)
     assert isinstance(found, dict)
     assert found["devices"][0] == {"name": "0", "containerEdits": {}}
 
 
 def test_a_correct_spec_is_not_changed() -> None:
-    assert settled(recorded_spec()) == recorded_spec()
-    assert settled(settled(drm_spec())) == settled(drm_spec())
+    assert normalised(recorded_spec()) == recorded_spec()
+    assert normalised(normalised(drm_spec())) == normalised(drm_spec())
 
 
 @given(JSON, st.data())
@@ -62,15 +62,15 @@ def test_no_json_breaks_it(value: object, data: st.DataObject) -> None:
         keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
         key = data.draw(st.sampled_from(keys))
     container[key] = value
-    without_groups(settled(place[""]))
+    without_groups(normalised(place[""]))
 
 
 def test_groups_are_removed_from_devices_and_common_edits() -> None:
-    document = settled(spec({"deviceNodes": [NODE], "additionalGids": [44]}, {"additionalGids": [44]}))
+    document = normalised(spec({"deviceNodes": [NODE], "additionalGids": [44]}, {"additionalGids": [44]}))
     assert isinstance(document, dict)
     assert document["cdiVersion"] == "0.7.0"
-    assert without_groups(document) == settled(spec())
-    recorded = settled(recorded_spec())
+    assert without_groups(document) == normalised(spec())
+    recorded = normalised(recorded_spec())
     assert without_groups(recorded) == recorded
 
 

@@ -494,8 +494,8 @@ def problems(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noq
 
 def document() -> dict[str, Any]:
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    ground = cdi.Ground(live, {"render": RENDER}, ())
-    rendered = cdi.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, ground)
+    state = cdi.MachineState(live, {"render": RENDER}, ())
+    rendered = cdi.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, state)
     copied: dict[str, Any] = json.loads(json.dumps(rendered))
     return copied
 
@@ -548,7 +548,7 @@ def test_a_spec_of_another_format_is_refused() -> None:
 def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
     one = replace(INTEL, gpus=(FIRST,))
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    rendered = cdi.render("intel.com/gpu", {}, one, cdi.Ground(live, {}, ()))
+    rendered = cdi.render("intel.com/gpu", {}, one, cdi.MachineState(live, {}, ()))
     verdict = cdi.verify("intel.com/gpu", rendered, INTEL, live, ())
     assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
 

@@ -15,9 +15,9 @@ from agent.vendors.nvidia.mig import parse_instance
 
 
 def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
-    """Return those of the specification's devices that are in `names`. Raises DocumentError.
+    """Return the devices of the specification whose names are in `names`. Raises DocumentError.
 
-    A GPU and a MIG device in it are never both returned: two pods would get the same part of the GPU.
+    A GPU with MIG devices is not returned itself, because two pods would get the same part of the GPU.
     """
     granted = {each.path: each for each in request.devices}
     found: dict[tuple[str, tuple[int, ...]], AllocatableDevice] = {}
@@ -28,9 +28,9 @@ def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[Alloca
         gpus = {each.pci_address for each in nodes if each.kind == DeviceKind.GPU}
         instances = [instance for each in nodes if (instance := parse_instance(each.capability))]
         compute = [(each.gi, each.ci) for each in instances if each.ci is not None]
-        # The specification was verified against the grant, so anything else was changed since.
+        # The specification was verified against the grant, so a device with other nodes was changed since: skip it.
         if len(gpus) == 1 and len(compute) == bool(MIG_UUID.fullmatch(name)):
             (gpu,), partition = gpus, compute[0] if compute else ()
             found[gpu, partition] = AllocatableDevice(gpu, (f"{KIND}={name}",), partition)
     partitioned = {gpu for gpu, partition in found if partition}
-    return tuple(sorted(each for (gpu, part), each in found.items() if part or gpu not in partitioned))
+    return tuple(sorted(each for (gpu, partition), each in found.items() if partition or gpu not in partitioned))

@@ -1,4 +1,7 @@
-"""Makes the nvidia-ctk command for a CDI specification. Pure. Has few imports: a run loads it before the rest."""
+"""Returns the nvidia-ctk command that generates a CDI specification. Pure.
+
+This module imports little, because the command starts before the other modules are loaded.
+"""
 
 from collections.abc import Iterable
 

@@ -20,8 +20,8 @@ MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""
 HOOK_ENVIRONMENT = "NVIDIA_CTK_DEBUG=false"
 INDIRECT = ("libGLX_nvidia.so.", "libGLX_indirect.so.0")
-"""A library, and GLVND's name for it in indirect rendering. nvidia-ctk makes this link only in the native directory
-(symlinks.go)."""
+"""The start of a library's name, and the link by which GLVND finds that library for indirect rendering. nvidia-ctk
+makes the link only in the native directory (symlinks.go)."""
 TRIPLET_32 = "i386-linux-gnu"
 FEW = 3
 """Up to this many files of one directory are named one by one; more are counted."""
@@ -51,7 +51,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         return spec, ()
     paths = (_host_path(request, each) for each in request.files)
     if not {path for path in paths if _is_main(path, request)} <= mounted:
-        # nvidia-ctk did not find the driver. Adding its files would hide this from `verify`, which refuses the result.
+        # nvidia-ctk did not find the driver. With the driver's files added, `verify` would not notice that.
         return spec, ()
     files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
@@ -67,7 +67,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
 
 
 def in_words(added: Iterable[str]) -> str:
-    """Return the added files in words: their paths, or, for a directory with many of them, their number."""
+    """Return the added files in words: their paths, or their number for a directory with more than FEW of them."""
     parts = []
     for directory, group in groupby(sorted(added, key=lambda path: (posixpath.dirname(path), path)), posixpath.dirname):
         paths = list(group)
@@ -88,7 +88,7 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
 
 
 def _environment(present: list[Any], request: Request) -> dict[str, Any]:
-    """Return the edit `env` with the requested variables added; no edit if none are requested."""
+    """Return the key `env` with the requested variables added to `present`; nothing if none are requested."""
     requested = [f"{each.name}={each.value}" for each in request.environment]
     return {"env": [*present, *(each for each in requested if each not in present)]} if requested else {}
 
@@ -108,7 +108,7 @@ def _links(request: Request) -> dict[str, str]:
 
 
 def _is_library(file: GrantedFile) -> bool:
-    """Return whether the loader has to find the file. The X server's modules and VDPAU's drivers are loaded by path."""
+    """Return whether the dynamic loader must find the file. X servers' modules and VDPAU drivers are loaded by path."""
     directory, name = posixpath.split(file.target)
     return ".so" in name and posixpath.basename(posixpath.dirname(directory)) == "lib"
 
@@ -127,10 +127,10 @@ def _kind(hook: Mapping[str, Any]) -> str:
 def _extended(
     hooks: list[dict[str, Any]], kind: str, arguments: list[str], *, first: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the hooks with the arguments added to the hook of that kind, or with a new hook if there is none.
+    """Return the hooks with the arguments added to the hook of that kind, or to a new one if there is none.
 
     A second hook of the same kind would start one more process in each container. With `first`, a new hook comes before
-    the others: the links that it makes must exist before ldconfig runs.
+    the others, because the links that it makes must exist before ldconfig runs.
     """
     if not arguments:
         return hooks

@@ -21,16 +21,16 @@ from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK, generate_command,
 from agent.vendors.nvidia.cdi.complete import TRIPLET_32
 from agent.vendors.nvidia.cdi.nvidia_ctk import OLDEST, check_version
 from agent.vendors.nvidia.cdi.verify import library_problems
-from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
+from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
 
 ALL = "all"
 """The device with all nodes of a mode. Mode imex also has a device for each channel."""
 
-NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
-"""Libraries that nvidia-ctk must not load. It would ask them for the driver's version (New in pkg/nvcdi/lib.go), which
-no mode needs. Asking initialises the GPUs, and hangs if a GPU hangs. So the search path starts with a directory of
-empty files with these names, which cannot be loaded. Without them, nvidia-ctk might load the libraries in the machine's
-loader cache (seen by LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+BLOCKED_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
+"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (New in pkg/nvcdi/lib.go), which
+no mode needs. That initialises the GPUs, and hangs if a GPU hangs. So the search path starts with a directory of empty
+files with these names, which cannot be loaded. Without these files, nvidia-ctk might load the libraries in the
+machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class NvidiaModes(CdiModes):
     def kind(self, mode: str) -> str:
         return MODES[mode].kind if mode in MODES else ""
 
-    def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
+    def mode_request(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
         devices = tuple(device for device in granted if device.kind in MODES[mode].kinds)
         if not MODES[mode].driver_files:
             return Request(request.vendor, (), devices)
@@ -92,9 +92,9 @@ class NvidiaModes(CdiModes):
         return MODES[mode].mounts
 
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification with only the request's nodes: nodes that will be withdrawn are still in /dev."""
+        """Generate a specification with only the request's nodes, because /dev may still have withdrawn nodes."""
         check_version(system, MODES[mode].since, f"for mode {mode}")
-        for library in NOT_STARTED:
+        for library in BLOCKED_LIBRARIES:
             system.write(f"{directory}/{library}", b"")
         try:
             system.run(*mode_command(mode, request, directory), timeout=limit)
@@ -115,7 +115,7 @@ class NvidiaModes(CdiModes):
         numbers = {device.path: (device.major, device.minor) for device in request.devices}
 
         def granted(node: dict[str, Any]) -> bool:
-            # The number must fit too: containers get the number in the specification, whatever number the node has now.
+            # The number must match too: containers get the specification's number, whatever number the node has now.
             path = str(node.get("path"))
             written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
             return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
@@ -136,7 +136,7 @@ class NvidiaModes(CdiModes):
 
 
 def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
-    """Return the command that generates the mode's specification in `directory`, which must have the files NOT_STARTED.
+    """Return the command that generates the mode's specification in `directory`, which must have BLOCKED_LIBRARIES.
 
     Raises AgentError if the mode needs the driver's files and none are granted.
     """
@@ -166,7 +166,7 @@ def _driver_libraries(request: Request) -> tuple[str, ...]:
 
 
 def _in_short(error: CommandError) -> AgentError:
-    """Return the error without arguments, and with only the last line of output: the others say what was searched."""
+    """Return the error without arguments and with only the last line of output: the others list what was searched."""
     ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
     last = error.stderr.rstrip().rpartition("\n")[2]
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
@@ -189,16 +189,16 @@ def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[st
 def _problems(
     mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Iterator[str]:
-    """Yield what is wrong with a mode's specification. `request` is the result of `basis`. Raises DocumentError."""
+    """Yield what is wrong with a mode's specification. `request` is from `mode_request`. Raises DocumentError."""
     if document.get("kind") != mode.kind:
         yield f"kind is {document.get('kind')!r}, not {mode.kind}"
     if not isinstance(document.get("cdiVersion"), str):
         yield "cdiVersion is missing"
     if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"}):
         yield f"unknown key {', '.join(foreign)}"
-    ground = Ground(request, live, present)
+    expected = Expectations(request, live, present)
     common = object_of(document.get("containerEdits", {}), "containerEdits")
-    yield from edits_problems("containerEdits", common, ground)
+    yield from edits_problems("containerEdits", common, expected)
     if mode.driver_files:
         yield from library_problems(common, request)
     elif foreign := sorted(set(common) - {"env"}):
@@ -206,7 +206,7 @@ def _problems(
     devices = devices_of(document)
     for name, edits in devices:
         mounts = [mount for mount in objects(edits, "mounts") if not _expected(mode, mount, present)]
-        yield from edits_problems(f"device {name}", edits | {"mounts": mounts}, ground)
+        yield from edits_problems(f"device {name}", edits | {"mounts": mounts}, expected)
     served = {path for name, edits in devices if name == ALL for path in strings(edits, "deviceNodes", "path")}
     for path in sorted(device.path for device in request.devices if device.path not in served):
         yield f"device {ALL} has no node {path}"

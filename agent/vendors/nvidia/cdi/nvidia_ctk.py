@@ -21,15 +21,15 @@ OLDEST = (1, 18, 2)
 container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails: its runtime requests a device without a name.
 """
 RECOMMENDED = (1, 19, 1)
-"""The first version whose hooks open a container's paths beneath the container's root, which closes a race."""
+"""The first version whose hooks cannot be led out of a container's root by a race (they open paths beneath it)."""
 GENERATE_LIMIT = 40.0
 """Seconds to generate a specification. NVML initialises every GPU if no persistence daemon keeps it initialised."""
 
 MIG_MODE = ("nvidia-smi", "--query-gpu=pci.bus_id,mig.mode.current", "--format=csv,noheader")
 MIG_MODE_LIMIT = 10.0
-"""Seconds for nvidia-smi, which runs only if GPUs are missing in the specification."""
+"""Seconds for nvidia-smi, which runs only if GPUs are missing from the specification."""
 
-VERSION_NOTE = f"{MACHINE_STATE}/nvidia-ctk.json"
+VERSION_CACHE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
 REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
@@ -91,17 +91,17 @@ def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
         lines = system.run(*MIG_MODE, timeout=MIG_MODE_LIMIT).splitlines()
     except (AgentError, OSError):
         return ()
-    on = set()
+    enabled = set()
     for line in lines:
         address, _, mode = line.partition(",")
         if mode.strip() == "Enabled":
             # nvidia-smi writes the domain with eight digits, the kernel with at least four.
-            on.add(address.strip().lower().lstrip("0"))
-    return tuple(gpu for gpu in gpus if gpu.lstrip("0") in on)
+            enabled.add(address.strip().lower().lstrip("0"))
+    return tuple(gpu for gpu in gpus if gpu.lstrip("0") in enabled)
 
 
 def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
-    """Return the granted GPUs that no device has; none for a malformed specification, which `verify` reports."""
+    """Return the granted GPUs that no device contains; none for a malformed specification, which `verify` reports."""
     try:
         return missing_gpus(devices(object_of(spec, "the specification")), request)
     except DocumentError:
@@ -140,23 +140,23 @@ def check_version(
 
 
 def _version(system: System) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. A new driver waits for this call, so each program file runs only once per boot.
+    """Return nvidia-ctk's version. Raises CommandError, DocumentError or OSError.
 
-    Raises CommandError, DocumentError or OSError.
+    Pods cannot use a new driver before this returns, so the version is cached until the program or the boot changes.
     """
     identity = list(astuple(system.identity(NVIDIA_CTK))) if system.exists(NVIDIA_CTK) else []
     try:
-        noted = json.loads(system.read(VERSION_NOTE))
+        cached = json.loads(system.read(VERSION_CACHE))
     except (OSError, ValueError, RecursionError):
-        # The note is only a cache: run the program instead.
-        noted = None
-    match noted:
+        # Run the program instead.
+        cached = None
+    match cached:
         case {"program": program, "version": [int(major), int(minor), int(patch)]} if identity and program == identity:
             return (major, minor, patch)
         case _:
             pass
     version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
-    system.write(VERSION_NOTE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
+    system.write(VERSION_CACHE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
     return version
 
 
@@ -217,7 +217,7 @@ def _with_settings(text: str, wanted: dict[str, Any]) -> str:
         edited = _edited(text)
         if parse_toml(edited) == wanted:
             return edited
-    # Any exception, because tomlkit fails at dotted keys and unusual orders of tables, and may write invalid TOML.
+    # Any exception: tomlkit fails for dotted keys and for unusual orders of tables, and may write invalid TOML.
     except Exception:
         pass
     return f"# Setting the agent's keys removed the comments.\n{tomlkit.dumps(wanted)}"
@@ -228,12 +228,12 @@ def _edited(text: str) -> str:
 
     document = tomlkit.parse(text)
     for names, keys in RUNTIME_SETTINGS.items():
-        place: Any = document
+        table: Any = document
         for name in names.split("."):
-            if name not in place:
-                place[name] = tomlkit.table()
-            place = place[name]
-        place.update(keys)
+            if name not in table:
+                table[name] = tomlkit.table()
+            table = table[name]
+        table.update(keys)
     return tomlkit.dumps(document)
 
 

@@ -1,8 +1,8 @@
 """Verifies the CDI specification that NVIDIA's device plugin writes for itself. Pure, except for `exists`.
 
 The plugin writes the file only when the plugin starts (internal/cdi/cdi.go of k8s-device-plugin). A new driver root, a
-new major number, or a new or removed GPU makes the file outdated. It may differ from the agent's specification, for
-example in its hooks: only what keeps pods from their GPUs is a problem.
+new major number, or a new or removed GPU makes the file outdated. The file may differ from the agent's specification,
+for example in its hooks. Only what keeps pods from their GPUs is a problem.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ def plugin_spec_problems(
     live: Mapping[str, DeviceNumber],
     exists: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Return why pods would not get GPUs through this specification. A problem of several devices is listed once."""
+    """Return why pods would not get GPUs through this specification. The same problem is listed only once."""
     try:
         document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
@@ -64,10 +64,10 @@ def _problems(
 def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
     """Yield a problem for each GPU that only the agent's specification (`own`) has; none if `own` is malformed."""
     try:
-        ours = _gpu_nodes(object_of(own, "the specification"), request)
+        own_nodes = _gpu_nodes(object_of(own, "the specification"), request)
     except DocumentError:
         return
-    for path in sorted(ours - _gpu_nodes(document, request)):
+    for path in sorted(own_nodes - _gpu_nodes(document, request)):
         yield f"it has no device with {path}"
 
 

@@ -15,16 +15,17 @@ from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import items, object_of, objects, strings
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify_devices import is_partition, missing_gpus, missing_partitions, name_problems
-from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
+from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
 
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
-"""A device with the driver's files and the nodes that all GPUs share, but no GPU. A container with
-NVIDIA_VISIBLE_DEVICES=none, which many images set, requests this device from nvidia-container-runtime in mode cdi, and
-would not start without it. The agent adds the device, because `nvidia-ctk cdi generate` does not make it if there are
-GPUs."""
+"""A device with the driver's files and the nodes that all GPUs share, but no GPU. For a container with
+NVIDIA_VISIBLE_DEVICES=none, which many images set, nvidia-container-runtime in mode cdi requests this device, and the
+container would not start without it. The agent adds the device, because `nvidia-ctk cdi generate` does not make it if
+there are GPUs."""
 NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
-"""As in nvidia-ctk's specifications in memory (lib-nvml.go): a CDI device without any edits is invalid."""
+"""The edits of NO_GPU in the specifications that nvidia-ctk makes in memory (lib-nvml.go). A CDI device without any
+edits is invalid."""
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Kinds of nodes without which no GPU can compute."""
@@ -34,17 +35,17 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
-    """Verify a specification against one request. If it is malformed, the only problem names the malformed part."""
+    """Verify a specification against one request. For a malformed one, the only problem names the malformed part."""
     try:
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
         with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
-        ground = Ground(request, live, present)
+        expected = Expectations(request, live, present)
         problems = [
             *_header_problems(document),
-            *edits_problems("containerEdits", common, ground),
-            *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, ground)),
+            *edits_problems("containerEdits", common, expected),
+            *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, expected)),
             *_common_problems(common, request),
             *library_problems(common, request),
             *_environment_problems(common, request),
@@ -128,7 +129,7 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each needed library, and for each native one of the driver's version, that is missing."""
+    """Yield a problem for each missing library: those in NEEDED_LIBRARIES, and native ones of the driver's version."""
     mounted = strings(common, "mounts", "hostPath")
     names = [posixpath.basename(path) for path in mounted]
     for library in NEEDED_LIBRARIES:

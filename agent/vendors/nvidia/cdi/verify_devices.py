@@ -28,7 +28,7 @@ Device = tuple[str, dict[str, Any]]
 def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
     """Yield what is wrong with the devices.
 
-    Each GPU or MIG device must be there twice, named by index and by UUID, and `all` must have all their nodes.
+    Each GPU or MIG device must be listed twice, by index and by UUID, and the device `all` must have all their nodes.
     """
     granted = {device.path: device for device in request.devices}
     by_index: list[str] = []
@@ -96,7 +96,7 @@ def _is_mig_device(instances: list[Instance]) -> bool:
 
 
 def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
-    """Return the PCI addresses of the granted GPUs that no device has."""
+    """Return the PCI addresses of the granted GPUs that no device contains."""
     served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
     found = {
         device.pci_address for device in request.devices if device.kind == DeviceKind.GPU and device.path in served
@@ -105,7 +105,7 @@ def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
 
 
 def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ...]:
-    """Return the granted MIG devices that no device has, such as `gi1/ci0 of 0000:01:00.0`."""
+    """Return the granted MIG devices that the specification does not have, such as `gi1/ci0 of 0000:01:00.0`."""
     served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
     return tuple(
         f"{instance} of {device.pci_address}"
@@ -115,11 +115,11 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
 
 
 def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """Return the specification without incomplete MIG devices, and the names of these.
+    """Return the specification without incomplete MIG devices, and their names.
 
-    A MIG device is incomplete if it lacks the node of one of its two capabilities, or has a node that is not granted:
-    nvidia-ctk only warns if it does not find a node, and NVML may list MIG devices that were made after the handoff. A
-    malformed specification is returned as it is: `verify` reports it.
+    A MIG device is incomplete if it lacks the node of one of its two capabilities, because nvidia-ctk only warns if it
+    does not find a node; or if it has a node that is not granted, because NVML may list MIG devices that were made
+    after the handoff. A malformed specification is returned as it is: `verify` reports it.
     """
     try:
         document = object_of(spec, "the specification")

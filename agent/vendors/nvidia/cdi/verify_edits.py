@@ -21,7 +21,7 @@ MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
 HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
 PERMISSIONS = (None, "rw", "rwm")
-"""Permissions that nodes may have. nvidia-ctk 1.19 writes rwm, with which a container can make a copy of its node."""
+"""Permissions that nodes may have. nvidia-ctk 1.19 writes rwm, with which a container can make the node again."""
 
 CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
 """Where nvidia-ctk looks for Vulkan's JSON files. In containers, all of them are below /etc (graphics.go)."""
@@ -44,8 +44,8 @@ OTHER_HOOKS = frozenset(
 )
 
 
-class Ground:
-    """What edits are compared with. The sets are made once, for the hundreds of entries in a specification."""
+class Expectations:
+    """What edits may contain. The sets are made once for the hundreds of entries in a specification."""
 
     def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
         """Prepare the comparison.
@@ -75,43 +75,43 @@ class Ground:
         """Links that a hook may make in containers: the driver root's own, and MADE_LINKS."""
 
 
-def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterator[str]:
+def edits_problems(where: str, edits: dict[str, Any], expected: Expectations) -> Iterator[str]:
     """Yield what is wrong with one `containerEdits`. Raises DocumentError if it is malformed."""
     foreign = sorted(set(edits) - EDITS)
     if foreign:
         yield f"{where}: unknown key {', '.join(foreign)}"
     for node in objects(edits, "deviceNodes"):
-        yield from _node_problems(where, node, ground)
+        yield from _node_problems(where, node, expected)
     for mount in objects(edits, "mounts"):
-        yield from _mount_problems(where, mount, ground)
+        yield from _mount_problems(where, mount, expected)
     nodes = strings(edits, "deviceNodes", "path")
     for hook in objects(edits, "hooks"):
-        yield from _hook_problems(where, hook, nodes, ground)
+        yield from _hook_problems(where, hook, nodes, expected)
     for setting in items(edits, "env"):
-        if not _known_environment(setting, ground):
+        if not _known_environment(setting, expected):
             yield f"{where}: unexpected environment variable {setting!r}"
-    groups = {number.gid for number in ground.live.values()} - {0}
+    groups = {number.gid for number in expected.live.values()} - {0}
     for gid in items(edits, "additionalGids"):
         if type(gid) is not int or gid not in groups:
             yield f"{where}: additional group {gid!r}, which no granted device node has"
 
 
-def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator[str]:
+def _node_problems(where: str, node: dict[str, Any], expected: Expectations) -> Iterator[str]:
     path = node.get("path")
-    if not isinstance(path, str) or path not in ground.granted:
+    if not isinstance(path, str) or path not in expected.granted:
         yield f"{where}: device node {path!r} is not granted to this machine"
         return
     if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
         yield f"{where}: device node {path} has unexpected fields: {node!r}"
     if node.get("permissions") not in PERMISSIONS:
         yield f"{where}: device node {path} has permissions {node['permissions']!r}, not rw or rwm"
-    number = ground.live.get(path)
+    number = expected.live.get(path)
     if number is None:
         yield f"{where}: device node {path} is not in this machine"
         return
     live_number = f"{number.major}:{number.minor}"
-    if (number.major, number.minor) != ground.granted[path]:
-        major, minor = ground.granted[path]
+    if (number.major, number.minor) != expected.granted[path]:
+        major, minor = expected.granted[path]
         yield f"{where}: device node {path} is {live_number} in this machine, but {major}:{minor} was granted"
     # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
     written = (node.get("major"), node.get("minor", 0))
@@ -124,20 +124,20 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
             yield f"{where}: device node {path} has {specified} in the specification, but {value} in this machine"
 
 
-def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
+def _mount_problems(where: str, mount: dict[str, Any], expected: Expectations) -> Iterator[str]:
     source, options = mount.get("hostPath"), items(mount, "options")
-    if isinstance(source, str) and source in ground.sockets:
-        wanted = {"hostPath": source, "containerPath": ground.sockets[source], "options": [*sockets.MOUNT_OPTIONS]}
+    if isinstance(source, str) and source in expected.sockets:
+        wanted = {"hostPath": source, "containerPath": expected.sockets[source], "options": [*sockets.MOUNT_OPTIONS]}
         if mount != wanted:
             yield f"{where}: mount of {source} is {mount!r}, not {wanted!r}"
-        elif source not in ground.present:
+        elif source not in expected.present:
             yield f"{where}: mount of {source}, which does not exist"
         return
-    file = ground.files.get(source) if isinstance(source, str) else None
+    file = expected.files.get(source) if isinstance(source, str) else None
     if file is None:
-        root = ground.driver_root or "(none)"
+        root = expected.driver_root or "(none)"
         yield f"{where}: mount of {source!r}, which is not a file of the driver root {root}"
-    elif source not in ground.present:
+    elif source not in expected.present:
         yield f"{where}: mount of {source}, which does not exist"
     elif mount.get("containerPath") not in _mount_points(file):
         yield f"{where}: mount of {source} at unexpected {mount.get('containerPath')!r}"
@@ -156,7 +156,7 @@ def _mount_points(file: str) -> tuple[str, ...]:
     return (f"/{file}", *(f"/etc/{name}" for name in names if name.startswith("vulkan/")))
 
 
-def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], ground: Ground) -> Iterator[str]:
+def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], expected: Expectations) -> Iterator[str]:
     arguments = items(hook, "args")
     stage = "createRuntime" if arguments[1:2] == [MEMORY_LIMITS] else "createContainer"
     known = (
@@ -167,12 +167,14 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
     )
     match arguments[1:]:
         case ["update-ldcache", *flags] if known:
-            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in ground.directories]
+            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in expected.directories]
         case ["create-symlinks", *flags] if known:
-            wrong = [each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, ground)]
-        case [str(name), *flags] if known and name in ground.hooks:
+            wrong = [
+                each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, expected)
+            ]
+        case [str(name), *flags] if known and name in expected.hooks:
             joined = " ".join(map(str, flags))
-            wrong = [] if re.fullmatch(_arguments(name, ground), joined) else [(joined, "")]
+            wrong = [] if re.fullmatch(_arguments(name, expected), joined) else [(joined, "")]
         case _:
             yield f"{where}: unexpected hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
             return
@@ -180,25 +182,25 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
         yield f"{where}: unexpected hook argument {arguments[1]} {flag} {value}"
 
 
-def _arguments(hook: str, ground: Ground) -> str:
+def _arguments(hook: str, expected: Expectations) -> str:
     """Return the pattern that the arguments of one of OTHER_HOOKS must match (internal/discover: hooks.go,
     compat_libs.go)."""
     match hook:
         case "enable-cuda-compat":
-            return f"(--host-driver-version={re.escape(ground.driver_version)})?"
+            return f"(--host-driver-version={re.escape(expected.driver_version)})?"
         case "apply-cuda-memory-limits":
-            return f"--driver-root {re.escape(ground.driver_root)}( --gpu-id (GPU|MIG)-[0-9a-f-]{{36}})+"
+            return f"--driver-root {re.escape(expected.driver_root)}( --gpu-id (GPU|MIG)-[0-9a-f-]{{36}})+"
         case _:
             return ""
 
 
 def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
-    """Return flags with their values. A value that is not a string becomes a text that is never allowed."""
+    """Return flags with their values. A value that is not a string becomes text that is never allowed."""
     texts = [each if isinstance(each, str) else repr(each) for each in arguments]
     return list(zip(texts[::2], [*texts[1::2], ""], strict=False))
 
 
-def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
+def _link_allowed(argument: str, nodes: Collection[str], expected: Expectations) -> bool:
     """Return whether a hook may create the link in `TARGET::LINK`.
 
     A by-path link must lead to a granted DRM node in the same edits. Any other link must be one of the driver root's
@@ -211,17 +213,17 @@ def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool
     by_path = BY_PATH.fullmatch(link)
     if by_path:
         wanted = (leads_to, BY_PATH_KINDS[by_path["kind"]], by_path["address"].lower())
-        return leads_to in nodes and wanted in ground.by_path
-    return link in ground.links and posixpath.dirname(leads_to) in ground.libraries
+        return leads_to in nodes and wanted in expected.by_path
+    return link in expected.links and posixpath.dirname(leads_to) in expected.libraries
 
 
-def _known_environment(setting: object, ground: Ground) -> bool:
+def _known_environment(setting: object, expected: Expectations) -> bool:
     if not isinstance(setting, str):
         return False
-    if setting in ground.environment:
+    if setting in expected.environment:
         return True
     name, _, value = setting.partition("=")
     if name == "NVIDIA_VISIBLE_DEVICES":
         # `void` keeps nvidia-container-runtime from adding devices if the runtime runs after CDI.
         return value == "void"
-    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories
+    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= expected.directories

@@ -1,4 +1,4 @@
-"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): opening a capability's node gives a right.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): whoever can open a capability's node has its right.
 
 Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
 """

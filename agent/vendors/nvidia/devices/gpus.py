@@ -54,7 +54,7 @@ class GpuList:
 
     gpus: tuple[Gpu, ...]
     unseen: str = ""
-    """Why the list may lack minors and drivers, in which case nothing may be withdrawn; empty if it is complete."""
+    """Why minors and drivers may be missing in the list, so that nothing may be withdrawn; empty if it is complete."""
     problems: tuple[str, ...] = ()
 
 

@@ -31,16 +31,16 @@ def load(
     to another one.
     """
     gpus = _gpus(system, list_pci)
-    drivers = {gpu.pci_address: gpu.driver or _reserved(system, gpu.pci_address) for gpu in gpus}
-    ours = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
-    for address in sorted(drivers.keys() - ours):
+    drivers = {gpu.pci_address: gpu.driver or _driver_override(system, gpu.pci_address) for gpu in gpus}
+    for_nvidia = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
+    for address in sorted(drivers.keys() - for_nvidia):
         report(f"GPU {address} is left to its driver {drivers[address]}")
     detached_here = sorted(detached & {gpu.pci_address for gpu in gpus})
     if detached_here:
         names = ", ".join(detached_here)
         report(f"loading nothing while GPU {names} is detached: to attach it, run `unbounded-agent gpus attach`")
         return
-    if not ours:
+    if not for_nvidia:
         report("this host has no GPU for NVIDIA's driver")
         return
     for module in NEEDED:
@@ -49,9 +49,9 @@ def load(
         for module in WANTED:
             _load(system, module, report)
     except (ApplyError, CommandError) as error:
-        # Do not try the next module: it would load this one as its dependency, even if this one is blacklisted.
+        # Do not try the next module: it depends on this one, and would load it even if it is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
-    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], report)
+    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in for_nvidia], report)
 
 
 def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
@@ -62,7 +62,7 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
     return listed.gpus
 
 
-def _reserved(system: System, address: str) -> str:
+def _driver_override(system: System, address: str) -> str:
     """Return the driver for which an administrator reserved a GPU; empty if none (Documentation/ABI, sysfs-bus-pci)."""
     path = f"/sys/bus/pci/devices/{address}/driver_override"
     text = system.read_text(path).strip() if system.exists(path) else ""
@@ -74,20 +74,20 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
 
     Raises ApplyError if modprobe.d forbids the module, or its version is not that of the loaded driver.
     """
-    place = f"/sys/module/{module}"
-    if system.exists(place):
+    path = f"/sys/module/{module}"
+    if system.exists(path):
         return
     _compare_versions(system, module)
     # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
     system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
-    if not system.exists(place):
+    if not system.exists(path):
         hint = f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove the line, or load {module} by hand"
         raise ApplyError(f"kernel module {module} was not loaded: modprobe.d blacklists or renames it", hint)
     report(f"loaded kernel module {module}")
 
 
 def _compare_versions(system: System, module: str) -> None:
-    """Raise ApplyError if the module on disk and the loaded driver differ in version: they could not work together."""
+    """Raise ApplyError if the module on disk has another version than the loaded driver, and so cannot work with it."""
     if not system.exists(VERSION):
         return
     loaded = system.read_text(VERSION).strip()

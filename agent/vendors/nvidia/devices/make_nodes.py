@@ -23,6 +23,7 @@ LIMIT = 30.0
 SETTLE = 5.0
 """Seconds to wait until the driver is bound to a newly plugged GPU."""
 POLL = 0.5
+"""Seconds between two checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
     gpus = _with_minors(list_gpus)
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
     majors = parse_majors(system.read_text(PROC_DEVICES))
-    nodes = wanted(majors, gpus, modeset=system.exists(MODESET))
+    nodes = expected_nodes(majors, gpus, modeset=system.exists(MODESET))
     missing = [each for each in nodes if not _exists(system, each)]
     if missing and not parameters.modify:
         paths = ", ".join(_paths(missing))
@@ -94,7 +95,7 @@ def parse_parameters(text: str) -> Parameters:
     )
 
 
-def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
+def expected_nodes(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
     """Return the nodes of the drivers registered in /proc/devices. Pure.
 
     The fixed minors 254 and 255 are from nv-chardev-numbers.h. `modeset` is whether the module nvidia_modeset
@@ -131,6 +132,7 @@ def _with_minors(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
 
 
 def _exists(system: System, node: Node) -> bool:
+    """Return whether the node exists and has the right number."""
     try:
         number = system.device(node.path)
     except FileNotFoundError:

@@ -21,8 +21,8 @@ from agent.vendors.nvidia.user_space.places import Place
 
 VERSION = "{version}"
 DATA = "data"
-USUAL_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
-"""Where loaders look for data. The data directories of other places have the same subdirectories."""
+STANDARD_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
+"""Where loaders look for data. A place's own data directories have the same subdirectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Companions:
 
     files: tuple[Library, ...]
     not_installed: tuple[str, ...]
-    """What every recent driver has, but this host does not: names of groups of files, and nvidia-smi."""
+    """What every recent driver has, but is missing on this host: names of groups of files, and nvidia-smi."""
     other_version: tuple[str, ...]
-    """Paths of another version's files, in groups that have no file of this version."""
+    """Paths of another version's files, for groups without a file of this version."""
     problems: tuple[str, ...] = ()
     """Files that were left out, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Location:
     """Where the driver's files are on the host."""
 
     place: Place
@@ -50,21 +50,21 @@ class Surroundings:
 
 
 def observe_companions(
-    system: System, version: str, triplet: str, libraries: Sequence[str], around: Surroundings
+    system: System, version: str, triplet: str, libraries: Sequence[str], location: Location
 ) -> Companions:
-    """Return the companions of this version. Raises OSError if an observation failed.
+    """Return the companion files of this version. Raises OSError if an observation failed.
 
     `libraries` has the directories of the driver's libraries, libcuda's first.
     """
-    firmware = _firmware_directories(around)
-    places = {"libraries": tuple(libraries), "firmware": firmware, DATA: around.place.data}
+    firmware = _firmware_directories(location)
+    directories = {"libraries": tuple(libraries), "firmware": firmware, DATA: location.place.data}
     by_target: dict[str, Library] = {}
     found: set[str] = set()
     others: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
 
     def permitted(path: str) -> bool:
-        fault = _fault(system, path, around.place)
+        fault = _fault(system, path, location.place)
         if fault:
             refused[path] = f"{path}: left out, because {fault}"
         return not fault
@@ -73,24 +73,26 @@ def observe_companions(
         if group.needs and group.needs not in found:
             continue
         target = group.target.format(version=version, triplet=triplet)
-        files = _find(system, group, version, places, permitted)
+        files = _find(system, group, version, directories, permitted)
         for name, real in files.items():
             by_target.setdefault(f"{target}/{name}", library(system, f"{target}/{name}", real))
         if files:
             found.add(group.name)
         else:
-            others[group.name] = tuple(_any_version(system, group, places))
-    binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES), permitted)
-    missing = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
+            others[group.name] = tuple(_any_version(system, group, directories))
+    binaries = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
+    missing = [
+        each.name for each in GROUPS if each.in_every_driver and each.name not in found and not others[each.name]
+    ]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         missing.append(BINARIES[0])
-    # A file of this version can be among them, if it was refused.
+    # `others` can contain a file of this version that was refused.
     other = tuple(path for paths in others.values() for path in paths if path not in refused)
     return Companions((*by_target.values(), *binaries), tuple(missing), other, tuple(refused.values()))
 
 
 def _fault(system: System, path: str, place: Place) -> str:
-    """Return why a file must not be in a driver root, which every user in a machine may read; else empty."""
+    """Return why a file must not be in a driver root, which all users in machines may read; empty if it may be."""
     return (not place.configured and untrusted_component(system, path)) or file_fault(
         system, system.real_path(path), root_owned=not place.configured
     )
@@ -122,9 +124,9 @@ def _find(
 
 
 def _any_version(system: System, group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield the group's files with any version in their own or their directory's name, each path once.
+    """Yield the group's files that have any version in their own name or in their directory's, each path once.
 
-    The caller has found no usable file of the driver's version.
+    This is for a group of which no usable file of the driver's version was found.
     """
     seen: set[str] = set()
     for directory in _directories(group, places):
@@ -141,7 +143,9 @@ def _any_version(system: System, group: Group, places: Mapping[str, tuple[str, .
 
 
 def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    relative = [each.removeprefix(base) for each in group.directories for base in USUAL_DATA if each.startswith(base)]
+    relative = [
+        each.removeprefix(base) for each in group.directories for base in STANDARD_DATA if each.startswith(base)
+    ]
     yield from (f"{base}/{each}" for base in places[DATA] for each in dict.fromkeys(relative))
     for directory in group.directories:
         key = next((key for key in places if directory.startswith(f"{{{key}}}")), None)
@@ -161,12 +165,12 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
         raise
 
 
-def _firmware_directories(around: Surroundings) -> tuple[str, ...]:
+def _firmware_directories(location: Location) -> tuple[str, ...]:
     """Return the directories where the kernel looks for firmware, as paths below the place's root."""
-    release, path = _line(around.host, RELEASE), _line(around.host, FIRMWARE_PATH)
+    release, path = _line(location.host, RELEASE), _line(location.host, FIRMWARE_PATH)
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
     # Driver containers make the kernel search a directory of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
-    roots = (around.root, around.place.root.rstrip("/"))
+    roots = (location.root, location.place.root.rstrip("/"))
     own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
     return (*own, *standard)
 

@@ -1,4 +1,4 @@
-"""Finds the CUDA version that the driver's libcuda offers. Images for a newer major version cannot run with it."""
+"""Finds the CUDA version that the driver's libcuda supports. Images for a newer major version cannot run with it."""
 
 import posixpath
 import sys
@@ -21,7 +21,7 @@ number = ctypes.c_int()
 error = ctypes.CDLL(sys.argv[1]).cuDriverGetVersion(ctypes.byref(number))
 sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 """
-"""The program that reads the version, as the user nobody: it needs no root rights."""
+"""The program that reads the version. It runs as the user nobody, because it needs no root rights."""
 
 
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
@@ -34,7 +34,7 @@ def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
     if driver is None or not isinstance(driver.user_space.version, str):
         return None
     version = driver.module_version if isinstance(driver.module_version, str) else driver.user_space.version
-    # Never load a driver root's copy: root in a machine may have changed it, and loading a library runs it.
+    # Never load the copy in a driver root: root in a machine may have changed it, and loading a library runs its code.
     files = driver.user_space.files if isinstance(driver.user_space.files, tuple) else ()
     library = next((file.source for file in files if _is_libcuda(file, version)), "")
     if not library:

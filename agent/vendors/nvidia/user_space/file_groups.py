@@ -48,10 +48,10 @@ class Group:
     """Where the files are on the host. The first of several files with one name is used."""
     target: str
     """The files' directory below the driver root: the one where CTK looks, if it looks for the group."""
-    usual: bool = False
-    """Whether every recent driver has the group. If this is true, a missing group is reported."""
+    in_every_driver: bool = False
+    """Whether every recent driver has the group, so that a missing group is reported."""
     needs: str = ""
-    """A group that must be present too. Without it, these files, whose names have no version, are another driver's."""
+    """The group without which these files belong to another driver: their own names have no version."""
 
 
 def _data(path: str) -> tuple[str, ...]:
@@ -67,7 +67,10 @@ def _xorg(kind: str) -> tuple[str, ...]:
 
 
 GROUPS = (
-    Group("Vulkan", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data("vulkan/icd.d"), "usr/share/vulkan/icd.d", usual=True),
+    Group(
+        "Vulkan", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data("vulkan/icd.d"), "usr/share/vulkan/icd.d",
+        in_every_driver=True,
+    ),
     *(
         Group("Vulkan layers", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data(each), f"usr/share/{each}")
         for each in ("vulkan/implicit_layer.d", "vulkan/explicit_layer.d")
@@ -75,14 +78,17 @@ GROUPS = (
     Group("Vulkan SC", (RUN,), ("nvidia*.json",), _data("vulkansc/icd.d"), "usr/share/vulkansc/icd.d"),
     Group(
         "EGL", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("glvnd/egl_vendor.d"), "usr/share/glvnd/egl_vendor.d",
-        usual=True,
+        in_every_driver=True,
     ),
     Group(
         "EGL platforms", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("egl/egl_external_platform.d"),
         "usr/share/egl/egl_external_platform.d",
     ),
     # OpenCL's loader looks only in /etc.
-    Group("OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors", usual=True),
+    Group(
+        "OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors",
+        in_every_driver=True,
+    ),
     # Debian has one file for each installed driver, and a link to the chosen one in /usr/share.
     Group("OptiX", (RUN, CTK, DEBIAN), ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
     Group(
@@ -111,7 +117,7 @@ GROUPS = (
     ),
     Group(
         "GSP firmware", (RUN, CTK, DEBIAN), ("*.bin",), ("{firmware}/nvidia/{version}",),
-        "lib/firmware/nvidia/{version}", usual=True,
+        "lib/firmware/nvidia/{version}", in_every_driver=True,
     ),
 )  # fmt: skip
 FIRMWARE_DIRECTORIES = (

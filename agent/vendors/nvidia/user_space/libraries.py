@@ -1,7 +1,7 @@
 """Finds the libraries of one driver version, and their paths in a driver root.
 
-The search begins with the loader cache. The real files may be elsewhere (Debian: behind absolute links of the
-alternatives system), next to others that the cache does not list.
+The search begins with the loader cache. The real files may be elsewhere (on Debian, behind absolute links of the
+alternatives system), next to files that the cache does not list.
 """
 
 import os.path
@@ -27,8 +27,8 @@ STUBS = "stubs"
 
 
 @dataclass(slots=True)
-class Found:
-    """The libraries of one architecture that a loader cache leads to, of all versions."""
+class FoundLibraries:
+    """The libraries of one architecture, of all versions, that a loader cache leads to."""
 
     architecture: str
     files: dict[str, list[str]] = field(default_factory=dict)
@@ -45,7 +45,10 @@ class Found:
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
 
     def for_version(self, version: str) -> dict[str, str]:
-        """Map each name to its best real path: for the version's files, including those with another number."""
+        """Return the best real path, by name, of each file that belongs to the version.
+
+        The names of some of these files have a number that is not a driver's version.
+        """
         versions: dict[str, set[str]] = {}
         for name, paths in self.files.items():
             for path in paths:
@@ -55,7 +58,7 @@ class Found:
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # Not a toolkit's stub, which is named like a development link, or like a library that the driver also has.
+            # A CUDA toolkit's stub does not belong: its name is that of a development link, or of a driver's library.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
             directory_versions = versions[os.path.dirname(path)]
@@ -79,14 +82,14 @@ class Found:
         return chosen
 
 
-def own_directories(found: Found, version: str) -> list[str]:
+def own_directories(found: FoundLibraries, version: str) -> list[str]:
     """Return the directories of the files that have the version in their names, libcuda's first."""
     chosen = {name: path for name, path in found.for_version(version).items() if _version(name)}
     ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
     return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
 
 
-def choose(found: Found, module: str) -> Seen[str]:
+def choose(found: FoundLibraries, module: str) -> Seen[str]:
     """Return a version that has both main libraries, preferably the module's; Broken or Absent if there is none."""
     installed = {stem: found.versions(stem) for stem in MAIN}
     complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
@@ -103,8 +106,12 @@ def choose(found: Found, module: str) -> Seen[str]:
 
 
 def search(
-    system: System, cache: tuple[CacheEntry, ...], found: Found, problems: list[str], known: Set[str] = frozenset()
-) -> Found:
+    system: System,
+    cache: tuple[CacheEntry, ...],
+    found: FoundLibraries,
+    problems: list[str],
+    known: Set[str] = frozenset(),
+) -> FoundLibraries:
     """Add to `found` the libraries that the cache leads to. Return `found`. Raises OSError if an observation failed.
 
     `known` directories are skipped.
@@ -143,7 +150,7 @@ def lists_driver_library(entry: CacheEntry) -> bool:
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
 
 
-def _scan(system: System, found: Found, directory: str, problems: list[str]) -> None:
+def _scan(system: System, found: FoundLibraries, directory: str, problems: list[str]) -> None:
     """Add the driver's files and links in one directory."""
     try:
         names = system.entries(directory)
@@ -161,7 +168,7 @@ def _scan(system: System, found: Found, directory: str, problems: list[str]) -> 
             found.links.add(name)
 
 
-def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str]) -> None:
+def _scan_vdpau(system: System, found: FoundLibraries, directory: str, problems: list[str]) -> None:
     """Add the driver's files and links in VDPAU's directory, which is not in the cache."""
     if not system.exists(directory):
         return
@@ -177,7 +184,7 @@ def _add_once(problems: list[str], problem: str) -> None:
         problems.append(problem)
 
 
-def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
+def _add(system: System, found: FoundLibraries, real: str, problems: list[str]) -> None:
     name = os.path.basename(real)
     if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
         return
@@ -187,8 +194,8 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
     found.files.setdefault(name, []).append(real)
 
 
-def libraries(system: System, found: Found, version: str) -> list[Library]:
-    """Return a version's files for a driver root, including those with another number, and links to all of them."""
+def libraries(system: System, found: FoundLibraries, version: str) -> list[Library]:
+    """Return the files that belong to the version, and links to all of them, for a driver root."""
     by_target: dict[str, Library] = {}
     chosen = found.for_version(version)
     for name, real in sorted(chosen.items()):
@@ -197,10 +204,10 @@ def libraries(system: System, found: Found, version: str) -> list[Library]:
     # Links are matched by stem: on a host with two versions, a link may lead to the other version's file.
     by_stem = {_stem(name): name for name in sorted(chosen)}
     for link in sorted(found.links):
-        named = by_stem.get(_stem(link))
-        if named and not _version(link):
+        file = by_stem.get(_stem(link))
+        if file and not _version(link):
             target = _target(found.architecture, link)
-            by_target.setdefault(target, Library(target, "", link=named))
+            by_target.setdefault(target, Library(target, "", link=file))
     if backend := by_stem.get(GBM_LIBRARY):
         target = _target(found.architecture, GBM_LINK)
         by_target[target] = Library(target, "", link=f"../{backend}")

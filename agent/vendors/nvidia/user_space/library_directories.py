@@ -1,4 +1,4 @@
-"""Lists libraries in directories that are in no loader cache. The ELF header has the architecture (elf(5))."""
+"""Lists libraries in directories that are in no loader cache, with the architecture in their ELF headers (elf(5))."""
 
 import errno
 import struct
@@ -20,7 +20,7 @@ ARCHITECTURES = {(1, 3): "i686", (2, 62): "x86_64", (2, 183): "aarch64"}
 def list_libraries(system: System, directories: Iterable[str], native: str, trust: PathTrust) -> tuple[CacheEntry, ...]:
     """Return NVIDIA's libraries as a loader cache would list them. Raises OSError if an observation failed.
 
-    Directories that `trust` refuses are not read: their owner could put a million names into one.
+    Directories that `trust` refuses are not read, because their owner could put a million names into them.
     """
     found = []
     for directory in filter(trust.permits, dict.fromkeys(directories)):

@@ -1,8 +1,9 @@
 """Rewrites library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
 
-NVIDIA ships bare names. RPM packages put /usr/lib64 before them (negativo17, nvidia-driver.spec; RPM Fusion), and NixOS
-puts /nix/store. Each such path becomes the library's path in pods, not a bare name: with bare names, a 64-bit program
-would load the driver twice, the second time from the manifest of the 32-bit set.
+NVIDIA's files name libraries without directories. RPM packages put /usr/lib64 before the names (negativo17,
+nvidia-driver.spec; RPM Fusion), and NixOS a directory in /nix/store. Each such path becomes the library's path in pods.
+It does not become a bare name, because a 64-bit program would then load the driver twice, the second time through the
+manifest of the 32-bit libraries.
 """
 
 import json
@@ -26,9 +27,9 @@ SIZE_LIMIT = 1 << 16
 def with_pod_paths(
     system: System, companions: Iterable[Library], libraries: Iterable[Library]
 ) -> tuple[tuple[Library, ...], tuple[str, ...]]:
-    """Return the companions, with new texts of files whose paths change, and a problem for each path to another file.
+    """Return the companion files, and a problem for each path in them that leads to no library of the driver.
 
-    Raises OSError if an observation failed.
+    A file in which paths have to change gets its new text. Raises OSError if an observation failed.
     """
     by_source = {each.source: each.target for each in libraries if each.source}
     targets = {each.target for each in libraries}
@@ -39,10 +40,10 @@ def with_pod_paths(
         def in_pods(value: str, file: Library = file) -> str:
             if "/" not in value:
                 return value
-            found = _in_pods(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
-            if not found:
+            path = _in_pods(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
+            if not path:
                 problems.append(f"{file.source}: names {value!a}, which is not a library of this driver")
-            return found or value
+            return path or value
 
         text = _rewritten(system, file, in_pods)
         files.append(replace(file, text=text) if text else file)

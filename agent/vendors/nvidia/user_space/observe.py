@@ -1,4 +1,4 @@
-"""Observes the driver's user space: finds the place on the host where it is, and its files there."""
+"""Observes the driver's user space: finds the place where this host keeps it, and its files in that place."""
 
 import posixpath
 from collections.abc import Sequence, Set
@@ -11,8 +11,8 @@ from agent.system.path_trust import PathTrust
 from agent.system.seen import classify_error
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.user_space import libraries
-from agent.vendors.nvidia.user_space.companion_files import Surroundings, observe_companions
-from agent.vendors.nvidia.user_space.libraries import SETS, TRIPLETS, Found
+from agent.vendors.nvidia.user_space.companion_files import Location, observe_companions
+from agent.vendors.nvidia.user_space.libraries import SETS, TRIPLETS, FoundLibraries
 from agent.vendors.nvidia.user_space.library_directories import list_libraries
 from agent.vendors.nvidia.user_space.loader_manifests import with_pod_paths
 from agent.vendors.nvidia.user_space.places import PLACES, Place, configured_place
@@ -28,10 +28,11 @@ class _Candidate:
     place: Place
     version: Seen[str]
     system: System
-    """The system whose root is the place's."""
+    """The file system with the place's root as its root."""
     root: str = ""
     """The real path of the place's root on the host; empty for the host's root."""
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundLibraries, ...] = ()
+    """The driver's libraries, one entry for each architecture, the native one first."""
     problems: tuple[str, ...] = ()
     skipped_directories: tuple[str, ...] = ()
     """Directories of the place that were not searched, with the reason, in words."""
@@ -45,7 +46,7 @@ class _Candidate:
 
 
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Return the driver's files, of the version `module` if that is installed. `module` may be empty."""
+    """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown."""
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
         return UserSpace(none, none)
@@ -94,7 +95,7 @@ def _search_in_time(sources: Sources, place: Place, module: str, known: Set[str]
     if place.in_loader_cache:
         return _search(sources, place, module, known)
     try:
-        # With a time limit, because on hosts without a driver there, /home and /opt may be network file systems.
+        # With a time limit, because /home and /opt may be network file systems.
         return call_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), SEARCH_LIMIT)
     except OSError as error:
         return _Candidate(place, Unseen(classify_error(str(place), error).why), sources.system)
@@ -120,7 +121,7 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
         architectures = SETS[sources.architecture]
         skipped = frozenset[str]() if root else known
         found = tuple(
-            libraries.search(system, entries, Found(each, root_owned=not place.configured), problems, skipped)
+            libraries.search(system, entries, FoundLibraries(each, root_owned=not place.configured), problems, skipped)
             for each in architectures
         )
     except OSError as error:
@@ -170,7 +171,7 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
             data=tuple(filter(trust.permits, place.data)),
         )
         companion_files = observe_companions(
-            system, version, triplet, directories, Surroundings(trusted, root, sources.system)
+            system, version, triplet, directories, Location(trusted, root, sources.system)
         )
         companions, path_problems = with_pod_paths(system, companion_files.files, files)
     except OSError as error:

@@ -10,7 +10,7 @@ from agent.config.settings import DriverSettings
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place. All its directories are relative to its root."""
+    """One place where hosts keep the driver's user space. All its directories are relative to its root."""
 
     name: str
     """The system or installer that uses the place; for a configured place, the configuration key."""
@@ -22,9 +22,9 @@ class Place:
     data: tuple[str, ...] = ()
     """Directories with `vulkan`, `glvnd`, `egl` and so on; searched before /etc, /usr/local/share and /usr/share."""
     configured: bool = False
-    """The configuration names the place, so the administrator is responsible for the owners of its files."""
+    """Whether the configuration names the place. Then the administrator is responsible for the owners of its files."""
     local: bool = True
-    """The place is never on a network file system, where inotify_add_watch(2) could hang."""
+    """Whether the place is never on a network file system, where inotify_add_watch(2) could hang."""
 
     def __str__(self) -> str:
         within = f" in {self.root}" if self.root != "/" else ""

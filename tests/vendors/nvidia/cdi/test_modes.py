@@ -449,7 +449,7 @@ def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
     places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
     assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
     for mode in set(MODES) - {"management"}:
-        command = mode_command(mode, NvidiaModes().basis(mode, WANTED, ()), "/run/x")
+        command = mode_command(mode, NvidiaModes().mode_request(mode, WANTED, ()), "/run/x")
         # 1.18 looks for the nodes of mofed below the driver root.
         assert "--driver-root=/" in command
         assert [each for each in command if each.startswith("--library-search-path=")] == [
