@@ -1,4 +1,4 @@
-"""The note of what a machine was granted, for the next pass."""
+"""The record of the last grant, which the next pass reads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The contract between the halves survives a round trip, and refuses anything else with the key's name."""
+"""Handoffs and reports survive a round trip. Malformed documents are refused, with the name of the wrong key."""
 
 import hashlib
 import json
@@ -113,7 +113,7 @@ CAPABILITY = GrantedDevice(
 
 
 def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
-    """An image of the previous release keeps its GPUs until something is granted that it does not know."""
+    """An older image keeps its GPUs until the machine is granted something that only newer images know."""
     document = json.loads(render_handoff(HANDOFF))
     assert document["version"] == 1
     assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
@@ -131,6 +131,6 @@ def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
 
 
 def test_a_version_1_document_is_understood() -> None:
-    """Its own generation is accepted too: a host of the previous release made it."""
+    """Its generation is accepted too, although a host of the previous release computed it."""
     written = json.dumps({"version": 1, "generation": digest(version_1()), **version_1()}).encode()
     assert parse_handoff(written) == replace(HANDOFF, restart_device_plugin=None)

@@ -1,4 +1,4 @@
-"""How messages show names that anybody may have chosen."""
+"""Names that any user may have chosen are shown with invisible characters escaped."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_any_text_is_one_visible_line(text: str) -> None:
 
 
 def test_a_machine_cannot_report_invisible_text() -> None:
-    """Its half escapes the text itself; a half that somebody has replaced does not."""
+    """The machine half escapes its messages, but root in a machine can replace the machine half."""
     condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "x")
     document = json.loads(render_report("a" * 64, (condition,), (), "", "1", None))
     document["conditions"][0]["message"] = "gpu\u3164node"

@@ -43,7 +43,7 @@ def test_a_file_that_grows_is_not_followed(tmp_path: Path, elsewhere: Path) -> N
 
 
 def test_a_full_file_system_is_an_error(tmp_path: Path) -> None:
-    """It is not retried by other means."""
+    """The copy is not tried again in another way."""
     (tmp_path / "library").write_bytes(b"library")
     with (
         (tmp_path / "library").open("rb") as reading,

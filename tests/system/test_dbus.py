@@ -23,7 +23,7 @@ Connect = Callable[..., SystemBus]
 
 
 class SimulatedBus:
-    """A bus that answers Hello by itself, and everything else as a test says."""
+    """A bus that answers Hello. The test gives the answers to everything else."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path, self.answer = str(path), answer
@@ -162,7 +162,7 @@ def test_an_error_names_the_call(place: Path, connect: Connect) -> None:
 
 
 def test_other_messages_are_skipped(place: Path, connect: Connect) -> None:
-    """It may be a signal, or the late answer to another call."""
+    """Other messages are signals, or late answers to earlier calls."""
 
     def late(message: Message, _: int) -> bytes:
         other = new_method_return(message, "s", ("other",))
@@ -192,7 +192,7 @@ def test_attack_an_answer_that_another_user_forges_is_skipped(place: Path, conne
 
 
 def test_a_signal_of_the_service_itself_is_not_an_answer(place: Path, connect: Connect) -> None:
-    """Its content may come from somebody else."""
+    """Another process may have chosen the content of such a signal."""
 
     def answer(call: Message, _: int) -> bytes:
         signal = new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "s", ("signal",))

@@ -1,4 +1,4 @@
-"""Calls that hang are abandoned and not repeated. A thread that waits for an event simulates what hangs."""
+"""Calls that hang are abandoned and not repeated. A thread that waits for an event simulates such a call."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Downloads from real servers on this host, with redirects as mirrors make them and as they must not."""
+"""Downloads from real servers on this host, with redirects that are followed and redirects that are refused."""
 
 import urllib.error
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.fakes.web_server import certificate, serving
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers /to/URL with a redirect to the URL, and /again/N with one to /again/N-1, which /again/0 ends."""
+    """Redirects /to/URL to the URL, and /again/N to /again/N-1 until N is 0."""
 
     asked: list[tuple[str, str]]
 

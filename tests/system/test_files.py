@@ -77,7 +77,7 @@ def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
 
 
 def test_only_regular_files_are_opened_and_no_descriptor_leaks(system: System, tmp_path: Path) -> None:
-    """A machine may put anything where its report or handoff is, and opening a device acts on it."""
+    """A machine may put anything in the place of its report, and opening a device may start it."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("/dev/ptmx")
@@ -151,7 +151,7 @@ def test_a_device_behind_a_link_is_found_like_stat(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_file(tmp_path: Path) -> None:
-    """Only that part is read, however long the file is, and only from a regular file."""
+    """Only the first bytes are read, however long the file is, and only from a regular file."""
     system = System(no_process, str(tmp_path))
     (tmp_path / "long").write_bytes(b"head" + bytes(1 << 21))
     assert system.head("/long", 4) == b"head"
@@ -162,7 +162,7 @@ def test_the_head_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_system_below_another(tmp_path: Path) -> None:
-    """Links below the inner root stay there, and so do links that lead to it."""
+    """Links below the inner root do not lead out of it, nor does the link by which it is reached."""
     (tmp_path / "inner/etc").mkdir(parents=True)
     (tmp_path / "inner/etc/name").write_text("inner")
     (tmp_path / "name").write_text("outer")

@@ -1,4 +1,4 @@
-"""Questions by HTTPS to a real server on this host, with a CA of its own."""
+"""Requests by HTTPS to a real server on this host, with a CA of its own."""
 
 import http.server
 import socket

@@ -1,4 +1,4 @@
-"""Links, routes and rules of a real network namespace, seen and removed."""
+"""Links, routes and rules of a real network namespace are observed and removed."""
 
 import os
 import subprocess

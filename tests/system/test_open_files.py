@@ -132,7 +132,7 @@ class HangingHost(Host):
 
 
 def test_a_process_that_hangs_in_the_driver_delays_nobody(tmp_path: Path, end: threading.Event) -> None:
-    """Its open files are known nevertheless; a process that may only have mapped it is reported."""
+    """The process's open files are found nevertheless. A process that may only have mapped the device is reported."""
     host = HangingHost(tmp_path)
     host.end = end
     host.node("/dev/nvidia0", 195, 0)
@@ -176,7 +176,7 @@ def test_a_control_groups_name_forges_no_line(host: Host, tree: Path) -> None:
 
 
 def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:
-    """Otherwise any pod could have a process that cannot be inspected."""
+    """With a limit, any pod could have a process that cannot be inspected."""
     process(tree, 10, mapped="/dev/nvidia0")
     maps = tree / "proc/10/task/10/maps"
     line = b"7f0000000000-7f0000001000 rw-p 00000000 08:02 173521 /" + b"x" * 4000 + b"\n"

@@ -61,7 +61,7 @@ def test_refused_paths_are_kept(tree: Host) -> None:
 
 @pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])
 def test_a_path_that_roots_group_may_write_is_roots(tree: Host, path: str) -> None:
-    """Unless an access control list names others, which the mode shows as the group."""
+    """This does not hold for a file with an ACL: the group's bits in the mode then stand for the list's other users."""
     tree.owners[path] = (0o775, 0, 0)
     file = "/srv/driver/lib/libcuda.so"
     assert (untrusted_component(tree, file), file_fault(tree, file, root_owned=True)) == ("", "")
@@ -85,7 +85,7 @@ def test_links_in_the_path_are_followed(tree: Host) -> None:
 
 
 def test_a_sticky_directory_protects_roots_directories(tree: Host) -> None:
-    """An example is /nix/store, whose group is nixbld. What somebody puts there belongs to them."""
+    """An example is /nix/store, whose group is nixbld. Files of other users there belong to those users."""
     tree.owners["/srv"] = (0o1775, 0)
     assert untrusted_component(tree, "/srv/driver/lib/libcuda.so") == ""
     tree.owners["/srv/driver"] = (0o755, USER)

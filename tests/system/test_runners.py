@@ -90,7 +90,7 @@ def test_a_tool_writes_large_files_and_uses_the_proxy(tmp_path: Path, monkeypatc
 
 
 def test_a_tool_dies_with_the_agent(tmp_path: Path) -> None:
-    """Otherwise it would still write while the next attempt removes what it wrote."""
+    """If the tool lived on, it would write files while the next attempt removes them."""
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
     code = f"from agent.system.sh_runner import tool_runner; tool_runner(('sh', '-c', '{script}'), 60)"
@@ -122,7 +122,7 @@ def test_a_file_that_is_not_a_program(runner: Runner, tmp_path: Path) -> None:
 
 
 def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path: Path) -> None:
-    """Its whole session is killed, and the descriptors are closed."""
+    """The program's whole session is killed, and all descriptors are closed."""
     fifo, before = tmp_path / "fifo", os.listdir("/proc/self/fd")
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

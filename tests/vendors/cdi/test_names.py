@@ -1,4 +1,7 @@
-"""Names of the devices in others' CDI specifications: what runtimes accept is found or refused, never overlooked."""
+"""Names of devices in other programs' CDI specifications.
+
+A device that runtimes accept is never overlooked: it is found, or the file is refused.
+"""
 
 import json
 import subprocess

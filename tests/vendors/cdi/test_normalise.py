@@ -39,7 +39,7 @@ def test_nothing_empty_is_left() -> None:
 
 
 def test_a_device_without_edits_is_not_hidden() -> None:
-    """It makes the whole specification invalid for runtimes, so verification must see it."""
+    """A device without edits makes the whole specification invalid for runtimes, so verification must see it."""
     document = recorded_spec()
     document["devices"][0]["containerEdits"] = {"deviceNodes": [], "mounts": []}
     found = normalised(document)

@@ -1,4 +1,4 @@
-"""What sysfs says of AMD's and Intel's GPUs."""
+"""What sysfs says about AMD's and Intel's GPUs."""
 
 from pathlib import Path
 

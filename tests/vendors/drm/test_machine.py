@@ -143,7 +143,7 @@ def test_groups_are_compared_as_numbers(machine: Machine) -> None:
 
 @pytest.mark.parametrize("version", ["v1.7.0", "v1.7.15"])
 def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, version: str) -> None:
-    """It would skip the whole specification; a newer containerd gets groups in the first run that finds it."""
+    """Such a containerd would skip the specification. A newer one gets the groups in the first run that finds it."""
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, version))
     settled(machine)
     found = spec(machine, "intel")
@@ -187,7 +187,7 @@ def replace_containerd(machine: Machine, before: str, after: str) -> None:
 
 
 def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine) -> None:
-    """An upgrade of its package does not stop it: it would skip the whole specification that the new one accepts."""
+    """A package's upgrade does not stop the running containerd, which would skip a specification for the new one."""
     settled(machine)
     replace_containerd(machine, "v1.7.12", "v1.7.24")
     run(machine)
@@ -210,7 +210,7 @@ def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine
     ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
 )
 def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
-    """The new one may accept less, and may be somebody's own build."""
+    """The successor may accept less than the running one: it may be an administrator's own build."""
     settled(machine)
     replace_containerd(machine, before, after)
     run(machine)
@@ -236,7 +236,7 @@ def test_a_running_process_of_unknown_version_does_not_remove_groups(machine: Ma
 
 
 def test_containerds_version_is_read_once(machine: Machine) -> None:
-    """It does not run again in later steps, nor in runs that make another specification."""
+    """containerd is not run again in later steps, nor in runs that make another specification."""
     settled(machine)
     version_call = ("containerd", "--version")
     machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
@@ -387,7 +387,7 @@ def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
 
 
 def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
-    """Its drop-in replaces the one that only enabled CDI, and stays afterwards, because it enables CDI too."""
+    """The vendor's drop-in replaces the one that only enabled CDI. It stays afterwards, because it enables CDI too."""
     add_nodes(machine, INTEL)
     machine.hand(INTEL, EMPTY)
     settled(machine)
@@ -580,7 +580,7 @@ def test_a_spec_that_cannot_be_read_is_reported(machine: Machine) -> None:
 
 
 def test_a_failing_disk_under_the_copy_of_another_spec_is_reported(machine: Machine) -> None:
-    """Ours is published all the same, and the other one is read again in the next run."""
+    """The agent's specification is published all the same, and the other one is read again in the next run."""
 
     def fail(path: str) -> None:
         if path.startswith(f"{MACHINE_STATE}/cdi-foreign/"):
@@ -633,7 +633,7 @@ def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
 def test_what_intels_plugin_advertises(
     machine: Machine, ids: list[str], condition: tuple[str, str], message: str
 ) -> None:
-    """It advertises by card, in shares; it looks for GPUs every five seconds, so it needs no restart."""
+    """The plugin advertises cards, each in shares. It searches for GPUs every five seconds, and needs no restart."""
     with ExitStack() as stack:
         kubelet = Kubelet(machine, stack)
         kubelet.listen(KUBELET_SOCKET)

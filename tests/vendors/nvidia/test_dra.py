@@ -1,4 +1,4 @@
-"""What nvidia-smi says of GPUs and MIG devices. The texts are those of the real program, 550.163.01."""
+"""What nvidia-smi says about GPUs and MIG devices. The texts are from the real program, 550.163.01."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -111,7 +111,7 @@ def test_a_completed_instance_is_granted(mig: Host) -> None:
 
 
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
-    """Its entry disappears, and both nodes stay in /dev, but nobody may use them."""
+    """The entry in procfs disappears. Both nodes stay in /dev, but they must not be granted."""
     mig.remove_file(f"{CAPABILITIES}/{CI}")
     assert capabilities(granted(observe(mig))) == {}
     assert mig.exists("/dev/nvidia-caps/nvidia-cap13")

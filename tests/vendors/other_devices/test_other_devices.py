@@ -50,7 +50,7 @@ OTHERS = Request("other-devices", (), (KVM, WATCHDOG))
 
 @pytest.fixture
 def devices(host: Host) -> Host:
-    """A host with all of them, and nodes that belong to none."""
+    """A host with all device classes, and with nodes that belong to none of them."""
     host.file("/proc/devices", PROC_DEVICES.replace("\nBlock", f"{DRIVERS}\nBlock"))
     host.file("/proc/misc", MISC)
     for path, (major, minor) in NODES.items():
@@ -178,7 +178,7 @@ def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
 
 
 def test_another_machine_gets_none_of_it(devices: Host) -> None:
-    """Facts are about all machines."""
+    """The facts list the devices that any machine requests."""
     seen = with_others(facts(), devices, devices=EVERY)
     assert goal({}, seen) == goal({}, facts())
 

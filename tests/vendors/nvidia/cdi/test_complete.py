@@ -115,7 +115,7 @@ def test_the_same_spec_gives_the_same_text_and_a_complete_one_is_left_alone() ->
 
 @pytest.mark.parametrize("library", ["libcuda", "libnvidia-ml"])
 def test_the_spec_of_a_generator_without_the_driver_is_not_completed(library: str) -> None:
-    """With a symbolic link as driver root, it leaves out all libraries and exits with 0: that must be refused."""
+    """If the driver root is a link, nvidia-ctk leaves out all libraries and exits with 0: this must be refused."""
     spec = recorded_spec()
     edits = spec["containerEdits"]
     edits["mounts"] = [each for each in edits["mounts"] if f"/{library}.so." not in each["hostPath"]]

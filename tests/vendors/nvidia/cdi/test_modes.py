@@ -244,7 +244,7 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
 
 @pytest.mark.parametrize("made", [True, False], ids=["made anew", "the tool fails"])
 def test_a_removed_node_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
-    """The tool lists nodes in /dev, where this one still exists."""
+    """nvidia-ctk lists the nodes in /dev, where the removed one still exists."""
     run(machine)
     answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
     machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
@@ -357,7 +357,7 @@ def foreign(kind: str) -> str:
 
 
 def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
-    """With ours in the same directory, runtimes would give those devices to no pod."""
+    """If the agent published the same names, runtimes would give those devices to no pod."""
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
     collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both define nvidia.com/gds=all"
     run(machine)
@@ -423,7 +423,7 @@ def test_a_malformed_spec_is_a_problem(spec: object) -> None:
 
 
 def test_no_mode_starts_nvml(machine: Machine) -> None:
-    """It would load an unloadable file: `--library-search-path` precedes every other directory."""
+    """nvidia-ctk finds a file that cannot be loaded: `--library-search-path` precedes every other directory."""
     seen = {}
 
     def program(argv: tuple[str, ...]) -> Completed:
@@ -460,7 +460,7 @@ def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
 
 
 def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool hangs in every mode, and twice for GPUs: TimeoutStartSec= could end the run before the report."""
+    """nvidia-ctk hangs in every mode, and twice for GPUs: TimeoutStartSec= could end the run before the report."""
     now, limits = [0.0], []
 
     def runner(argv: tuple[str, ...], timeout: float) -> Completed:

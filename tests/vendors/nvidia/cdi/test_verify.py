@@ -334,7 +334,7 @@ def test_drm_nodes_stay_with_their_gpu() -> None:
 
 
 def test_32_bit_libraries_are_not_missed() -> None:
-    """nvidia-ctk never mounts them: they are named, but this is not a fault."""
+    """nvidia-ctk never mounts these libraries. They are named, but that they are missing is not a fault."""
     library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
     verdict = verify(recorded_spec(), replace(REQUEST, files=(*REQUEST.files, library)), LIVE, PRESENT)
     assert verdict.problems == ()

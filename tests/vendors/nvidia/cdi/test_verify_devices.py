@@ -135,7 +135,7 @@ def test_a_mutation_is_refused(name: str) -> None:
 
 
 def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
-    """Its capabilities are no longer granted."""
+    """The destroyed instance's capabilities are no longer granted."""
     problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
     assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
 
@@ -291,7 +291,7 @@ def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, ans
 
 
 def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
-    """Then nvidia-ctk fails on an empty `all`, with an error that does not help."""
+    """nvidia-ctk then fails, because the device `all` is empty, with an error that does not name the cause."""
     machine.hand(without(*CAPS))
     failed = Completed(1, b"", b'invalid CDI Spec: failed add device "all": invalid device, empty device edits')
     machine.program("nvidia-ctk", lambda argv: failed if "generate" in argv else nvidia_ctk(machine, argv, mig_spec()))

@@ -139,7 +139,7 @@ def test_two_versions_side_by_side_follow_the_module(host: Host) -> None:
 
 
 def test_a_cuda_compatibility_directory_is_not_the_driver(host: Host) -> None:
-    """It has a libcuda of another version and no NVML, and may be first in the loader cache."""
+    """Such a directory has a libcuda of another version and no NVML, and may be first in the loader cache."""
     libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda", "libnvidia-ptxjitcompiler")
     host.file("/usr/local/cuda/compat/libnvidia-api.so.1", size=5)
     libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-ptxjitcompiler")
@@ -236,7 +236,7 @@ STUBS = "/usr/local/cuda/targets/x86_64-linux/lib/stubs"
 @pytest.mark.parametrize("way", ["directory", "link", "copy", "elsewhere"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_toolkits_stub_is_not_the_drivers(host: Host, name: str, way: str, first: bool) -> None:
-    """Its directory is in ld.so.conf.d, a link leads to it, or it was copied; and the loader may find it first."""
+    """The stub is in a directory of ld.so.conf.d, or linked, or copied; and the loader may find it first."""
     libraries(host, "/usr/lib64", "550.163.01", *MAIN)
     listed = f"/usr/lib64/{name}" if way in ("link", "copy") else f"{STUBS}/{name}"
     real = {"copy": f"/usr/lib64/{name}", "elsewhere": f"/opt/sdk/lib/{name}"}.get(way, f"{STUBS}/{name}")

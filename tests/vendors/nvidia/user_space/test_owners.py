@@ -71,7 +71,7 @@ class Listed(Host):
 
 
 def test_a_users_directory_is_not_even_listed(tmp_path: Path) -> None:
-    """It may have a million names, or be on a FUSE file system that never answers."""
+    """The directory may have a million names, or be on a FUSE file system that never answers."""
     host = Listed(tmp_path)
     put(bare(host), "/var/lib/nvidia/lib64")
     put(host, f"{USERS}/lib64", OLDER)
@@ -193,7 +193,7 @@ def test_an_entry_of_a_driver_containers_loader_cache(host: Host) -> None:
 
 
 def test_only_files_that_everybody_may_read_are_copied(user_place: Host) -> None:
-    """This holds even if the administrator named the place, and so answers for its owners."""
+    """This holds even for a place in the configuration, for whose owners the administrator is responsible."""
     user_place.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
     user_place.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
     settings = {"library_directories": [f"{USERS}/lib64"], "data_directories": [f"{USERS}/share"]}

@@ -280,7 +280,7 @@ def test_no_driver_anywhere(host: Host) -> None:
 
 @pytest.mark.scenario("001")
 def test_configured_directories(host: Host) -> None:
-    """They are used in their order, with programs and configuration next to them, and without the loader cache."""
+    """Configured directories are used in order, with programs and data next to them, instead of the loader cache."""
     put(host, "/srv/driver/libs")
     put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
@@ -364,7 +364,7 @@ def test_each_root_has_its_cache(host: Host) -> None:
 
 
 def test_a_roots_cache_that_is_a_link_out_of_it(host: Host) -> None:
-    """It is the file of that name below the root or none, but never the host's."""
+    """The link leads to the file of that name below the root, or to none, but never to the host's."""
     bare(host)
     host.symlink(f"{DRIVER_CONTAINER}/etc/ld.so.cache", "../../../../etc/elsewhere")
     assert isinstance(LoaderCache().read(host, DRIVER_CONTAINER), Absent)
