@@ -79,7 +79,7 @@ class Condition:
     losses: tuple[float, ...] = ()
     """Only for Ready: when it recently ceased to be True, in seconds since the epoch (agent.host.verify.flapping)."""
     good_since: float = 0.0
-    """Only for Ready: since when nothing but flapping has kept it from being True, in seconds since the epoch, or 0."""
+    """Only for Ready: since when the conditions that it needs are met, in seconds since the epoch; otherwise 0."""
     count: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 

@@ -45,4 +45,4 @@ class GpuFacts:
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
     """GPUs that are being detached. At first, machines still have them."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Observed only for GPUs of machines that use Dynamic Resource Allocation."""
+    """Observed only if a machine uses Dynamic Resource Allocation."""

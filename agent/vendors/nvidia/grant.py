@@ -100,9 +100,9 @@ def _directories(root: StagedRoot) -> set[str]:
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """Return the root to use now, and the root with the host's current files, if it has to wait for their module.
+    """Return the root to use now, and the root that waits until the module of its version is loaded; None for none.
 
-    Each is None if there is no such root.
+    The waiting root has the host's current files.
     """
     if driver is None:
         return None, None
