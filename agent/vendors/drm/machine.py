@@ -25,7 +25,7 @@ GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class DrmMachine(MachineVendor):
-    """The base class of these vendors. Each vendor's class adds its names and the attributes of its device plugin."""
+    """The base class of these vendors. A vendor's class adds the vendor's names and its device plugin's attributes."""
 
     inputs = (GROUP_FILE,)
     mounts_links = False

@@ -1,4 +1,4 @@
-"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): whoever can open a capability's node has its right.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): who can open a capability's node has the capability.
 
 Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
 """

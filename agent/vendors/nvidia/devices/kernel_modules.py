@@ -72,7 +72,7 @@ def _driver_override(system: System, address: str) -> str:
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
 
-    Raises ApplyError if modprobe.d forbids the module, or its version is not that of the loaded driver.
+    Raises ApplyError if modprobe.d forbids the module, or if its version differs from the loaded driver's.
     """
     path = f"/sys/module/{module}"
     if system.exists(path):

@@ -27,7 +27,7 @@ sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
     """Return the driver that pods get; None if none is installed, or if that could not be observed.
 
-    The driver's version is the loaded module's, if that is known, and otherwise that of the host's libraries. The CUDA
+    The driver's version is the loaded module's or, if that is unknown, the version of the host's libraries. The CUDA
     version is read from the host's libcuda, if libcuda has the driver's version.
     """
     driver = facts.driver

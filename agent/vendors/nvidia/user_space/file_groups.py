@@ -60,7 +60,7 @@ def _data(path: str) -> tuple[str, ...]:
 
 
 def _xorg(kind: str) -> tuple[str, ...]:
-    """Return NVIDIA's own directory (Ubuntu), that of Debian's alternative `nvidia`, and those of the X server."""
+    """Return the directories of NVIDIA's modules on Ubuntu and on Debian, and then the X server's own directories."""
     modules = ("xorg/modules", "xorg/modules/updates")
     servers = (f"{base}/{each}/{kind}" for base in ("{libraries}", "/usr/lib", "/usr/lib64") for each in modules)
     return ("{libraries}/nvidia/xorg", "/usr/lib/nvidia/nvidia", *servers)
