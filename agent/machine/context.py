@@ -1,4 +1,4 @@
-"""What all steps of a run need."""
+"""The context that is passed to all steps of a run."""
 
 from dataclasses import dataclass
 

@@ -17,11 +17,10 @@ from agent.system.files import NEW, System
 from agent.system.journal import WARNING, say
 
 NODE_CONDITION = "node-condition"
-"""Name of the only note that another service writes (unbounded-agent-node-condition.service).
-
-agent.dra writes no note, but a document in the same directory."""
-OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
-"""How the names of the temporary files of other services begin."""
+"""Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
+TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
+"""Prefixes of the temporary files of other services: of that note, and of the status of agent.dra, which is no note,
+but in the same directory."""
 OWNED_COPY = f"{OWNED}.copy"
 
 
@@ -51,7 +50,7 @@ class Notes:
                 return note
             case _:
                 pass
-        say(WARNING, f"removed {path}, which was damaged; the next steps do their work again")
+        say(WARNING, f"removed {path}, which was damaged; the work that it recorded is done again")
         self._system.remove_tree(path)
         return {}
 
@@ -65,7 +64,7 @@ def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
         # Not those of other services, which may be writing them now.
-        if name.endswith(NEW) and not name.startswith(OTHERS):
+        if name.endswith(NEW) and not name.startswith(TEMPORARY_OF_OTHERS):
             system.remove(f"{MACHINE_STATE}/{name}")
 
 
@@ -83,7 +82,7 @@ class Owned:
         self._unknown = "" if known or copies == [None, None] else "; ".join(str(each) for each in copies if each)
         self._paths = set(known[0] if known else ())
         if known and copies != [known[0]] * 2:
-            # Errors, such as of a full or read-only disk, do not matter: the good copy can still be read.
+            # An error does not matter, such as that of a full or read-only disk: the good copy can still be read.
             with contextlib.suppress(OSError):
                 for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
                     if isinstance(copy, str):
@@ -99,8 +98,8 @@ class Owned:
     def make_way(self, path: str) -> bool:
         """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
 
-        Anything but a file in the place of one of the agent's files is removed. Only a directory is kept, under another
-        name, because its content may matter.
+        If one of the agent's files was replaced by something that is not a file, that is removed; a directory is moved
+        aside instead, because its content may matter.
         """
         if path not in self._known():
             return not self._system.exists(path)
@@ -116,12 +115,12 @@ class Owned:
     def has(self, path: str) -> bool:
         return path in self._known()
 
-    def ending(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the recorded paths with one of these endings, sorted."""
+    def with_suffix(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the recorded paths that end with one of these suffixes, sorted."""
         return tuple(path for path in self.paths if path.endswith(suffixes))
 
     def claim(self, path: str) -> None:
-        """Record a path. Call this before the first write, so that a crash never leaves an unrecorded file."""
+        """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
         if path not in self._known():
             self._paths.add(path)
             self._save()

@@ -1,7 +1,7 @@
 """Starts the generators of CDI specifications before the rest of the machine half is loaded.
 
-A generator takes longer than everything else, and depends only on the driver root. The rest of the machine half uses
-the result if it needs exactly this command; otherwise it starts a generator itself.
+A generator takes longer than everything else, and depends only on the driver root. When the rest of the machine half
+runs the same command, it gets the result of the generator that was started here. It starts any other command itself.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ GENERATORS: Mapping[str, Callable[[str, str, Iterable[str]], tuple[str, ...]]] =
 """By vendor, a function that returns the generator's command for a driver root, an output directory and hooks."""
 
 MARK = f"{MACHINE_STATE}/early"
-"""A file with the last generation of the handoff for which generators were started. Each generation gets only one early
-start, because later runs may not need the result."""
+"""A file with the last generation of the handoff for which generators were started. Generators are started early only
+once per generation, because later runs may not need the result."""
 
 LIMIT = 1 << 20
 """Bytes of the largest handoff: SIZE_LIMIT of agent.model.handoff, a module that would take too long to import."""
@@ -47,7 +47,10 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
 
 
 def _claim(generation: str, root: str) -> bool:
-    """Record that generators are started for this generation. Return False if they were before. Raises OSError."""
+    """Record that generators are started for this generation. Return False if that was recorded before.
+
+    Raises OSError.
+    """
     mark = f"{root}{MARK}"
     with contextlib.suppress(FileNotFoundError):
         if _content(mark) == generation.encode():
@@ -59,5 +62,5 @@ def _claim(generation: str, root: str) -> bool:
     return True
 
 
-def _content(place: str) -> bytes:
-    return opening.content(opening.open_probe(place), place, LIMIT)[0]
+def _content(path: str) -> bytes:
+    return opening.content(opening.open_probe(path), path, LIMIT)[0]

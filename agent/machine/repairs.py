@@ -9,16 +9,16 @@ from agent.system.journal import WARNING, say
 NOTE = "repairs"
 
 
-def repaired(notes: Notes, what: Repair, sentence: str) -> None:
-    """Log and count a repair. `sentence` says what was wrong."""
-    say(WARNING, f"repaired: {sentence}")
+def log_repair(notes: Notes, repair: Repair, problem: str) -> None:
+    """Log and count a repair. `problem` says what was wrong."""
+    say(WARNING, f"repaired: {problem}")
     # A count that cannot be written does not matter.
     with contextlib.suppress(OSError):
         counts = _counts(notes)
-        notes.save(NOTE, {**counts, what: counts[what] + 1})
+        notes.save(NOTE, {**counts, repair: counts[repair] + 1})
 
 
-def repairs(notes: Notes) -> dict[str, int]:
+def repair_counts(notes: Notes) -> dict[str, int]:
     """Return the counts since the machine's boot; all 0 if they cannot be read, because the report must be written."""
     try:
         return _counts(notes)

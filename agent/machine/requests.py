@@ -32,26 +32,26 @@ class Outcome:
     """Names of the CDI devices that pods can request."""
     allocatable: "AllocatableVendor | None" = None
     """The devices that claims can have; None if the host's settings ask for no such allocation."""
-    counts_repairs: bool = True
-    """Whether the host half accepts counts of repairs in the report."""
+    accepts_new_keys: bool = True
+    """Whether the host half accepts keys in the report that its first release did not know, such as `repairs`."""
 
 
-def settle_request(context: Context, request: Request, newest: Callable[[], Handoff | None]) -> Outcome:
-    """Settle a request. `newest` returns the current handoff, which may be newer than the one that is settled."""
+def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
+    """Settle a request. `read_newest` returns the current handoff, which may be newer than the one that is settled."""
     if request.vendor == OTHER_DEVICES:
         # Imported here: few machines are granted other devices.
         from agent.machine.devices.other_devices import settle_others
 
-        return Outcome(settle_others(context, request, newest()))
+        return Outcome(settle_others(context, request, read_newest()))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
         message = f"the image's agent does not support vendor {request.vendor}: bring the image to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
-    return _settle_gpus(context, vendor, request, newest)
+    return _settle_gpus(context, vendor, request, read_newest)
 
 
 def _settle_gpus(
-    context: Context, vendor: MachineVendor, request: Request, newest: Callable[[], Handoff | None]
+    context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
 ) -> Outcome:
     devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
@@ -65,37 +65,38 @@ def _settle_gpus(
     # The generator may be running already, so steps that do not need its result come first.
     configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
     active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
-    described, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    spec_condition, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
     if request.cdi_modes:
         from agent.machine.cdi.modes import publish_modes
 
         modes_remark = publish_modes(context, vendor, request)
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
-    removed, withdrawn = withdraw_nodes(context, request, newest())
-    if (removed or withdrawn) and described.status is not Status.TRUE:
-        # Tried again: the generator lists every GPU that has a node, so only now does it omit a withdrawn GPU. The
-        # first attempt may also have failed because a note could not be written.
-        described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    (described,) = with_remark((described,), described.type, modes_remark)
-    found = (linked, configured, active.condition(), devices.condition(), described)
-    conditions = (*found, *_advertised(context, vendor, request, published))
+    removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
+    if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
+        # Tried again: the generator lists every GPU that has a node, so it omits a withdrawn GPU only after the GPU's
+        # node is gone. The first attempt may also have failed because a note could not be written.
+        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+    (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
+    conditions: tuple[Condition, ...]
+    conditions = (linked, configured, active.condition(), devices.condition(), spec_condition)
+    conditions += _advertised(context, vendor, request, published)
     conditions += settle_markers(context, vendor, request, conditions)
     names = published.devices
     if len(context.handoff.requests) > 1:
         # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
-    conditions += (withdrawn,) if withdrawn else ()
-    return Outcome(conditions, names, _allocatable(context, vendor, request, published.devices, described))
+    conditions += (not_withdrawn,) if not_withdrawn else ()
+    return Outcome(conditions, names, _allocatable(context, vendor, request, published.devices, spec_condition))
 
 
 def _allocatable(
-    context: Context, vendor: MachineVendor, request: Request, names: tuple[str, ...], described: Condition
+    context: Context, vendor: MachineVendor, request: Request, names: tuple[str, ...], spec_condition: Condition
 ) -> "AllocatableVendor | None":
     if context.handoff.allocation != DRA:
         return None
     from agent.machine.cdi.allocatable import allocatable
 
-    return allocatable(context, vendor, request, names, described)
+    return allocatable(context, vendor, request, names, spec_condition)
 
 
 def _advertised(
@@ -116,7 +117,7 @@ def _advertised(
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        # Imported here: few machines need it. Links into a driver root, if any, stay: they are another vendor's.
+        # Imported here: few machines need it. Links into a driver root are another vendor's, so they stay.
         from agent.machine.devices.dri_links import link_dri_nodes
 
         link_dri_nodes(context, request)
@@ -125,7 +126,7 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # Unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
+    # Stale nodes are unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported only if there is a node.

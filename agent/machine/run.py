@@ -9,10 +9,10 @@ from agent.machine.cdi.outdated_pods import name_outdated
 from agent.machine.cdi.spec import remove_stale_specs
 from agent.machine.containerd.active import restart
 from agent.machine.context import Context
-from agent.machine.devices.former_grants import may_have, note_unknown_nodes, withdrawn_requests
+from agent.machine.devices.former_grants import may_have_content, note_unknown_nodes, withdrawn_requests
 from agent.machine.devices.nodes import WITHDRAWN
 from agent.machine.kubelet.device_plugin import used_plugins
-from agent.machine.repairs import repairs
+from agent.machine.repairs import repair_counts
 from agent.machine.requests import Outcome, settle_request
 from agent.machine.steps import attempt, with_remark_from
 from agent.model.conditions import Condition, ConditionType, false, worst
@@ -38,7 +38,7 @@ REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # The id of the machine's boot, not of the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ROUNDS = 5
-"""How many handoffs one run may settle. A run itself looks for a changed handoff, because systemd's path unit misses
+"""How many handoffs one run may settle. The run itself checks for a new handoff, because systemd's path unit misses
 changes while the service runs."""
 
 
@@ -76,12 +76,13 @@ def run(system: System) -> int:
         outcome = settle(context)
         _log(context, outcome)
         if rounds_left and _is_outdated(published, system):
-            # Not reported: the host may have bound missing nodes since, and would take this report for the answer.
+            # Not reported: the host may have bound missing nodes since, and would take this report for the answer to
+            # its new handoff.
             continue
         report(context, outcome)
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-        # After all rounds, because containerd starts again only when this run ends: until then there is no CRI.
+        # After all rounds: containerd starts again only when this run ends, and until then pods cannot start.
         restart(system)
     return 0
 
@@ -105,13 +106,13 @@ def _is_outdated(published: FileIdentity, system: System) -> bool:
 
 
 def settle(context: Context) -> Outcome:
-    """Settle all requests, and merge their conditions: the worst one of each type is reported."""
+    """Settle all requests, and merge their conditions: of each type, only the worst one is reported."""
     remove_stale_specs(context)
-    noting_failed = note_unknown_nodes(context)
+    unknown_nodes = note_unknown_nodes(context)
     requests = (*context.handoff.requests, *withdrawn_requests(context))
     outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
     node_condition = _node_condition(context)
-    found = (*noting_failed, *(condition for outcome in outcomes for condition in outcome.conditions))
+    found = (*unknown_nodes, *(condition for outcome in outcomes for condition in outcome.conditions))
     conditions = _merged((*found, *_offered(context, outcomes)))
     if any(request.gpus for request in context.handoff.requests):
         conditions = with_remark_from(
@@ -120,7 +121,7 @@ def settle(context: Context) -> Outcome:
             "which pods are outdated",
             lambda: name_outdated(context, conditions),
         )
-    if may_have(context.notes, WITHDRAWN):
+    if may_have_content(context.notes, WITHDRAWN):
         conditions = with_remark_from(
             conditions,
             ConditionType.DEVICES_ALLOWED,
@@ -130,7 +131,8 @@ def settle(context: Context) -> Outcome:
     return Outcome(
         (*conditions, *((node_condition,) if node_condition else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
-        counts_repairs=context.handoff.restart_device_plugin is not None,
+        # A host half that does not write this key refuses reports with newer keys (see agent.model.handoff).
+        accepts_new_keys=context.handoff.restart_device_plugin is not None,
     )
 
 
@@ -176,7 +178,7 @@ def report(context: Context, outcome: Outcome) -> None:
         )
     # The limit is small, because the kernel refuses reads of KMALLOC_MAX_SIZE bytes or more in /proc/sys (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    counts = repairs(context.notes) if outcome.counts_repairs else None
+    counts = repair_counts(context.notes) if outcome.accepts_new_keys else None
     advertised = next((each.count for each in outcome.conditions if each.count is not None), None)
     document = render_report(
         context.generation,
@@ -192,7 +194,7 @@ def report(context: Context, outcome: Outcome) -> None:
 
 
 def _changed_files(context: Context) -> tuple[str, ...]:
-    """Return which files of those that `up` put into this machine have changed since."""
+    """Return the paths of the files that `up` put into this machine and that have changed since."""
     # An error must not keep the report from being written. The next run compares again.
     with contextlib.suppress(OSError):
         if context.system.exists(NODE_FILES):
@@ -212,10 +214,10 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Return the worst condition of each type, with reason WrongNode if one has it: then the host binds nodes again."""
+    """Return the worst condition of each type. Of equally bad ones, take WrongNode, which makes the host bind nodes."""
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)
-    for found in by_type.values():
-        found.sort(key=lambda each: each.reason != Reason.WRONG_NODE)
-    return tuple(worst(used_plugins(found)) for found in by_type.values())
+    for same_type in by_type.values():
+        same_type.sort(key=lambda each: each.reason != Reason.WRONG_NODE)
+    return tuple(worst(used_plugins(same_type)) for same_type in by_type.values())

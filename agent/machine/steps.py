@@ -10,7 +10,7 @@ from agent.model.reasons import Reason
 from agent.model.text import one_line
 
 ERROR_SHOWN = 200
-"""Characters of an error that a remark shows."""
+"""Characters of an error that a condition or a remark shows."""
 
 
 def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
@@ -19,14 +19,14 @@ def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
         return step()
     except (AgentError, OSError) as error:
         return false(kind, Reason.FAILED, str(error))
-    # Any exception, because files that a pod can write must not keep the report from being written. The condition's
-    # message is also logged.
+    # Any exception: unexpected content of a file that a pod can write must not keep the report from being written. The
+    # condition's message is also logged.
     except Exception as error:
         return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
 class InBackground:
-    """A step that runs in a thread, in parallel with others. That suffices: steps mostly wait for programs."""
+    """A step that runs in a thread, in parallel with others. A thread suffices: steps mostly wait for programs."""
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = unknown(kind, Reason.NOT_TRIED, "")
@@ -45,10 +45,10 @@ class InBackground:
 def with_remark_from(
     conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
 ) -> tuple[Condition, ...]:
-    """Run a step that adds a remark to conditions, and return them. `what` says what the step finds out.
+    """Run a step that adds a remark to conditions, and return the conditions.
 
-    An exception becomes a remark on the condition `kind`, because the report must be written, whatever pods and
-    processes have in their files.
+    If the step raises an exception, the condition `kind` gets the remark "cannot tell `what`". The report must be
+    written even if files of pods or processes have unexpected content.
     """
     try:
         return step()

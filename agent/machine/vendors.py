@@ -14,7 +14,8 @@ GPU_NODES: Mapping[str, tuple[str, ...]] = {
     "amd": ("kfd", "dri/*"),
     "intel": ("dri/*",),
 }
-"""By vendor, patterns (fnmatch) of nodes below /dev. A machine gets such nodes only by a grant, never by a setting."""
+"""By vendor, patterns (fnmatch) of the paths of nodes below /dev. A machine gets these nodes only by a grant of GPUs,
+never by a setting."""
 
 
 def machine_vendor(name: str) -> MachineVendor | None:

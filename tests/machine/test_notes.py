@@ -128,7 +128,7 @@ def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths:
 
 
 def test_an_unreadable_record_is_not_overwritten(machine: Machine) -> None:
-    """Otherwise our own files would count as foreign from then on."""
+    """If it were overwritten, the agent's own files would count as foreign from then on."""
     good = machine.read(OWNED)
     fail(machine, OWNED, OWNED_COPY)
     foreign(machine)
@@ -200,7 +200,7 @@ def test_a_directory_in_the_place_of_a_withdrawn_spec(machine: Machine) -> None:
 
 
 def test_the_files_of_a_killed_writer_are_removed(machine: Machine) -> None:
-    """Left from notes that nobody writes again; another service may just be writing its own."""
+    """These files are left over from notes that are never written again. Another service may be writing its own now."""
     for name in ("containerd-changed", "dra-status", "node-condition"):
         machine.put(f"{MACHINE_STATE}/.{name}.json.unbounded-agent-new", "half of i")
     run(machine)

@@ -56,7 +56,7 @@ def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
 
 
 def test_the_command_has_the_hooks(tmp_path: Path) -> None:
-    """Otherwise the run would need a different command, and the head start would be wasted."""
+    """Without the hooks, the run would need another command, and the result of the first one would be wasted."""
     hooks = ["enable-cuda-compat"]
     document = handoff() | {"requests": [REQUEST | {"cdi_hooks": hooks}]}
     assert started(tmp_path, document) == [generate_command("/run/host-nvidia/0", spec_directory("nvidia"), hooks)]
@@ -115,7 +115,7 @@ def test_a_run_takes_the_program_that_was_started() -> None:
 
 
 def test_an_unused_program_is_killed_with_its_children(tmp_path: Path) -> None:
-    """Its whole session is killed, as at a time limit."""
+    """The program's whole session is killed, as it is at a time limit."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     runner = MachineRunner()

@@ -89,7 +89,7 @@ def test_a_boot_restarts_the_count(settled: Machine) -> None:
 
 
 def test_a_host_of_the_previous_release_gets_no_repairs(settled: Machine) -> None:
-    """It would refuse the whole report because of the key."""
+    """A host half of that release would refuse the whole report because of the unknown key."""
     document = json.loads(settled.read(HANDOFF))
     del document["restart_device_plugin"]
     settled.put(HANDOFF, json.dumps(document))

@@ -49,7 +49,7 @@ def started(machine: Machine) -> None:
 
 
 def test_imports_are_only_from_the_standard_library() -> None:
-    """This start-up time is spent before containerd at every boot."""
+    """Imports take time at every boot, before containerd starts."""
     vendors = "from agent.machine.vendors import VENDOR_NAMES, machine_vendor; list(map(machine_vendor, VENDOR_NAMES))"
     code = f"import sys, agent.machine.__main__, agent.machine.run; {vendors}; print(*sys.modules)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -357,7 +357,7 @@ def test_a_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
 
 
 def test_a_worse_spec_never_replaces_an_unreadable_one(machine: Machine) -> None:
-    """It may be a good one. If it were missing, a new one with a GPU fewer would be published."""
+    """The unreadable specification may be good. Only if it were missing, one with fewer GPUs would be published."""
     started(machine)
     good = machine.read(SPEC)
     worse = recorded_spec()
@@ -456,7 +456,7 @@ def test_deep_nesting_does_not_crash(machine: Machine, depth: int) -> None:
 
 @pytest.mark.parametrize("error", [TypeError("unhashable type: 'list'"), ValueError("too many digits\n\0")])
 def test_a_defect_costs_only_its_step(machine: Machine, error: Exception) -> None:
-    """This includes a step that runs in parallel: the report has the error's type."""
+    """That is also true of a step that runs in parallel. The report has the error's type."""
 
     def fail(_: object) -> Completed:
         raise error
@@ -492,7 +492,7 @@ def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
 
 
 def test_configured_hooks(machine: Machine) -> None:
-    """They are in the command and in the specification; a hook that the toolkit does not make is named."""
+    """Configured hooks are in the command and in the specification. A hook that the toolkit does not make is named."""
     machine.hand(replace(REQUEST, cdi_hooks=("enable-cuda-compat", "update-application-profile")))
     spec = recorded_spec()
     arguments = ["nvidia-cdi-hook", "enable-cuda-compat", f"--host-driver-version={REQUEST.driver_version}"]
@@ -531,7 +531,7 @@ def test_a_damaged_spec_is_repaired(machine: Machine) -> None:
 
 
 def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
-    """It is not removed either, even if there are no GPUs."""
+    """A foreign specification is not removed either, even if there are no GPUs."""
     machine.put(SPEC, "theirs")
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "ForeignFile")
@@ -541,7 +541,7 @@ def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
 
 
 def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
-    """In a first run the others are published; later a specification with fewer GPUs does not replace one with more."""
+    """The first run publishes the other GPUs. Later, a specification with fewer GPUs never replaces one with more."""
     fewer = recorded_spec()
     fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
     fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()

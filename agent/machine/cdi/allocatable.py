@@ -1,7 +1,7 @@
-"""Publishes which devices of the verified CDI specifications a pod may be given by a claim.
+"""Publishes the document with the devices of verified CDI specifications that pods may get by claims.
 
-agent.dra reads the document, and offers nothing else. It exists only while the host's settings ask for Dynamic Resource
-Allocation.
+agent.dra reads it, and offers only these devices. The document exists only while the host's settings ask for Dynamic
+Resource Allocation.
 """
 
 import json
@@ -18,13 +18,13 @@ from agent.vendors.machine_vendor import MachineVendor
 
 
 def allocatable(
-    context: Context, vendor: MachineVendor, request: Request, names: Collection[str], described: Condition
+    context: Context, vendor: MachineVendor, request: Request, names: Collection[str], spec_condition: Condition
 ) -> AllocatableVendor:
-    """Return the vendor's devices that pods get from the published specification, and why some are missing.
+    """Return the vendor's devices that pods can get from the published specification, and why some are missing.
 
-    `names` has the devices of the verified specification, none if there is none, and `described` is CDISpecCurrent.
+    `names` has the devices of the verified specification (empty without one); `spec_condition` is CDISpecCurrent.
     """
-    problem = "" if described.status is Status.TRUE else one_line(described.message)
+    problem = "" if spec_condition.status is Status.TRUE else one_line(spec_condition.message)
     devices: tuple[AllocatableDevice, ...] = ()
     if names:
         try:
@@ -37,7 +37,7 @@ def allocatable(
 
 
 def publish_allocatable(context: Context, vendors: Iterable[AllocatableVendor]) -> None:
-    """Write the document if it has changed. Raises OSError."""
+    """Write the document if its content has changed. Raises OSError."""
     content = render_allocatable(vendors)
     try:
         if context.system.read(ALLOCATABLE) == content:

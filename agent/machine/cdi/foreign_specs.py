@@ -1,10 +1,10 @@
 """Finds CDI specifications in the machine that the agent did not write, and their effect on the agent's devices.
 
-The rules are those of Cache.refresh (pkg/cdi/cache.go of the Container Device Interface). A later directory takes
-precedence over earlier ones; a name in two files of one directory is unusable; an invalid file is skipped.
+The rules are those of Cache.refresh in pkg/cdi/cache.go of CDI's Go library. A later directory takes precedence over
+earlier ones; a device name in two files of one directory is unusable; an invalid file is skipped.
 
-Container runtimes also read files that are not regular (scanSpecDirs), and so wait for a writer if one is a FIFO. This
-module does not read such files, but reports them.
+Container runtimes also read files that are not regular (scanSpecDirs), so they hang on a FIFO until somebody writes to
+it. This module does not read such files, but reports them.
 """
 
 import errno
@@ -27,7 +27,7 @@ SUFFIXES = (".json", ".yaml")
 ENABLED = "/etc/systemd/system/multi-user.target.wants"
 MASKS = "/etc/systemd/system"
 SHOWN = 4
-"""Device names that a message shows; there may be hundreds."""
+"""How many device names a message shows; there may be hundreds."""
 
 
 class OwnSpec(Protocol):
@@ -54,19 +54,19 @@ class ForeignSpec:
     devices: tuple[str, ...]
     """Qualified names of its devices."""
     fault: str = ""
-    """Why it has no devices; follows the path in a message."""
+    """Why it has no devices; the end of a message that begins with the path."""
     blocking: bool = False
-    """Runtimes that read the file may hang forever."""
+    """Whether runtimes that read the file may hang forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Specifications of other programs that have devices of the same kind as one of the agent's specifications."""
+    """Other programs' specifications that have devices of the same kind as one of the agent's specifications."""
 
     same_directory: Mapping[str, str]
-    """Paths by device name, in the directory of the agent's specification."""
+    """Paths of those in the directory of the agent's specification, by device name."""
     preferred: Mapping[str, str]
-    """Paths by device name, in directories that take precedence."""
+    """Paths of those in directories that take precedence, by device name."""
     remarks: tuple[str, ...] = ()
     """Remarks on files that do not affect the agent's devices."""
     blocking: tuple[str, ...] = ()
@@ -78,26 +78,29 @@ class Foreign:
 
 
 def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
-    """Return other files with devices of the vendor's kind, and remarks on invalid files and units that write them."""
-    specs = others(context, vendor)
+    """Return the other programs' specifications of the vendor's kind. Runs the vendor's tool for new or changed files.
+
+    The remarks name invalid files, and enabled units that may write a rival specification.
+    """
+    specs = foreign_specs(context, vendor)
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
-    places = same_kind(specs, vendor)
-    return replace(places, remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
+    foreign = with_same_kind(specs, vendor)
+    return replace(foreign, remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
 
 
-def same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
-    """Return those specifications that have devices of the own specification's kind. Pure."""
+def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
+    """Return those of the specifications that have devices of the same kind as `own`. Pure."""
     rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
     same: dict[str, str] = {}
     preferred: dict[str, str] = {}
     for spec in specs:
-        place = preferred if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
-        place.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
+        paths_by_name = preferred if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        paths_by_name.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
     return Foreign(same, preferred)
 
 
-def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
+def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
     """Return all specifications that the agent did not write. Runs the vendor's tool for each new or changed file."""
     system, notes = context.system, context.notes
     name = f"foreign-specs-{vendor.name}"
@@ -119,14 +122,14 @@ def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
     """Return the condition if a specification with these devices must not be published; None if it may be.
 
-    If another file in the directory has one of the names, that name would become unusable in both files. So the agent's
-    file must not be published then, but may be replaced if it exists already.
+    If another file in the directory has one of the names, publishing would make that name unusable in both files. If
+    the agent's file exists already, the names are unusable anyway, so the file may be replaced.
     """
-    shared = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
-    if not shared or system.exists(own.spec_path):
+    shared_names = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
+    if not shared_names or system.exists(own.spec_path):
         return None
-    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
-    return collision(Reason.NAMES_COLLIDE, shared, paths, own)
+    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared_names))
+    return collision(Reason.NAMES_COLLIDE, shared_names, paths, own)
 
 
 def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
@@ -135,20 +138,20 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
         return condition
     if foreign.blocking:
         return false(condition.type, Reason.RUNTIME_BLOCKED, f"{'; '.join(foreign.blocking)}; remove it")
-    ours = [f"{vendor.spec_kind}={name}" for name in devices]
-    for others, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
-        shared = [name for name in ours if name in others]
-        if shared:
-            paths = tuple(dict.fromkeys(others[name] for name in shared))
-            return collision(reason, shared, paths, vendor)
+    own = [f"{vendor.spec_kind}={name}" for name in devices]
+    for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
+        shared_names = [name for name in own if name in paths_by_name]
+        if shared_names:
+            paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
+            return collision(reason, shared_names, paths, vendor)
     further = [
-        f"{path} has further devices of this kind: {_short(names)}"
+        f"{path} has further devices of this kind: {_shortened(names)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
     return replace(condition, message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
-def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
+def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
     """Return the condition for devices of the agent that other files have too. Pure."""
     kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
     stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
@@ -156,12 +159,13 @@ def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], ven
         return false(
             kind,
             Reason.SHADOWED,
-            f"{where} takes precedence over {vendor.spec_path} for {_short(shared)}: pods get what it contains; {stop}",
+            f"{where} takes precedence over {vendor.spec_path} for {_shortened(shared_names)}: pods get what it "
+            f"contains; {stop}",
         )
     return false(
         kind,
         Reason.NAMES_COLLIDE,
-        f"{where} and {vendor.spec_path} both define {_short(shared)}, so no pod can get them; {stop}",
+        f"{where} and {vendor.spec_path} both define {_shortened(shared_names)}, so no pod can get them; {stop}",
     )
 
 
@@ -197,7 +201,8 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
 def _content(system: System, path: str) -> bytes:
     """Return the file's content. A link is followed only to a world-readable file. Raises OSError.
 
-    A pod that may write in the directory could link to a secret, which a tool's error would quote in our report.
+    Otherwise a pod that may write in the directory could link to a secret, and the tool's error, which the report
+    contains, would quote it.
     """
     if system.read_link(path) is None:
         return system.read(path)
@@ -234,21 +239,22 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
 
 def _advice(vendor: OwnSpec) -> str:
     if not vendor.rival_units:
-        return f"remove {vendor.rival_spec}, and no longer run what wrote it"
-    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they are masked.
-    # Version 1.19 has them in /etc/systemd/system, where units cannot be masked; disabling them is enough.
+        return f"remove {vendor.rival_spec}, and stop running the program that wrote it"
+    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they must be
+    # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
+    # there.
     units = " ".join(vendor.rival_units)
     return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {vendor.rival_spec}"
 
 
 def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, path in paths.items():
-        found.setdefault(path, []).append(name)
-    return found
+        names.setdefault(path, []).append(name)
+    return names
 
 
-def _short(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return f"{', '.join(listed[:SHOWN])}{more}"

@@ -1,7 +1,7 @@
-"""Publishes the CDI specifications that a vendor's generator makes in further modes, each in its own file.
+"""Publishes the CDI specifications that a vendor's generator makes in further modes, besides that for GPUs.
 
-These specifications are treated like that of GPUs: generated in another directory, verified, published by a rename, and
-generated again when an input changes.
+Each mode has a file of its own. These specifications are treated like that of the GPUs: generated in another
+directory, verified, published by a rename, and generated again when an input changes.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from agent.model.text import one_line
 from agent.vendors.machine_vendor import CdiModes, MachineVendor
 
 MODE_LIMIT = 8.0
-"""Seconds to generate the specification of one mode. No mode starts anything slow."""
+"""Seconds to generate the specification of one mode. No mode does anything slow."""
 LIMIT = 10.0
-"""Seconds to generate the specifications of all modes. Even if a run also generates that of GPUs twice, it stays far
-below TimeoutStartSec= of unbounded-agent-gpu.service. A run that is killed at that limit withdraws and reports nothing.
-"""
+"""Seconds to generate the specifications of all modes. Even a run that also generates the specification of the GPUs
+twice stays far below TimeoutStartSec= of unbounded-agent-gpu.service. systemd kills a run at that limit, and a killed
+run withdraws and reports nothing."""
 SHORTEST = 1.0
-"""Seconds that must be left to start the generator."""
+"""Seconds of LIMIT that must be left to start the generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """One mode's specification, with its inputs and its place. It implements OwnSpec."""
+    """One mode's specification: its inputs, and where it is published. It implements OwnSpec."""
 
     name: str
     vendor: CdiModes
@@ -57,7 +57,7 @@ class _Mode:
 def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> str:
     """Publish the specifications of all requested modes, and return a remark for CDISpecCurrent. Raises nothing.
 
-    A failure is only a remark, because Ready is about GPUs, which pods get from another file.
+    A failure is only a remark, because Ready is about GPUs, and pods get these from another specification.
     """
     modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
     owned, publisher = context.owned, _Publisher(context, vendor)
@@ -102,7 +102,7 @@ class _Publisher:
         self._deadline = time.monotonic() + LIMIT
         self._others: tuple[ForeignSpec, ...] | None = None
         self.remarks: dict[str, None] = {}
-        """Remarks on the modes, in order. Each one is made once, even if it concerns several modes."""
+        """Remarks on the modes, in order. A remark on several modes is made only once. The values have no meaning."""
 
     def settle(self, mode: _Mode) -> str:
         """Bring the mode's specification up to date, and return a sentence on what pods can request.
@@ -115,8 +115,8 @@ class _Publisher:
                 "move it away if nothing needs it",
             )
         if self._others is None:
-            self._others = foreign_specs.others(self._context, self._vendor)
-        foreign = foreign_specs.same_kind(self._others, mode)
+            self._others = foreign_specs.foreign_specs(self._context, self._vendor)
+        foreign = foreign_specs.with_same_kind(self._others, mode)
         noted = self._current(mode) or self._publish(mode, foreign)
         self.remarks |= dict.fromkeys(noted["remarks"])
         condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
@@ -126,14 +126,14 @@ class _Publisher:
         return condition.message
 
     def keep(self, mode: _Mode) -> str:
-        """Remove withdrawn nodes from a published specification that cannot be generated again, or remove the file.
+        """Remove withdrawn nodes from a published specification that could not be generated again, or remove the file.
 
-        Returns the end of a message about that; empty if the file is up to date or missing. Raises nothing.
+        Returns what was done, as the end of a message; empty if the file is up to date or missing. Raises nothing.
         """
         try:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
                 return ""
-            if self._narrow(mode):
+            if self._remove_withdrawn_nodes(mode):
                 return "; the published one is out of date"
             self._owned.remove(mode.spec_path)
             return f"; removed {mode.spec_path}, which has no granted device left or cannot be edited"
@@ -141,7 +141,7 @@ class _Publisher:
         except Exception as error:
             return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
 
-    def _narrow(self, mode: _Mode) -> bool:
+    def _remove_withdrawn_nodes(self, mode: _Mode) -> bool:
         """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
         from agent.vendors.cdi.normalise import normalised
 
@@ -170,7 +170,7 @@ class _Publisher:
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
         if limit < SHORTEST:
             raise AgentError(
-                f"not generated yet: the modes before it took all of {LIMIT:.0f} s", "the next run does it"
+                f"not generated yet: the modes before it took all of {LIMIT:.0f} s", "the next run generates it"
             )
         spec, remarks = self._generate(mode, limit)
         devices = [each["name"] for each in spec["devices"]]

@@ -1,4 +1,4 @@
-"""Finds pods whose containers were created with driver roots or device numbers that are not the currently granted ones.
+"""Finds outdated pods: their containers have driver roots or device numbers that are no longer those of the handoff.
 
 The agent only names these pods: they keep what they were created with until their owner recreates them.
 """
@@ -16,12 +16,12 @@ from agent.system.files import System
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
 """containerd's bundles of the CRI's running containers: `<container id>/config.json` is the OCI specification.
 
-The directory is below `state` of containerd's configuration, by default /run/containerd, since containerd 1.2.
+Since containerd 1.2, it is below the directory `state` of containerd's configuration, by default /run/containerd.
 """
 NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
 SHOWN = 10
-"""Pods that the message names, because its length is limited; the others are counted."""
+"""How many pods the message names, because its length is limited; the others are counted."""
 
 
 def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
@@ -32,30 +32,27 @@ def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[
     pods = outdated_pods(context)
     if not pods:
         return conditions
-    shown = [f"{pod} ({', '.join(sorted(why))})" for pod, why in sorted(pods.items())[:SHOWN]]
+    shown = [f"{pod} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())[:SHOWN]]
     more = f" and {len(pods) - SHOWN} more" if len(pods) > SHOWN else ""
     remark = f"; PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
     return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
 
 def outdated_pods(context: Context) -> dict[str, set[str]]:
-    """Return outdated pods by `namespace/name`.
-
-    The values are the driver roots and device numbers of the pod that the handoff does not have.
-    """
-    requests, versions = context.handoff.requests, _versions(context)
+    """Return descriptions of the driver roots and device numbers that are outdated, by the pod's `namespace/name`."""
+    requests, versions = context.handoff.requests, _driver_versions(context)
     granted = {device.path: device for request in requests for device in request.devices}
     current = {request.driver_root for request in requests}
     pods: dict[str, set[str]] = {}
     for container in _containers(context).values():
-        why = {_root(root, versions) for root in container.get("roots", ()) if root not in current}
-        why |= set(_changed_numbers(container.get("devices", {}), granted))
-        if why:
-            pods.setdefault(container["pod"], set()).update(why)
+        outdated = {_describe_root(root, versions) for root in container.get("roots", ()) if root not in current}
+        outdated |= set(_changed_numbers(container.get("devices", {}), granted))
+        if outdated:
+            pods.setdefault(container["pod"], set()).update(outdated)
     return pods
 
 
-def _versions(context: Context) -> dict[str, Any]:
+def _driver_versions(context: Context) -> dict[str, Any]:
     """Return the driver versions of all driver roots that handoffs have named since the machine's boot."""
     versions, requests = context.notes.load("driver-versions"), context.handoff.requests
     versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
@@ -63,7 +60,7 @@ def _versions(context: Context) -> dict[str, Any]:
     return versions
 
 
-def _root(root: str, versions: Mapping[str, Any]) -> str:
+def _describe_root(root: str, versions: Mapping[str, Any]) -> str:
     version = f" with driver {versions[root]}" if root in versions else ""
     return f"driver root {root.rpartition('/')[2]}{version}"
 
@@ -77,18 +74,18 @@ def _changed_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, Gra
 
 
 def _containers(context: Context) -> dict[str, dict[str, Any]]:
-    """Return the containers by id. Each one is read once: its OCI specification never changes while it runs."""
+    """Return the containers by id. Each is read only once: its OCI specification never changes while it runs."""
     system, notes = context.system, context.notes
     noted = notes.load("containers")
     names = system.entries(BUNDLES) if system.is_directory(BUNDLES) else ()
-    found = {}
+    containers = {}
     for name in names:
         known = noted.get(name)
         container = known if isinstance(known, dict) else _container(system, name)
         if container is not None:
-            found[name] = container
-    notes.save("containers", found)
-    return found
+            containers[name] = container
+    notes.save("containers", containers)
+    return containers
 
 
 def _container(system: System, name: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.notes import remove_remains
-from agent.machine.repairs import repaired
+from agent.machine.repairs import log_repair
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.model.device import DeviceNumber
@@ -32,7 +32,7 @@ from agent.vendors.machine_vendor import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
 UNPARTITIONED_FOR = 600.0
-"""Seconds for which a GPU does not count as missing if it is usable only by partitions and has none. The time is
+"""Seconds for which a GPU that is usable only by partitions, but has none, does not count as missing. The time is
 limited, because no event shows that the GPU has become usable as a whole."""
 
 
@@ -78,9 +78,9 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> P
 
 
 def remove_stale_specs(context: Context) -> None:
-    """Remove the agent's specifications that have names of earlier releases, or are of modes no longer requested.
+    """Remove the agent's specifications under names of earlier releases, and those of modes no longer requested.
 
-    Temporary files that killed writers left, next to notes and next to all vendors' specifications, are removed too.
+    Temporary files that killed writers left next to notes and specifications are removed too. Errors are only logged.
     """
     system, owned, requests = context.system, context.owned, context.handoff.requests
     modes = (mode_spec_file(request.vendor, mode) for request in requests for mode in request.cdi_modes)
@@ -117,7 +117,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         )
     inputs = _inputs_digest(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
-    current = _as_noted(current, noted, inputs)
+    current = _without_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
     if noted.get("inputs") == inputs and (
@@ -132,23 +132,26 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
         why = "; ".join((*faults, *remarks))
         return _kept(
-            current, Reason.SPEC_REFUSED, f"the new CDI specification from {_maker(vendor)} failed the check: {why}"
+            current,
+            Reason.SPEC_REFUSED,
+            f"the new CDI specification from {_generator_name(vendor)} failed the check: {why}",
         )
     if refused := foreign_specs.refusal(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
     if not current or current.text != new.text:
         context.owned.claim(vendor.spec_path)
-        # The temporary file next to it does not end in .yaml or .json: devices in two files would be unusable.
+        # The temporary file in the same directory does not end in .yaml or .json, so that runtimes do not read it:
+        # devices in two files would be unusable.
         system.write(vendor.spec_path, new.text)
-        was_ours = current is not None and noted.get("digest") == _digest(current.text)
-        if noted.get("inputs") == inputs and "digest" in noted and not was_ours:
-            repaired(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
+        is_as_published = current is not None and noted.get("digest") == _digest(current.text)
+        if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
+            log_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
     condition = _condition(vendor, new.verdict, remarks)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
-        lasting = {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
-        notes.save(f"spec-{vendor.name}", noted | lasting)
+        noted |= {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
+        notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
 
 
@@ -157,11 +160,11 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
         return false(
             KIND,
             Reason.GPU_MISSING,
-            f"{_maker(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}; the others are served; "
+            f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}; the others are served; "
             f"see `dmesg` on the host for the driver's lines (NVRM, Xid), and DevicesAllowed",
         )
     if verdict.missing_partitions:
-        message = f"{_maker(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
+        message = f"{_generator_name(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
         return false(KIND, Reason.PARTITION_MISSING, "; ".join((message, "the others are served", *remarks)))
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
@@ -170,7 +173,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 
 
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
-    """Return the result when no new specification could be published. The old one, if any, stays (fail static)."""
+    """Return the result if no new specification could be published. The current one, if any, stays (fail static)."""
     if current is None:
         return Published(false(KIND, reason, f"{message}. No CDI specification has been published yet"))
     if current.verdict.problems:
@@ -202,14 +205,15 @@ def _generate(
         system.remove(f"{directory}/{name}")
     spec, left_out = adapt_to_containerd(context, normalised(generated.spec))
     remarks = (*generated.remarks, *left_out)
-    # The verified data is published, not the original text, which another parser may read differently. JSON is YAML.
+    # The verified data is published, not the generator's text, which another parser may read differently. JSON is also
+    # YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
     return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
-def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return `current`, in which noted GPUs without partitions do not count as missing until the noted time."""
+def _without_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
+    """Return `current`, but do not count GPUs as missing that are noted as unpartitioned, until the noted time."""
     until, gpus = noted.get("until"), noted.get("unpartitioned")
     if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
         return current
@@ -226,7 +230,7 @@ def _current(
 ) -> Candidate | None:
     """Return the published specification; None if it is missing or malformed.
 
-    Raises OSError if it cannot be read. It must not be replaced then, because it may be better than a new one.
+    Raises OSError if it cannot be read. It must not be replaced then: it may serve more GPUs than a new one.
     """
     try:
         text = system.read(vendor.spec_path)
@@ -248,7 +252,7 @@ def _verdict(
 
 
 def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
-    """Return a digest of everything that the specification depends on. It is kept until the machine's next boot."""
+    """Return a digest of everything that the specification depends on."""
     system, paths = context.system, (*vendor.tools, *vendor.inputs)
     identities = {path: astuple(system.identity(path)) for path in paths if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
@@ -262,7 +266,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _maker(vendor: MachineVendor) -> str:
+def _generator_name(vendor: MachineVendor) -> str:
     return vendor.tools[0] if vendor.tools else "this agent"
 
 

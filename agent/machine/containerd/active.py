@@ -15,9 +15,10 @@ from agent.system.files import System
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
 CHANGED = "containerd-changed"
-"""Name of the note about our last change to containerd's configuration: its time, and a digest of the result."""
+"""Name of the note about the agent's last change to containerd's configuration: time, and digest of the result."""
 LOADED = "containerd-loaded"
-"""Name of the note about the last containerd process proven to run with its configuration: start time and digest."""
+"""Name of the note about the last containerd process that was known to run with its current configuration: when it
+started, and a digest of the configuration."""
 REPLACED = "containerd-replaced"
 """Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
 specifications: the path of the running program in /proc, and that program's identity."""
@@ -28,19 +29,19 @@ CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
 def note_change(notes: Notes, effective: str = "") -> None:
     """Note that containerd's configuration has changed. `effective` is a digest of the result; empty if unknown.
 
-    From then on, only a containerd that starts later, or that already runs with the same result, is up to date.
+    After that, only a containerd that started later, or that already runs with the same result, is up to date.
     """
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
 
 
-def unfinished(notes: Notes) -> bool:
-    """Return whether a run was killed before it checked the result of its change."""
+def change_was_interrupted(notes: Notes) -> bool:
+    """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
     changed = notes.load(CHANGED)
     return bool(changed) and not changed.get("effective")
 
 
 def check_active(context: Context, configured: Condition) -> Condition:
-    """Return RuntimeActive: whether containerd runs with our last change to its configuration.
+    """Return RuntimeActive: whether containerd runs with the agent's last change to its configuration.
 
     If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
     """
@@ -50,25 +51,25 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
     notes = context.notes
     changed = notes.load(CHANGED)
-    unit = show(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
+    unit = unit_properties(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
-    # This time and the noted one are of CLOCK_MONOTONIC, which a machine shares with its host, and which cannot be set.
+    # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # In start-post, containerd has already sent READY=1: our drop-in for its unit starts this service by
-    # ExecStartPost=.
+    # The agent's drop-in for containerd's unit starts this service by ExecStartPost=. In that state, start-post,
+    # containerd has already sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
-    other = config_argument(unit.get("ExecStart", ""))
-    if running and other not in ("", MAIN):
+    config_path = config_argument(unit.get("ExecStart", ""))
+    if running and config_path not in ("", MAIN):
         return false(
             ACTIVE,
             Reason.OTHER_CONFIGURATION,
-            f"{UNIT} starts containerd with {other} instead of {MAIN}: remove that argument from ExecStart=",
+            f"{UNIT} starts containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
         )
     loaded = {"started": started, "effective": changed.get("effective", "")}
-    # The second alternative: containerd started before the change, but runs with the same result, because the change
-    # restored a file that somebody had changed.
+    # The second alternative: containerd started before the change, but already runs with the same result, because the
+    # change only restored a file that somebody had edited.
     if running and (
         started >= changed.get("microseconds", 0) or (loaded["effective"] and notes.load(LOADED) == loaded)
     ):
@@ -82,7 +83,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
 
 
 def config_argument(exec_start: str) -> str:
-    """Return containerd's --config argument in the property ExecStart=; empty if it has none."""
+    """Return containerd's --config argument in the value of the unit's property ExecStart; empty if it has none."""
     for arguments in exec_start.split("argv[]=")[1:]:
         arguments = arguments.partition(";")[0]
         program = arguments.partition(" ")[0]
@@ -91,14 +92,14 @@ def config_argument(exec_start: str) -> str:
     return ""
 
 
-def show(system: System, properties: str) -> dict[str, str]:
+def unit_properties(system: System, properties: str) -> dict[str, str]:
     """Return properties of containerd's unit, by name. Raises CommandError."""
     output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
     return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
 
 def containerd_state(context: Context) -> list[object]:
-    """Return everything that the result of `adapt_to_containerd` depends on. No program is started for this."""
+    """Return everything that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
@@ -116,6 +117,6 @@ def program_identity(system: System, path: str) -> list[object] | None:
 
 def restart(system: System) -> None:
     """Restart containerd. This must be the last step of a run. Raises CommandError."""
-    # --no-block, because containerd is ordered after this service, so its start waits for the end of this run. Its stop
-    # does not wait (job_compare in systemd's job.c), so there is no CRI from now on.
+    # --no-block, because containerd is ordered after this service, so its start waits until this run ends. Its stop
+    # does not wait (job_compare in systemd's job.c), so from now until then there is no CRI.
     system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)

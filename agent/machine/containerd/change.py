@@ -1,4 +1,4 @@
-"""Writes our part of containerd's configuration, reads it back, and undoes the change if containerd rejects it."""
+"""Writes the agent's part of containerd's configuration, reads it back, and undoes the change if it is wrong."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.machine.containerd import files, tables
-from agent.machine.containerd.active import CHANGED, note_change, unfinished
+from agent.machine.containerd.active import CHANGED, change_was_interrupted, note_change
 from agent.machine.containerd.tables import MAIN, Table
 from agent.machine.context import Context
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -15,14 +15,16 @@ from agent.vendors.machine_vendor import MachineVendor
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The new texts of the main file and the drop-in (None: the file stays), and what the result is compared with."""
+class PlannedChange:
+    """The new contents of the main file and the drop-in, and what the result is compared with."""
 
     main: bytes | None
+    """The new main file; None if it stays as it is."""
     drop_in: bytes | None
+    """The new drop-in; None if it stays as it is."""
     baseline: Table
-    """containerd's dump without the drop-in."""
-    behind: tuple[str, ...]
+    """containerd's effective configuration without the drop-in."""
+    loaded_later: tuple[str, ...]
     """Files that containerd loads after the drop-in."""
     document: Table
     """The content of the drop-in."""
@@ -31,8 +33,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Paths of our part of containerd's configuration."""
+class DropInPaths:
+    """Paths of the agent's part of containerd's configuration."""
 
     drop_in: str
     former: tuple[str, ...]
@@ -40,17 +42,21 @@ class Places:
 
 
 def write_and_read_back(
-    context: Context, vendor: MachineVendor, places: Places, wanted: Wanted, before: dict[str, bytes | None]
+    context: Context, vendor: MachineVendor, paths: DropInPaths, planned: PlannedChange, before: dict[str, bytes | None]
 ) -> str:
     """Write the files that differ. Return what is wrong with the result; empty if it is right.
 
-    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit. If the
-    result is wrong or unknown, the files are restored.
+    `before` has the present contents of all these files by path; None for one that does not exist. If the result is
+    wrong or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because
+    of a full disk or a time limit.
     """
-    notes, drop_in = context.notes, places.drop_in
-    written = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
-    # Old files are removed last, so that a containerd that starts meanwhile has the handler.
-    changes: dict[str, bytes | None] = {**written, **{path: None for path in places.former if before[path] is not None}}
+    notes, drop_in = context.notes, paths.drop_in
+    written = {
+        path: content for path, content in ((drop_in, planned.drop_in), (MAIN, planned.main)) if content is not None
+    }
+    # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of the
+    # files.
+    changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
     noted, effective = notes.load(CHANGED), ""
     try:
         if changes:
@@ -58,14 +64,14 @@ def write_and_read_back(
             # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
             note_change(notes)
         files.put(context.system, changes)
-        with_ours = files.effective(context.system, MAIN, wanted.version)
+        resulting = files.effective_config(context.system, MAIN, planned.version)
         # The digest omits the list of imports, which containerd 1.7 prints in a random order (a map in Go).
-        effective = digest(json.dumps(with_ours | {"imports": []}, sort_keys=True, default=str).encode())
+        effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
         default = context.handoff.default_runtime
-        found = tables.problems(wanted.baseline, with_ours, wanted.document, vendor.handler, default=default)
-        faults = "; ".join(found)
-        if faults and wanted.behind:
-            faults += f"; loaded after {drop_in}, and may override it: {', '.join(wanted.behind)}"
+        problems = tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default)
+        faults = "; ".join(problems)
+        if faults and planned.loaded_later:
+            faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
     except (ExitCodeError, DocumentError) as error:
         faults = str(error)
     except (AgentError, OSError):
@@ -75,12 +81,14 @@ def write_and_read_back(
         _restore(context, changes, before, noted)
         return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
-        # Noted again: a containerd that started during the change may have read one new file without the other.
+        # Noted again, with the present time: a containerd that started during the change may have read only one of the
+        # new files.
         note_change(notes, effective)
-    elif unfinished(notes):
-        # The killed run's time stays, and the digest is added: a containerd that has this result needs no restart.
+    elif change_was_interrupted(notes):
+        # Only the digest is added, and the time stays that of the killed run: a containerd that started after the
+        # killed run's change has this result, and needs no restart.
         notes.save(CHANGED, {**noted, "effective": effective})
-    for path in places.former:
+    for path in paths.former:
         context.owned.remove(path)
     return ""
 

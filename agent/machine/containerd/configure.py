@@ -7,11 +7,11 @@ from dataclasses import astuple
 from typing import Any
 
 from agent.machine.containerd import files, tables
-from agent.machine.containerd.active import unfinished
-from agent.machine.containerd.change import Places, Wanted, digest, write_and_read_back
+from agent.machine.containerd.active import change_was_interrupted
+from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
 from agent.machine.containerd.tables import MAIN, Configuration, Table
 from agent.machine.context import Context
-from agent.machine.repairs import repaired
+from agent.machine.repairs import log_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -23,13 +23,15 @@ from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
-ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else")
+CDI_ENABLED = true(
+    CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else"
+)
 
 
 def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     """Configure containerd for a request, and return RuntimeConfigured."""
     if not request.gpus:
-        # The configuration stays: containerd would restart when it is removed, and again when GPUs come back.
+        # The configuration stays: containerd would have to restart now, and again when GPUs come back.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
     others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
@@ -38,10 +40,13 @@ def configure_runtime(context: Context, vendor: MachineVendor, request: Request)
 
 
 def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
-    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured."""
+    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured.
+
+    Raises AgentError or OSError.
+    """
     system, notes = context.system, context.notes
-    handler, places = vendor.handler, _places(context, vendor)
-    drop_in, name = places.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
+    handler, paths = vendor.handler, _drop_in_paths(context, vendor)
+    drop_in, name = paths.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
     program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
@@ -56,45 +61,45 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     if handler:
         _edit_runtime_config(context, vendor)
     noted = notes.load(name)
-    # A digest of everything that the result depends on. If it has not changed, no program is started.
-    state = _state(context, program, vendor, drop_in)
-    if noted.get("state") == state and not unfinished(notes):
-        return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
-    # Imported here: most runs need no version.
+    # If nothing that the result depends on has changed, no program is started.
+    state = _inputs_digest(context, program, vendor, drop_in)
+    if noted.get("state") == state and not change_was_interrupted(notes):
+        return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
+    # Imported here: most runs do not need containerd's version.
     from agent.machine.containerd.version import containerd_version
 
-    if handler is None and not places.former and _enabled_by_others(context, drop_in, program):
+    if handler is None and not paths.former and _enabled_by_others(context, drop_in, program):
         notes.save(name, {"state": state, "by_others": True})
-        return ENABLED
+        return CDI_ENABLED
     version = containerd_version(context, program)
-    before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
-    wanted = _wanted(context, version, vendor, places, before)
-    faults = write_and_read_back(context, vendor, places, wanted, before)
+    before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *paths.former)}
+    planned = _planned_change(context, version, vendor, paths, before)
+    faults = write_and_read_back(context, vendor, paths, planned, before)
     drop_in_digest = digest(files.read_optional(system, drop_in))
-    if not faults and (found := _changed_by_others(noted, digest(before[drop_in]), wanted, drop_in)):
-        repaired(notes, Repair.CONTAINERD, found)
-    state = _state(context, program, vendor, drop_in)
+    if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
+        log_repair(notes, Repair.CONTAINERD, problem)
+    state = _inputs_digest(context, program, vendor, drop_in)
     notes.save(name, {"state": state, "problem": faults, "drop_in": drop_in_digest, "path": drop_in})
-    return _configured(faults, drop_in)
+    return _condition(faults, drop_in)
 
 
-def _places(context: Context, vendor: MachineVendor) -> Places:
-    """Return the path of the drop-in, and the paths of old drop-ins to remove.
+def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
+    """Return the path of the drop-in, and the former paths where it must be removed.
 
-    If only CDI is needed, vendors' drop-ins stay, because removing them would restart containerd.
+    If only CDI is needed, the drop-ins for vendors' runtimes stay, because containerd would restart without them.
     """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
-    return Places(drop_in, tuple(path for path in context.owned.ending(tables.SUFFIXES) if path not in kept))
+    return DropInPaths(drop_in, tuple(path for path in context.owned.with_suffix(tables.SUFFIXES) if path not in kept))
 
 
 def _vendor_drop_ins() -> list[str]:
-    """Return the usual paths of the drop-ins for vendors' runtimes."""
+    """Return the default paths of the drop-ins for vendors' runtimes."""
     return [tables.drop_in_path(handler) for handler in _handlers()]
 
 
 def _names_a_runtime(system: System, drop_in: str) -> bool:
-    """Return whether the drop-in is for a vendor's runtime, by its content: a configured path does not show that."""
+    """Return whether the drop-in is for a vendor's runtime, by its content: its path may have been configured."""
     content = files.read_optional(system, drop_in) or b""
     return any(handler.binary.encode() in content for handler in _handlers())
 
@@ -105,10 +110,10 @@ def _handlers() -> list[RuntimeHandler]:
 
 
 def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
-    """Return whether CDI is enabled by other files than our drop-in for CDI alone.
+    """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
-    One of the other files may be our drop-in for a vendor's runtime, which stays when that vendor's last GPU is
-    withdrawn. It is loaded after the drop-in for CDI, and would replace that drop-in's table in containerd 1.x.
+    It may be enabled by the agent's drop-in for a vendor's runtime, which stays when that vendor's last GPU is
+    withdrawn. containerd loads that file after the drop-in for CDI, whose table it would replace in containerd 1.x.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
@@ -118,32 +123,33 @@ def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
 
     try:
         version = known_version(context, program)
-        return not list(tables.cdi_problems(files.effective(system, MAIN, version)))
+        return not list(tables.cdi_problems(files.effective_config(system, MAIN, version)))
     except (ExitCodeError, DocumentError):
         # The following steps report what is wrong.
         return False
 
 
-def _configured(problem: str, drop_in: str) -> Condition:
+def _condition(problem: str, drop_in: str) -> Condition:
     if problem:
         return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
     message = f"`containerd config dump` shows what {drop_in} sets, and no other setting is lost"
     return true(CONFIGURED, Reason.READ_BACK, message)
 
 
-def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
-    """Return what somebody did to our part of the configuration since it was noted; empty if nothing."""
+def _changed_by_others(noted: Mapping[str, Any], found_digest: str, planned: PlannedChange, drop_in: str) -> str:
+    """Return what somebody changed in the agent's part of the configuration since it was noted; empty if nothing."""
     if not noted.get("drop_in") or noted.get("path") != drop_in:
         return ""
-    if wanted.drop_in is not None and found != noted["drop_in"]:
-        return f"somebody {'changed' if found else 'removed'} {drop_in}"
-    return f"somebody removed the import of {drop_in} from {MAIN}" if wanted.main is not None else ""
+    if planned.drop_in is not None and found_digest != noted["drop_in"]:
+        return f"somebody {'changed' if found_digest else 'removed'} {drop_in}"
+    return f"somebody removed the import of {drop_in} from {MAIN}" if planned.main is not None else ""
 
 
 def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
-    """Set our keys in the configuration file of the handler's program, which reads it whenever a container starts.
+    """Set the agent's keys in the configuration file of the handler's program, and keep other keys.
 
-    Other keys stay, because the file belongs to the program's package.
+    The file belongs to the program's package. The program reads it whenever a container starts, so no restart is
+    needed.
     """
     system, notes = context.system, context.notes
     name = f"runtime-{vendor.name}"
@@ -153,42 +159,42 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     if present is None or edited != text:
         system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
         if notes.load(name):
-            repaired(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+            log_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
     notes.save(name, {"path": vendor.runtime_config})
 
 
-def _wanted(
+def _planned_change(
     context: Context,
     version: tuple[int, ...],
     vendor: MachineVendor,
-    places: Places,
+    paths: DropInPaths,
     before: dict[str, bytes | None],
-) -> Wanted:
-    system, drop_in = context.system, places.drop_in
+) -> PlannedChange:
+    system, drop_in = context.system, paths.drop_in
     text = before[MAIN] or b""
     main = files.parse(MAIN, text)
     if not main:
-        # The main file is missing, or has only comments, which stay.
+        # The main file is missing, or has only comments, which are kept.
         text = files.render_toml({"version": tables.new_version(version)}) + text
     if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
         text = files.with_import(text, tables.import_pattern(drop_in))
     main = files.parse(MAIN, text)
-    everything = files.loaded_files(system, main, drop_in)
-    # Without our earlier drop-ins, which will be removed.
-    order = [path for path in everything if path not in places.former]
-    behind = tuple(order[order.index(drop_in) + 1 :])
-    loaded = {path: everything[path] for path in order if path != drop_in}
-    configuration = Configuration(main, loaded, _baseline(system, main, loaded, version), behind, drop_in)
+    all_loaded = files.loaded_files(system, main, drop_in)
+    # Without the former drop-ins, which will be removed.
+    order = [path for path in all_loaded if path not in paths.former]
+    loaded_later = tuple(order[order.index(drop_in) + 1 :])
+    loaded = {path: all_loaded[path] for path in order if path != drop_in}
+    configuration = Configuration(main, loaded, _baseline(system, main, loaded, version), loaded_later, drop_in)
     document = tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
     try:
         same = before[drop_in] is not None and files.parse(drop_in, before[drop_in] or b"") == document
     except AgentError:
         same = False
-    return Wanted(
+    return PlannedChange(
         main=None if text == before[MAIN] else text,
         drop_in=None if same else files.render_toml(document, files.HEADER),
         baseline=configuration.dump,
-        behind=behind,
+        loaded_later=loaded_later,
         document=document,
         version=version,
     )
@@ -198,16 +204,19 @@ def _baseline(system: System, main: Table, imported: Iterable[str], version: tup
     """Return containerd's effective configuration for the main file and these imports alone. Raises DocumentError."""
     system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
     try:
-        return files.effective(system, BASELINE, version)
+        return files.effective_config(system, BASELINE, version)
     except ExitCodeError as error:
         raise DocumentError(
-            f"containerd refuses {MAIN} and its imports, even without our drop-in ({BASELINE}): {error}",
+            f"containerd refuses {MAIN} and its imports, even without the agent's drop-in ({BASELINE}): {error}",
             "repair these files: containerd cannot start with them either",
         ) from error
 
 
-def _state(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
-    """Return a digest of containerd's program, of all files that it loads, and of the requested configuration."""
+def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
+    """Return a digest of everything that the result of `configure_vendor` depends on.
+
+    That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
+    """
     system, default = context.system, context.handoff.default_runtime
     handler = astuple(vendor.handler) if vendor.handler else None
     digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())

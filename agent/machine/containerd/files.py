@@ -12,12 +12,13 @@ from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT
 
 DUMP_MIGRATES = (2, 0, 6)
+"""The first containerd 2 whose `config dump` prints the configuration that the daemon uses (see effective_config)."""
 TOKENS = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*"""
     r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
     re.DOTALL | re.MULTILINE,
 )
-"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A long string may end in up to five quotation marks."""
+"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
 # Do not reword: at an upgrade, a drop-in with another text counts as changed, and containerd may be restarted.
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
@@ -26,7 +27,7 @@ def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
     """Return the files that containerd imports, in the order of loading. Raises DocumentError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers our drop-in, the drop-in is included, as an empty table.
+    If an import covers the agent's drop-in, the drop-in is included, as an empty table.
     """
     loaded: dict[str, Table] = {}
     pending = list(imports(MAIN, main))
@@ -61,10 +62,10 @@ def _glob(system: System, pattern: str) -> list[str]:
     return [path for path in found if system.exists(path)]
 
 
-def effective(system: System, main: str, version: tuple[int, ...]) -> Table:
+def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:
     """Return containerd's effective configuration for a main file and its imports, including defaults.
 
-    Raises CommandError, DocumentError.
+    Raises CommandError or DocumentError.
     """
     # From 2.0.0 to 2.0.5, `dump` prints defaults instead of the tables of a version 2 file. `migrate` prints what the
     # daemon uses (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
@@ -113,21 +114,21 @@ def with_import(text: bytes, pattern: str) -> bytes:
     if "imports" not in document:
         # Added at the start, because at the end `imports` would become a key of the last table.
         return f'imports = ["{pattern}"]\n'.encode() + text
-    # Called only for the error that it raises if `imports` is not a list.
+    # Raises DocumentError if `imports` is not a list.
     imports(MAIN, document)
     document["imports"] = [*document["imports"], pattern]
     try:
-        edited = _with_listed(text.decode(), pattern).encode()
+        edited = _append_import(text.decode(), pattern).encode()
         if parse(MAIN, edited) == document:
             return edited
         why = "the edit would change more than its imports"
-    # Any exception, because tomlkit raises its own, and a file that containerd reads must stay intact.
+    # Any exception, because tomlkit raises exceptions of its own, and a file that containerd reads must stay intact.
     except Exception as error:
         why = str(error)
     raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
 
 
-def _with_listed(text: str, pattern: str) -> str:
+def _append_import(text: str, pattern: str) -> str:
     import tomlkit
 
     # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of
@@ -162,7 +163,7 @@ def _before_tables(text: str) -> str:
 
 
 def put(system: System, files: Mapping[str, bytes | None]) -> None:
-    """Go through `files` in order: write each file whose content differs, and remove each whose content is None."""
+    """In the order of `files`, write each file whose content differs, and remove each file whose content is None."""
     for path, content in files.items():
         if content is None:
             system.remove(path)
@@ -171,5 +172,5 @@ def put(system: System, files: Mapping[str, bytes | None]) -> None:
 
 
 def write(system: System, path: str, content: bytes) -> None:
-    """Write a file, and keep its mode. Only root may read a new file: registries' passwords may be in it."""
+    """Write a file and keep its mode. Only root may read a new file, because it may contain passwords of registries."""
     system.write(path, content, system.mode(path) if system.exists(path) else 0o600)

@@ -1,7 +1,7 @@
-"""Makes the tables that containerd's configuration needs so that pods get devices by CDI, and checks the result. Pure.
+"""Makes the tables of containerd's configuration by which pods get CDI devices, and checks the result. Pure.
 
-The tables are described in containerd's docs/cri/config.md. A file of version 2 has one table for the CRI plugin; since
-version 3 there are two, of which only the runtime's matters here.
+The tables are described in containerd's docs/cri/config.md. A file in format version 2 has one table for the CRI
+plugin; a file in version 3 has two, of which only that of the runtime is used here.
 """
 
 import copy
@@ -23,7 +23,7 @@ CONF_D = "/etc/containerd/conf.d"
 IMPORT = f"{CONF_D}/*.toml"
 """The import in containerd 2.2's default configuration. Unlike a plain path, a pattern may match no file."""
 SUFFIXES = (".toml", ".part")
-"""Suffixes that our drop-in may have. Talos merges files whose names end in `.part`."""
+"""Suffixes that the agent's drop-in may have. Talos merges files whose names end in `.part`."""
 
 CRI_2 = "io.containerd.grpc.v1.cri"
 CRI_3 = "io.containerd.cri.v1.runtime"
@@ -34,23 +34,24 @@ OLDEST = (1, 7, 0)
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """containerd's configuration without our drop-in."""
+    """containerd's configuration without the agent's drop-in."""
 
     main: Table
     imported: Mapping[str, Table]
     """The imported files by path, in the order of loading."""
     dump: Table
     """The output of `containerd config dump` for these files, with all defaults."""
-    behind: tuple[str, ...] = ()
-    """The imported files that are loaded after our drop-in."""
+    loaded_later: tuple[str, ...] = ()
+    """The imported files that are loaded after the agent's drop-in."""
     drop_in: str = ""
-    """The path of our drop-in."""
+    """The path of the agent's drop-in."""
 
     def version(self, containerd: tuple[int, ...]) -> int:
-        """Return the version of the files' format, which decides the names of the tables.
+        """Return the format version of the files, on which the names of the tables depend.
 
         It is the main file's version, or 1 if the main file has tables of plugins but no version. If the main file has
-        neither, it is the highest version of the imported files or, if they have none, that of a new file.
+        neither, it is the highest version of the imported files. If these have none either, it is that of a new file
+        for this version of containerd.
         """
         if "version" in self.main or "plugins" in self.main:
             value = self.main.get("version", 1)
@@ -60,7 +61,7 @@ class Configuration:
 
 
 def drop_in_path(handler: RuntimeHandler | None) -> str:
-    """Return the usual path of the drop-in for a handler, or for CDI alone.
+    """Return the default path of the drop-in for a handler, or for CDI alone.
 
     Its name begins with 99, so that it is loaded last: containerd loads drop-ins in alphabetical order.
     """
@@ -83,12 +84,12 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def new_version(containerd: tuple[int, ...]) -> int:
-    """Return the version for a new configuration file. Every containerd 2 reads version 3."""
+    """Return the format version for a new configuration file. Every containerd 2 reads version 3."""
     return 2 if containerd < (2, 0, 0) else 3
 
 
 def cri_table(version: int) -> str:
-    """Return the name of the CRI plugin's table in files of a version."""
+    """Return the name of the CRI plugin's table in files with this format version."""
     return CRI_2 if version < 3 else CRI_3
 
 
@@ -116,7 +117,10 @@ def covers(pattern: str, path: str) -> bool:
 def render(
     configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
 ) -> Table:
-    """Return the drop-in's content. Raises UnsupportedError if containerd or its configuration does not allow CDI."""
+    """Return the drop-in's content. Raises UnsupportedError if containerd or its configuration does not allow CDI.
+
+    `containerd` is the program's version. `default` says whether the handler becomes the default runtime.
+    """
     if containerd < OLDEST:
         raise UnsupportedError(
             f"containerd {_text(containerd)} is too old: {_text(OLDEST)} is the first with CDI",
@@ -137,20 +141,23 @@ def render(
             )
     # containerd 1.x replaces a plugin's whole table by that of the last file; 2.0 merges the tables deeply.
     replaces = containerd < (2, 0, 0)
-    later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
+    later = [
+        path for path in configuration.loaded_later if _at(configuration.imported[path], "plugins", cri_table(version))
+    ]
     if replaces and later:
         raise UnsupportedError(
             f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
-            "import that file earlier, under a name that sorts before ours, or move its settings into the main file",
+            "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
+            "main file",
         )
-    effective = _effective(configuration, cri_table(version), replaces=replaces)
+    effective = _combined_cri_table(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
     if replaces:
-        # A table that names any runtime would also replace the default runtimes, so these are copied.
+        # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
         effective = copy.deepcopy(table)
-    _add_ours(table, effective, version, handler, default=default)
+    _add_settings(table, effective, version, handler, default=default)
     # If drop-in and main file have different versions, containerd 2.0 to 2.2 silently ignores one of them.
     return {"version": version, "plugins": {cri_table(version): table}}
 
@@ -158,10 +165,10 @@ def render(
 def problems(
     before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
 ) -> Iterator[str]:
-    """Yield what is wrong in containerd's dump with the drop-in (`after`), compared with that without it (`before`)."""
+    """Yield what is wrong with the drop-in. `before` and `after` are containerd's dumps without it and with it."""
     settings = dict(_leaves(after.get("plugins", {})))
     for path, value in _leaves(before.get("plugins", {})):
-        if _is_ours(path, handler):
+        if _is_set_by_drop_in(path, handler):
             continue
         if path not in settings:
             yield f"setting {'.'.join(path)} is lost"
@@ -172,17 +179,21 @@ def problems(
         runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
         if _at(runtime, "options").get("BinaryName") != handler.binary:
             yield f"runtime {handler.name} does not run {handler.binary}"
-        # Compared with the basis in `before`, not with the drop-in, which may have keys that containerd does not know.
-        taken, known = dict(_leaves(runtime)), dict(_leaves(_basis(cri_of(before), handler)))
+        # Compared with the base runtime in `before`, not with the drop-in, which may have keys unknown to containerd.
+        taken, known = dict(_leaves(runtime)), dict(_leaves(_base_runtime(cri_of(before), handler)))
         for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
-            if path in known and not _is_ours((handler.name, *path), handler) and taken.get(path) != known[path]:
+            if (
+                path in known
+                and not _is_set_by_drop_in((handler.name, *path), handler)
+                and taken.get(path) != known[path]
+            ):
                 yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
     yield from cdi_problems(after)
     if handler and default and _at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
         yield f"default_runtime_name is not {handler.name}"
 
 
-def _is_ours(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
+def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
     """Return whether the drop-in sets this key, whatever its value was before."""
     if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
         return True
@@ -201,13 +212,13 @@ def cdi_problems(dump: Table) -> Iterator[str]:
         yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
 
 
-def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
+def _combined_cri_table(configuration: Configuration, cri_name: str, *, replaces: bool) -> Table:
     """Return the CRI table that results from all files.
 
     With `replaces`, this is the table of the last file that has one; otherwise the files' tables are merged.
     """
     documents = (configuration.main, *configuration.imported.values())
-    tables = [_at(each, "plugins", cri) for each in documents]
+    tables = [_at(each, "plugins", cri_name) for each in documents]
     if replaces:
         return next((table for table in reversed(tables) if table), {})
     merged: Table = {}
@@ -216,7 +227,9 @@ def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Tab
     return merged
 
 
-def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool) -> None:
+def _add_settings(
+    table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool
+) -> None:
     if version < 3 or effective.get("enable_cdi") is False:
         # `enable_cdi` is true by default since containerd 2.0, and deprecated since 2.2.
         table["enable_cdi"] = True
@@ -227,22 +240,24 @@ def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHand
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name
-    runtime = copy.deepcopy(_basis(effective, handler))
+    runtime = copy.deepcopy(_base_runtime(effective, handler))
     runtime["runtime_type"] = SHIM
     runtime["options"] = _at(runtime, "options") | {"BinaryName": handler.binary}
     containerd.setdefault("runtimes", {})[handler.name] = runtime
 
 
-def _basis(effective: Table, handler: RuntimeHandler) -> Table:
-    """Return the runtime from which the handler gets its settings: the one with its name, else the default, else runc.
+def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
+    """Return the runtime whose settings the handler starts from: that of the same name, else the default, else runc.
 
-    A default runtime with another shim, such as Kata's, is not used: it has options that our shim does not know.
+    A default runtime with another shim, such as Kata's, is not used: it has options that SHIM does not know.
     """
     containerd = _at(effective, "containerd")
     runtimes, default = _at(containerd, "runtimes"), containerd.get("default_runtime_name")
     named = _at(runtimes, handler.name)
-    usual = _at(runtimes, str(default))
-    return named or (usual if usual.get("runtime_type", SHIM) == SHIM else {}) or _at(runtimes, "runc")
+    default_runtime = _at(runtimes, str(default))
+    return (
+        named or (default_runtime if default_runtime.get("runtime_type", SHIM) == SHIM else {}) or _at(runtimes, "runc")
+    )
 
 
 def cri_of(dump: Table) -> Table:

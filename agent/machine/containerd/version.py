@@ -3,24 +3,22 @@
 import posixpath
 from dataclasses import astuple
 
-from agent.machine.containerd.active import REPLACED, UNIT, program_identity, show
+from agent.machine.containerd.active import REPLACED, UNIT, program_identity, unit_properties
 from agent.machine.containerd.tables import parse_version
 from agent.machine.context import Context
 from agent.model.errors import DocumentError
 
 NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
-"""The first containerd with version 0.7 of the Container Device Interface's library. Older ones ignore a whole
-specification if it has the key additionalGids, which version 0.7.0 of the format added."""
+"""The first containerd with version 0.7 of CDI's library. An older containerd ignores every specification with the key
+additionalGids, which version 0.7.0 of the format added."""
 
 
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     """Return containerd's version.
 
-    The result is noted, so the program runs again only if its file has changed, the machine has booted since, or no
-    version was found.
-
-    Raises CommandError, DocumentError or OSError.
+    The result is noted, so `containerd --version` runs again only after its file has changed or the machine has booted,
+    or if no version was found. Raises CommandError, DocumentError or OSError.
     """
     system, notes = context.system, context.notes
     identity, noted = list(astuple(system.identity(program))), notes.load(NOTE)
@@ -57,9 +55,9 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 
 
 def _version_without_groups(context: Context) -> str:
-    """Return the version of a containerd here that does not support additionalGids; empty if there is none.
+    """Return the version of a containerd in this machine that does not support additionalGids; empty if none is.
 
-    A specification must suit both the program on disk and a containerd that still runs a program that was replaced.
+    A specification must suit both the program on disk and a running containerd whose program has been replaced.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):
@@ -77,17 +75,17 @@ def _version_without_groups(context: Context) -> str:
 def _running_without_groups(context: Context, program: str) -> str:
     """Return the running containerd's version if its program was replaced and does not support additionalGids.
 
-    Otherwise return an empty string. Such a process is noted, because the result changes when the process exits.
+    Otherwise return an empty string. The process is noted, because the result changes when it exits.
     """
     system = context.system
-    process = show(system, "MainPID").get("MainPID", "0")
+    process = unit_properties(system, "MainPID").get("MainPID", "0")
     # This link leads to the running program, even if its file was removed (proc(5)).
     running = f"/proc/{process}/exe"
     identity = program_identity(system, running)
     if identity is None or identity == program_identity(system, program):
         return ""
     if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
-        # The process may be, for example, a shell that waits for containerd: do not run its program.
+        # The process may be another program, such as a shell that waits for containerd. It must not be run.
         return ""
     try:
         version = parse_version(system.run(running, "--version", timeout=10))

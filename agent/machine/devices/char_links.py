@@ -1,4 +1,4 @@
-"""Makes links to the granted nodes, named by the nodes' numbers: /dev/char/MAJOR:MINOR.
+"""Makes the links /dev/char/MAJOR:MINOR to the granted nodes.
 
 On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
 runc, and systemd in containers' scopes, use the links to find a device's path. `nvidia-ctk system
@@ -16,24 +16,25 @@ DIRECTORY = "/dev/char"
 
 
 def link_nodes(context: Context, request: Request) -> None:
-    """Make missing links, and remove the agent's links to nodes that are no longer granted."""
+    """Make missing links, and remove the agent's links to nodes that are no longer granted. Errors are only logged."""
     system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"
-    made = {path: text for path, text in notes.load(name).items() if isinstance(text, str)}
+    noted = {link: target for link, target in notes.load(name).items() if isinstance(target, str)}
     numbers = live_numbers(system, request.devices)
     wanted = {
         f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)
         for path, number in numbers.items()
     }
     try:
-        for path, text in made.items():
-            if wanted.get(path) != text and system.read_link(path) == text:
-                system.remove(path)
-        ours = {path: text for path, text in wanted.items() if made.get(path) == text or not system.exists(path)}
-        # The links are noted before they are made, so that a killed run leaves no link that nobody removes.
-        notes.save(name, ours)
-        for path, text in ours.items():
-            if not system.exists(path):
-                system.link(path, text)
+        for link, target in noted.items():
+            if wanted.get(link) != target and system.read_link(link) == target:
+                system.remove(link)
+        # Another program's links are left alone.
+        own = {link: target for link, target in wanted.items() if noted.get(link) == target or not system.exists(link)}
+        # Noted before they are made, so that links of a killed run are removed later.
+        notes.save(name, own)
+        for link, target in own.items():
+            if not system.exists(link):
+                system.link(link, target)
     except OSError as error:
         say(WARNING, f"cannot create links in {DIRECTORY}: {error}")

@@ -11,7 +11,7 @@ from agent.model.handoff import Request
 
 
 def link_dri_nodes(context: Context, request: Request) -> None:
-    """Make the links to the granted nodes, and remove the agent's other ones. Raises OSError."""
+    """Make the links to the granted nodes, and remove the agent's links to other nodes. Raises OSError."""
     system, notes = context.system, context.notes
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
@@ -19,15 +19,17 @@ def link_dri_nodes(context: Context, request: Request) -> None:
         if (link := dri_link(device.kind, device.pci_address))
     }
     name = f"dri-links-{request.vendor}"
-    made = notes.load(name)
+    noted = notes.load(name)
     # A correct link that the agent did not make is udev's, for example if the whole of /dev/dri is bound.
-    ours = {link: text for link, text in wanted.items() if made.get(link) == text or system.read_link(link) != text}
-    # The links are noted before they are made, so that a killed run leaves no link that nobody removes.
-    notes.save(name, {**made, **ours})
-    for link in made.keys() - wanted:
-        if system.read_link(link) == made[link]:
+    own = {
+        link: target for link, target in wanted.items() if noted.get(link) == target or system.read_link(link) != target
+    }
+    # Noted before they are made, so that links of a killed run are removed later.
+    notes.save(name, {**noted, **own})
+    for link in noted.keys() - wanted:
+        if system.read_link(link) == noted[link]:
             system.remove(link)
-    for link, text in ours.items():
-        if system.read_link(link) != text:
-            system.link(link, text)
-    notes.save(name, ours)
+    for link, target in own.items():
+        if system.read_link(link) != target:
+            system.link(link, target)
+    notes.save(name, own)

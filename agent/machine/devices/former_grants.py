@@ -14,14 +14,14 @@ from agent.system.files import System
 
 
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
-    """Add mounted nodes that the handoff does not name to the notes of granted nodes, so that they are withdrawn.
+    """Note mounted nodes that the handoff does not name as if they were granted, so that later steps withdraw them.
 
-    There are such nodes if the host withdrew a device after it or nspawn had bound the nodes, but before a run could
-    note them. Returns a condition if nodes cannot be found or noted.
+    Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
+    before a run could note them. Returns a condition if nodes cannot be found or noted, otherwise an empty tuple.
     """
     requests = context.handoff.requests
     known = {device.path for request in requests for device in request.devices}
-    # DRM nodes may belong to any vendor. Unknown ones are noted for a vendor that this run settles anyway.
+    # A DRM node may belong to any vendor, so unknown ones are noted for a vendor that this run settles anyway.
     vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
         for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
@@ -29,7 +29,7 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
             if found:
                 _note(context, vendor, found)
                 known |= found
-        # GPU nodes are known by their names. Of other nodes, only the host knows which of them it bound.
+        # Nodes of GPUs are recognised by their names. Only the host knows which other nodes it bound.
         withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
         if withdrawn - known:
             _note(context, OTHER_DEVICES, withdrawn - known)
@@ -64,11 +64,11 @@ def withdrawn_requests(context: Context) -> list[Request]:
         Request(name, (), ())
         for name in (*VENDOR_NAMES, OTHER_DEVICES)
         if name not in named
-        and (may_have(context.notes, f"{GRANTED}{name}") or _may_own(context.owned, spec_file(name)))
+        and (may_have_content(context.notes, f"{GRANTED}{name}") or _may_own(context.owned, spec_file(name)))
     ]
 
 
-def may_have(notes: Notes, name: str) -> bool:
+def may_have_content(notes: Notes, name: str) -> bool:
     """Return whether a note has content; True if it cannot be read, which a later step reports."""
     try:
         return bool(notes.load(name))

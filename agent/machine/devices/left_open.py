@@ -1,7 +1,7 @@
-"""Finds processes that still have a withdrawn node open: a descriptor stays usable without node and permission.
+"""Finds processes that still have a withdrawn node open.
 
-The host half cannot do this: its service may not inspect processes. An administrator's command on the host could, but
-nobody runs one when a GPU is lost.
+An open descriptor stays usable after the node is removed and the permission is withdrawn. The host half cannot search:
+its service may not inspect processes. A command on the host could, but when a GPU is lost, nobody runs one.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,33 @@ from agent.system.deadlines import bounded
 from agent.system.open_files import Held, Number, find_holders
 
 SHOWN = 10
-"""Processes that the message names, because its length is limited; the others are counted."""
+"""How many processes the message names, because its length is limited; the others are counted."""
 SEARCH_LIMIT = 10.0
 """Seconds to search all processes. The report, which is the machine's heartbeat, waits for this."""
 SEARCHES = "left-open"
-"""Name of the note that has the number of failed searches in a row."""
+"""Name of the note with the number of consecutive failed searches."""
 FAILED_SEARCHES = 5
-"""Failed searches in a row after which no more are made: each delays a run's report, and a run is made every minute."""
+"""Consecutive failed searches after which the agent gives up: each one delays a run's report, and a run is made every
+minute."""
 
 
 def name_left_open(
     context: Context, conditions: tuple[Condition, ...], limit: float = SEARCH_LIMIT
 ) -> tuple[Condition, ...]:
-    """Return the conditions with the processes added to DevicesAllowed's message, and forget nodes that are not open.
+    """Add the processes to the message of DevicesAllowed, and forget nodes that no process has open.
 
-    Raises any error of the search, and TimeoutError after `limit` seconds. After FAILED_SEARCHES errors in a row, no
+    Raises any error of the search, and TimeoutError after `limit` seconds. After FAILED_SEARCHES consecutive errors, no
     search is made, and all nodes are forgotten.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
-    by_now = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
-    # A number that is granted again may now belong to another GPU, which processes are allowed to have open.
-    wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
-    failed = notes.load(SEARCHES).get("failed")
-    failed = failed if isinstance(failed, int) else 0
+    granted_numbers = {
+        (device.major, device.minor) for request in context.handoff.requests for device in request.devices
+    }
+    # A number that is granted again may now belong to another GPU, which processes may have open.
+    wanted = {number: path for number, path in _by_number(noted).items() if number not in granted_numbers}
+    noted_failures = notes.load(SEARCHES).get("failed")
+    failed = noted_failures if isinstance(noted_failures, int) else 0
     # Counted as failed before the search, because this run may be killed during the search.
     notes.save(SEARCHES, {"failed": failed + 1})
     search = bool(wanted) and failed < FAILED_SEARCHES
@@ -73,6 +76,6 @@ def _by_number(noted: Mapping[str, object]) -> dict[Number, str]:
 
 
 def _pod(containers: Mapping[str, object], container: str) -> str:
-    """Return the pod of a container with devices, which agent.machine.cdi.outdated_pods noted; empty if unknown."""
+    """Return the pod of a container, as agent.machine.cdi.outdated_pods noted it; empty if unknown."""
     known = containers.get(container)
     return str(known.get("pod", "")) if isinstance(known, dict) else ""

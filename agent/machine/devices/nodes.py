@@ -19,20 +19,20 @@ from agent.system.files import System
 from agent.system.journal import WARNING, say
 
 OPEN_LIMIT = 30
-"""Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU."""
+"""Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU, which takes seconds."""
 
 STACKED = 16
-"""How many mounts are removed at one node at most. systemd before 255 stacks each new mount on the old one."""
+"""How many mounts on one node are removed at most. systemd before 255 stacks each new mount on the old one."""
 
 GRANTED = "granted-"
-"""Prefix of the names of notes, one per vendor, that have the machine's nodes: numbers by path."""
+"""Prefix of the names of notes, one per vendor, with the numbers of the machine's nodes by path."""
 WITHDRAWN = "withdrawn"
-"""Name of the note that has the nodes withdrawn since the machine's boot that may still be open: numbers by path."""
+"""Name of the note about nodes that were withdrawn since the machine's boot and may still be open: numbers by path."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
-"""Errors after which the node is not opened again each minute: the driver has tried, and trying again may do harm."""
+"""Errors after which the node is not opened again each minute: the driver has failed, and another try may do harm."""
 
-REASONS = {
+OPEN_ERRORS = {
     errno.EPERM: (
         Reason.NOT_PERMITTED,
         "the machine's cgroup does not allow it: run `unbounded-agent apply` on the host",
@@ -46,8 +46,8 @@ REASONS = {
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
 }
-"""The condition's reason and what to do next, by errno."""
-ANOTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
+"""The condition's reason, and the end of its message, by the errno of open(2)."""
+OTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
 
 
 def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str, DeviceNumber]:
@@ -110,7 +110,7 @@ def withdraw_nodes(
     """
     try:
         return _withdraw_nodes(context, request, newest)
-    # No exception, such as for a full /run, may keep the report from being written.
+    # Any exception, because none, such as that of a full /run, may keep the report from being written.
     except Exception as error:
         return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
 
@@ -122,17 +122,17 @@ def not_withdrawn(why: str) -> Condition:
 def _withdraw_nodes(
     context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
-    """Withdraw nodes, and note which. Raises OSError if they cannot be noted."""
+    """Do what `withdraw_nodes` says. Raises OSError if the nodes cannot be noted."""
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
-    by_now = newest.requests if newest else ()
-    vendor_devices = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
+    newest_requests = newest.requests if newest else ()
+    vendor_devices = (device for each in newest_requests if each.vendor == request.vendor for device in each.devices)
     granted = {device.path: [device.major, device.minor] for device in (*request.devices, *vendor_devices)}
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None
-    # A path may belong to another vendor's node by now, which is in that vendor's note.
-    kept = {*granted, *(device.path for each in by_now for device in each.devices)}
+    # By now, a path may belong to another vendor's node, which is in that vendor's note.
+    kept = {*granted, *(device.path for each in newest_requests for device in each.devices)}
     stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []
     for path, number in stale.items():
@@ -142,8 +142,8 @@ def _withdraw_nodes(
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
-    # This note comes first: if this run is killed in between, the next one withdraws the nodes again, and no node that
-    # may be open is forgotten.
+    # This note is saved first: if the run is killed before it saves the other one, the next run withdraws the nodes
+    # again. In the other order, nodes that may still be open would be forgotten.
     notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
     notes.save(name, granted)
     if not failures:
@@ -164,7 +164,7 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
                     break
                 system.run("umount", "--lazy", path)
         except (AgentError, OSError) as error:
-            # A newer systemd on the host can bind the node again even so, once DevicesAllowed reports WrongNode.
+            # Once DevicesAllowed reports WrongNode, a newer systemd on the host can still bind the node again.
             say(WARNING, f"cannot unmount {path}, which was removed on the host: {error}")
 
 
@@ -172,7 +172,7 @@ def _withdraw(system: System, path: str) -> None:
     for _ in range(STACKED):
         if not system.is_mount(path):
             break
-        # With --lazy, the mount lasts until programs of the machine that have the node open close it.
+        # With --lazy, umount succeeds even while programs in the machine have the node open.
         system.run("umount", "--lazy", path)
     else:
         raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there are more")
@@ -235,7 +235,7 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
 
 
 def _condition(codes: Mapping[str, int]) -> Condition:
-    failed = [(path, code, *REASONS.get(code, ANOTHER_ERROR)) for path, code in sorted(codes.items()) if code]
+    failed = [(path, code, *OPEN_ERRORS.get(code, OTHER_ERROR)) for path, code in sorted(codes.items()) if code]
     if not failed:
         return true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, f"all {len(codes)} granted device nodes open")
     sentences = [

@@ -18,7 +18,7 @@ PAUSE = 0.002
 
 
 def main(arguments: list[str]) -> None:
-    """Fork a child that opens each node in a thread, print the results, and kill the child without waiting for it."""
+    """Fork a child that opens each node in its own thread, print the results, and kill the child but do not wait."""
     deadline, paths = time.monotonic() + float(arguments[0]), arguments[1:]
     reader, writer = os.pipe()
     child = os.fork()
@@ -28,17 +28,17 @@ def main(arguments: list[str]) -> None:
     codes = _gather(reader, len(paths), deadline)
     for index, path in enumerate(paths):
         sys.stdout.write(f"{codes.get(index, errno.ETIMEDOUT)} {path}\n")
-    # The child may be impossible to kill: it is left to init.
     sys.stdout.flush()
+    # A child that hangs in the kernel does not die now, so init is left to reap it.
     os.kill(child, signal.SIGKILL)
     os._exit(0)
 
 
-def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
-    """Return the error numbers that the child reports in time, by the node's index."""
+def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
+    """Return the error numbers that the child reports before the deadline, by the node's index in the arguments."""
     os.set_blocking(reader, False)
     text = b""
-    while text.count(b"\n") < number and time.monotonic() < deadline:
+    while text.count(b"\n") < count and time.monotonic() < deadline:
         try:
             data = os.read(reader, 4096)
         except BlockingIOError:
@@ -53,7 +53,7 @@ def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
 
 def _open_all(paths: list[str], writer: int) -> None:
     """Open all nodes, in the child process. Never returns."""
-    # The child must not hold our output open: the caller reads it to its end, and would wait for a hanging child.
+    # The child must not keep our output open: the caller reads it to its end, and would wait for a hanging child.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,6 +1,7 @@
 """Settles non-GPU devices: their nodes, and the links to them. Nodes are checked, but never opened.
 
-Opening a watchdog would start it, and the host would reboot soon after. Opening other devices may have effects too.
+Opening a watchdog would start it, and the host would reboot soon after. Opening other devices may have side effects
+too.
 """
 
 from agent.machine.context import Context
@@ -16,15 +17,15 @@ KIND = ConditionType.DEVICES_ALLOWED
 
 
 def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
-    """Settle the devices. Return DevicesAllowed, and a second one if nodes could not be withdrawn.
+    """Settle the devices. Return DevicesAllowed, and a second DevicesAllowed if nodes could not be withdrawn.
 
     `newest` is as in `withdraw_nodes`.
     """
     try:
         unmount_removed(context.system, (device.path for device in request.devices))
         link_nodes(context, request)
-        _, withdrawn = withdraw_nodes(context, request, newest)
-        return (_present(context.system, request), *((withdrawn,) if withdrawn else ()))
+        _, not_withdrawn = withdraw_nodes(context, request, newest)
+        return (_present(context.system, request), *((not_withdrawn,) if not_withdrawn else ()))
     except (AgentError, OSError) as error:
         return (false(KIND, Reason.FAILED, str(error)),)
 
@@ -35,4 +36,4 @@ def _present(system: System, request: Request) -> Condition:
     wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
     if wrong:
         return false(KIND, Reason.WRONG_NODE, "; ".join(wrong))
-    return true(KIND, Reason.NODES_PRESENT, f"{len(request.devices)} nodes of other devices are here")
+    return true(KIND, Reason.NODES_PRESENT, f"{len(request.devices)} nodes of other devices exist")

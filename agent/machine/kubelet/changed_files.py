@@ -1,4 +1,4 @@
-"""Finds which files of those that `up` put into this machine have changed since."""
+"""Finds the files that `up` put into this machine and that have changed since."""
 
 import time
 from dataclasses import astuple
@@ -15,13 +15,14 @@ from agent.system.files import System
 NOTE = "node-files"
 DELAY = 45.0
 """Seconds between the first run after a boot and the first comparison. The kubelet waits for the first runs, and
-digests of Kubernetes' programs take a third of a second. Less than the minute between two runs of the timer."""
+digests of Kubernetes' programs take a third of a second. DELAY is less than the minute between two runs of the
+timer."""
 
 
 def changed_files(context: Context) -> tuple[str, ...]:
     """Return the paths of changed files, sorted. The list itself counts as changed if it cannot be used.
 
-    Nothing is compared in the first DELAY seconds after a boot. Later calls read only files with another identity.
+    Nothing is compared in the first DELAY seconds after a boot. A file is read again only if its identity has changed.
     Raises OSError.
     """
     system, noted = context.system, context.notes.load(NOTE)
@@ -37,18 +38,18 @@ def changed_files(context: Context) -> tuple[str, ...]:
     # The agent itself may have added its import to this file, or may add it later.
     listed.pop(MAIN, None)
     before = noted["compared"]
-    found = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
-    context.notes.save(NOTE, {**noted, "compared": found})
-    return tuple(sorted(path for path, each in found.items() if not each or not each[-1]))
+    compared = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
+    context.notes.save(NOTE, {**noted, "compared": compared})
+    return tuple(sorted(path for path, result in compared.items() if not result or not result[-1]))
 
 
 def _compared(path: str, digest: str, size: int, before: list[Any] | None, system: System) -> list[Any]:
-    """Return the file's identity, and whether its content is the original; nothing if it cannot be read."""
+    """Return the file's identity, and as last element whether its content is the original; [] if it cannot be read."""
     try:
         identity = system.identity(path)
         if before and before[:-1] == list(astuple(identity)):
             return before
-        # A file of another size is not read: it may have any.
+        # A file of another size is not read: it may be very large.
         return [*astuple(identity), identity.size == size and system.digest(path) == digest]
     except OSError:
         return []

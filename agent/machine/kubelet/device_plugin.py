@@ -29,11 +29,11 @@ CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
 CHECKPOINT_LIMIT = 8 << 20
 """Bytes of the largest checkpoint that is read. It lists the devices of each container."""
 NAMES_SHOWN = 16
-"""Names that a message shows."""
+"""How many names a message shows."""
 FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
 """Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet.plugin_spec."""
-WATCHED = "all"
-"""Id of a device for monitoring all GPUs, such as that of `gpu.intel.com/i915_monitoring`. It is not a GPU."""
+MONITORING_ID = "all"
+"""Id of the device that monitors all GPUs, as `gpu.intel.com/i915_monitoring` has it. It is not a GPU."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -47,9 +47,9 @@ class Plugin:
     dead: tuple[str, ...] = ()
     """Sockets that nobody listens on."""
     registered: Mapping[str, tuple[str, ...]] | None = None
-    """Ids of the healthy devices by resource; None without a checkpoint."""
+    """Ids of the registered devices by resource, according to the checkpoint; None without a checkpoint."""
     begun: int = 0
-    """When the plugin began to serve, by its newest socket, in nanoseconds since the epoch."""
+    """When the plugin began to serve: the time of its newest socket, in nanoseconds since the epoch."""
     up_to_date: bool = False
     """Whether the checkpoint was written after the plugin began to serve."""
 
@@ -85,17 +85,17 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
         )
     if not request.gpus and not any((plugin.registered or {}).values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
-    without = _without_plugin(vendor, plugin)
-    if without is not None:
-        return without
-    known = _known(context.notes, vendor, request, plugin)
+    not_running = _not_running(vendor, plugin)
+    if not_running is not None:
+        return not_running
+    known = _known_gpus(context.notes, vendor, request, plugin)
     outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
     registered = plugin.registered or {}
     found = _compare(vendor, request, granted, registered, known if outdated else None)
     return replace(found, count=len(granted & _gpus(vendor, request, registered)))
 
 
-def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
+def _known_gpus(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
     """Return the GPUs that this run or an earlier one found advertised since the plugin began to serve."""
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
@@ -124,19 +124,19 @@ def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
         return Plugin(serving, dead)
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
-    ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
-    # If the clock was set back, a socket's time may lie in the future. Such times are ignored, because every checkpoint
-    # would be older.
+    by_resource = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
+    # If the clock was set back, a socket's time may lie in the future. It is ignored, because every checkpoint would be
+    # older than that.
     now = time.time_ns()
     begun = max((each for each in times if each <= now), default=0)
-    return Plugin(serving, dead, ours, begun, up_to_date=written >= begun)
+    return Plugin(serving, dead, by_resource, begun, up_to_date=written >= begun)
 
 
 def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     """Return the ids of the registered devices, by resource. Raises DocumentError.
 
-    The part that is read here is the same in all versions of Kubernetes, except that `Data` is missing before 1.10. The
-    checksum is not verified, because it depends on how Go prints the structure.
+    All versions of Kubernetes write this part of the file in the same way, except that `Data` is missing before 1.10.
+    The checksum is not verified, because it depends on how Go prints the structure.
     """
     hint = "see the kubelet's log; the kubelet writes the file again when a device plugin registers"
     try:
@@ -158,8 +158,8 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     return registered
 
 
-def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
-    """Return the condition if not all of the plugin is running, or the kubelet has no list from it; else None."""
+def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
+    """Return the condition if a part of the plugin is not running, or the kubelet has no list from it; else None."""
     advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
@@ -194,7 +194,9 @@ def _compare(
     """
     gpus = _gpus(vendor, request, registered)
     ids = [(resource, each) for resource, listed in registered.items() for each in listed]
-    foreign = {f"{resource} {each}" for resource, each in ids if each != WATCHED and not vendor.gpu_of(each, request)}
+    foreign = {
+        f"{resource} {each}" for resource, each in ids if each != MONITORING_ID and not vendor.gpu_of(each, request)
+    }
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
     if request.gpus and not granted:
         return unknown(
@@ -207,8 +209,8 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # A plugin that once advertised a GPU, and no longer does, considers the GPU unhealthy. A restart would make the
-    # plugin forget that.
+    # A plugin that once advertised a GPU, and no longer does, considers the GPU unhealthy. A restarted plugin would not
+    # know that.
     if known is not None and (missing - known or stale):
         why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
@@ -220,7 +222,7 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Return several vendors' conditions of one type, without those for unused plugins if another plugin is used."""
+    """Return several vendors' conditions of one type. If any plugin is used, leave out those for unused plugins."""
     used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
     return used if conditions[0].type is KIND and used else conditions
 

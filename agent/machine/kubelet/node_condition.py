@@ -29,7 +29,7 @@ from agent.system.spawn_runner import MachineRunner
 KIND = ConditionType.NODE_CONDITION_SET
 HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
 TYPE = "GPUReady"
-"""The condition's type on the Node, next to the kubelet's conditions."""
+"""The condition's type on the Node, which also has the kubelet's conditions."""
 HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 KUBECTL_LIMIT = 15
@@ -80,17 +80,20 @@ def main() -> int:
 
 
 def run(system: System, now: float) -> None:
-    """Set the condition on the Node, or remove it if no longer configured. Note the result, or raise OSError."""
+    """Set the condition on the Node, or remove it if it is no longer configured, and note the result.
+
+    Raises OSError if the result cannot be noted.
+    """
     notes, noted = Notes(system), {}
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
-    applied = _applied(noted)
+    applied = _last_applied(noted)
     try:
         if system.exists(HOST_STATUS):
-            applied, outcome = _set(system, applied, now)
+            applied, outcome = _set_condition(system, applied, now)
         else:
-            applied, outcome = _withdraw(system, applied)
+            applied, outcome = _remove_condition(system, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
     logged = noted.get("told")
@@ -104,7 +107,7 @@ def reported(system: System, notes: Notes, now: float) -> Condition | None:
     if not system.exists(HOST_STATUS):
         return None
     try:
-        last = _outcome(notes.load(NOTE))
+        last = _last_outcome(notes.load(NOTE))
     except OSError as error:
         return unknown(KIND, Reason.NOT_TRIED, f"cannot read the result of the last run: {error}")
     if last is None or abs(now - last.at) > SILENT_AFTER:
@@ -115,7 +118,7 @@ def reported(system: System, notes: Notes, now: float) -> Condition | None:
     return Condition(KIND, last.status, last.reason, last.message)
 
 
-def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
+def _set_condition(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
     wanted, problem = _wanted(system, now)
     identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
@@ -124,19 +127,19 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
         applied = None
     target = _target(identity, wanted, applied, now)
     if target != applied:
-        refusal = _claim_and_set(system, identity, target)
-        if refusal and refusal.reason == Reason.NODE_NOT_REGISTERED and applied:
+        failure = _claim_and_set(system, identity, target)
+        if failure and failure.reason == Reason.NODE_NOT_REGISTERED and applied:
             return applied, false(KIND, Reason.NODE_DELETED, f"node {identity.node} was deleted: {RESTART}")
-        if refusal:
-            return applied, refusal
+        if failure:
+            return applied, failure
     done = true(KIND, Reason.SET, f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
     return target, problem or done
 
 
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
-    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable.
+    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable; else None.
 
-    Ready is Unknown if the host status is unusable or old.
+    Ready is Unknown if the host status is unusable or too old.
     """
     try:
         host_status = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
@@ -154,7 +157,7 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
 def _target(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
     """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
     same_status = applied is not None and applied.status == wanted.status
-    # The first transition has the host half's time. Later ones, such as to Unknown, get the time of the run.
+    # The first transition has the host half's time. Later ones, such as to Unknown, have the time of this run.
     transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
     if applied and replace(new, heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
@@ -164,7 +167,7 @@ def _target(identity: Identity, wanted: Condition, applied: Applied | None, now:
 
 def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condition | None:
     """Set the condition on the Node. Return None, or NodeConditionSet with the reason why that failed."""
-    if _marked_node(system) != identity.node:
+    if _recorded_node(system) != identity.node:
         # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's boot.
         system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
     condition = {
@@ -175,52 +178,53 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
         "lastHeartbeatTime": rfc3339(target.heartbeat),
         "lastTransitionTime": rfc3339(target.transition),
     }
-    return _change(system, identity, condition)
+    return _change_with_retries(system, identity, condition)
 
 
-def _withdraw(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
+def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
-    Return the condition that the Node then has, None for none, and NodeConditionSet.
+    Return the condition that the Node then has (None if it has none), and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
-    marked = _marked_node(system)
-    if marked is None:
+    recorded = _recorded_node(system)
+    if recorded is None:
         return None, done
     identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
         return applied, identity
-    if identity.node == marked:
-        refusal = _change(system, identity, None)
+    if identity.node == recorded:
+        failure = _change_with_retries(system, identity, None)
         # If the Node does not exist, its condition does not either.
-        if refusal and refusal.reason != Reason.NODE_NOT_REGISTERED:
-            return applied, refusal
+        if failure and failure.reason != Reason.NODE_NOT_REGISTERED:
+            return applied, failure
     else:
-        say(INFO, f"node {marked} keeps its condition {TYPE}: this kubelet is {identity.node}, and may not change it")
+        say(INFO, f"node {recorded} keeps its condition {TYPE}: this kubelet is {identity.node}, and may not change it")
     system.remove(NODE_CONDITION_MARK)
     return None, done
 
 
-def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> Condition | None:
-    """Set the agent's condition on the Node, or remove it if `ours` is None.
+def _change_with_retries(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
+    """Set the agent's condition on the Node, or remove it if `condition` is None.
 
-    Returns None, or NodeConditionSet with the reason why that failed.
+    Tries again if others change the Node at the same time. Returns None, or NodeConditionSet with the reason why it
+    failed.
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
     for _ in range(ATTEMPTS):
         try:
-            _replace(system, identity, ours)
+            _change_once(system, identity, condition)
             return None
         except (CommandError, DocumentError) as error:
-            refusal = _refusal(identity, error)
-            if "(Conflict)" not in refusal.message:
-                return refusal
+            failure = _failure(identity, error)
+            if "(Conflict)" not in failure.message:
+                return failure
     changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
     return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again")
 
 
-def _replace(system: System, identity: Identity, ours: dict[str, str] | None) -> None:
+def _change_once(system: System, identity: Identity, condition: dict[str, str] | None) -> None:
     """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
 
     If others changed the Node in between, its resourceVersion is outdated, and the API server refuses the write
@@ -234,40 +238,40 @@ def _replace(system: System, identity: Identity, ours: dict[str, str] | None) ->
     node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
     status = node.setdefault("status", {})
     others = [each for each in status.get("conditions", []) if each.get("type") != TYPE]
-    if ours is None and len(others) == len(status.get("conditions", [])):
+    if condition is None and len(others) == len(status.get("conditions", [])):
         return
-    status["conditions"] = [*others, ours] if ours else others
+    status["conditions"] = [*others, condition] if condition else others
     system.write(NODE, json.dumps(node).encode(), 0o600)
     system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
 
 
-def _refusal(identity: Identity, error: CommandError | DocumentError) -> Condition:
-    """Return the condition for an error of kubectl.
+def _failure(identity: Identity, error: CommandError | DocumentError) -> Condition:
+    """Return NodeConditionSet for an error of kubectl.
 
-    Most answers of the API server begin with `Error from server (REASON)`.
+    Most errors that the API server returns begin with `Error from server (REASON)`.
     """
-    words = error.message
+    answer = error.message
     if isinstance(error, CommandError):
-        words = " ".join(error.stderr.split()) or words.removeprefix(f"{' '.join(error.argv)}: ")
-    if "Error from server (NotFound)" in words:
+        answer = " ".join(error.stderr.split()) or answer.removeprefix(f"{' '.join(error.argv)}: ")
+    if "Error from server (NotFound)" in answer:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
-        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({words})")
-    if "Error from server" in words or "Unauthorized" in words:
+        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
+    if "Error from server" in answer or "Unauthorized" in answer:
         return false(
-            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {words}"
+            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"
         )
-    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {words}")
+    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {answer}")
 
 
-def _marked_node(system: System) -> str | None:
-    """Return the name of the Node that has the agent's condition; None if none is recorded."""
+def _recorded_node(system: System) -> str | None:
+    """Return the name of the Node that is recorded as having the agent's condition; None without a record."""
     try:
         return system.read_text(NODE_CONDITION_MARK).strip()
     except FileNotFoundError:
         return None
 
 
-def _applied(noted: dict[str, Any]) -> Applied | None:
+def _last_applied(noted: dict[str, Any]) -> Applied | None:
     try:
         last = noted["applied"]
         node, status, reason, message = (str(last[key]) for key in ("node", "status", "reason", "message"))
@@ -276,10 +280,10 @@ def _applied(noted: dict[str, Any]) -> Applied | None:
         return None
 
 
-def _outcome(noted: dict[str, Any]) -> Outcome | None:
+def _last_outcome(noted: dict[str, Any]) -> Outcome | None:
     try:
-        words = str(noted["reason"]), str(noted["message"])
-        return Outcome(float(noted["at"]), Status(noted["status"]), *words)
+        answer = str(noted["reason"]), str(noted["message"])
+        return Outcome(float(noted["at"]), Status(noted["status"]), *answer)
     except (KeyError, TypeError, ValueError):
         return None
 

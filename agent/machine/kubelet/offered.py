@@ -1,7 +1,7 @@
-"""Publishes what pods may be given by claims, and reports what agent.dra offers to the cluster: GPUsAdvertised.
+"""Publishes the devices that pods may get by claims, and checks whether agent.dra offers them: GPUsAdvertised.
 
-agent.dra is a service of its own (unbounded-agent-dra.service). It talks to the kubelet and the API server, for which
-the GPU setup never waits: this module only reads its status.
+agent.dra is a service of its own (unbounded-agent-dra.service), because it talks to the kubelet and the API server, and
+the GPU setup never waits for these. This module only reads its status.
 """
 
 import time
@@ -23,7 +23,7 @@ from agent.system.files import System
 KIND = ConditionType.GPUS_ADVERTISED
 UNIT = "unbounded-agent-dra"
 NAMES_SHOWN = 16
-"""GPUs or devices that a message names."""
+"""How many GPUs or devices a message names."""
 
 
 def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
@@ -41,7 +41,7 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
 
 
 def _status(system: System, now: float) -> DraStatus | Condition:
-    """Return what agent.dra reports; the condition if it reports nothing, or cannot work."""
+    """Return the status that agent.dra reports; the condition if it reports nothing, or cannot work."""
     if not system.is_directory(PLUGINS):
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     if system.listening_process(KUBELET_SOCKET) is None:
@@ -74,7 +74,7 @@ def _silent(what: str) -> Condition:
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
-    """Compare what is granted with what is offered, and return the condition."""
+    """Compare the granted GPUs with the offered ones, and return the condition. All sets are PCI addresses."""
     for offer in status.offers:
         if offer.reason:
             return Condition(KIND, Status.FALSE, offer.reason, offer.message)
@@ -99,6 +99,6 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
 
 
 def _names(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = len(found) - NAMES_SHOWN
-    return ", ".join(found[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    ordered = sorted(names)
+    more = len(ordered) - NAMES_SHOWN
+    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -24,11 +24,11 @@ CONNECT_LIMIT = 10
 """Seconds for the CRI to answer."""
 CRICTL_LIMIT = 60
 """Seconds that crictl may run."""
-DISTANCE = 300.0
-"""Minimum seconds between two restarts. The kubelet's delay before it starts a container again grows up to this."""
+RESTART_INTERVAL = 300.0
+"""Minimum seconds between two restarts. The kubelet's own delay before it starts a container again grows up to this."""
 UNIT = "unbounded-agent-restart-device-plugin"
 SHOWN = 13
-"""Characters of a container's id that crictl shows."""
+"""Characters of a container's id that a message shows, as in crictl's tables."""
 CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 """The last part of the path of a container's cgroup: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
 
@@ -39,10 +39,10 @@ def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -
 
 
 def _restart(context: Context, vendor: MachineVendor) -> str:
-    """Restart the plugin if it may be restarted now, and return a sentence about that.
+    """Restart the plugin if it may be restarted now, and return a sentence about the result.
 
-    The plugin is restarted at most once for each CDI specification, because a second restart would not help either. The
-    time between two restarts is at least DISTANCE.
+    The plugin is restarted at most once for each change of the CDI specification: a second restart would not help. The
+    time between two restarts is at least RESTART_INTERVAL.
     """
     system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
@@ -50,9 +50,11 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     spec, now, number = spec_changed_at(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
     if noted.get("spec") == spec:
         return str(noted.get("told"))
-    if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
-        return f"it was restarted less than {DISTANCE:.0f} s ago; a later run restarts it if that is still needed"
-    # A socket with two names may be another plugin's: whoever may write in the directory can make a hard link to it.
+    if number > 1 and now - float(noted.get("at", 0)) < RESTART_INTERVAL:
+        return (
+            f"it was restarted less than {RESTART_INTERVAL:.0f} s ago; a later run restarts it if that is still needed"
+        )
+    # A socket with several names may be another plugin's: any pod that may write in the directory can make a hard link.
     processes = {
         process for path, process in read_plugin(system, vendor).serving.items() if system.link_count(path) == 1
     }
@@ -64,7 +66,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         return "it is not restarted: install crictl in the machine's image"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
     sentence = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
-    # Noted first: a restart that could not be noted would be repeated each minute.
+    # Noted before the restart: one that could not be noted afterwards would be repeated each minute.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
     try:
         _stop(system, program, containers)
@@ -75,7 +77,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
 
 
 def _stop(system: System, program: str, containers: Iterable[str]) -> None:
-    """Stop containers in a transient unit. This does not wait, because a plugin may take time to exit."""
+    """Stop containers in a transient unit, without waiting for it: a plugin may take some time to exit."""
     properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
     unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
     crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
@@ -90,8 +92,8 @@ def _container(system: System, process: int) -> str:
         return ""
     for path in (line.split(":", 2)[-1] for line in cgroups):
         # The cgroups of all pods' containers are below kubepods or kubepods.slice.
-        inside = path.partition("kubepods")[2].split("/")
-        found = [match[1] for each in inside if (match := CONTAINER.fullmatch(each))]
-        if found:
-            return found[0]
+        parts = path.partition("kubepods")[2].split("/")
+        ids = [match[1] for each in parts if (match := CONTAINER.fullmatch(each))]
+        if ids:
+            return ids[0]
     return ""

@@ -1,6 +1,6 @@
-"""Checks whether the CDI specification that a device plugin wrote is still right. The file is never edited.
+"""Checks whether a device plugin's own CDI specification is still right. The agent never edits that file.
 
-If the plugin uses a CDI strategy, pods get the devices of the plugin's specification, not of the agent's.
+If the plugin is configured with a CDI strategy, pods get the devices of its specification, not of the agent's.
 """
 
 import json
@@ -14,7 +14,7 @@ from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
 SHOWN = 3
-"""Problems that a message names. After a driver upgrade, there is one problem for each of the driver's files."""
+"""How many problems a message names. After a driver upgrade, there is one problem for each of the driver's files."""
 
 
 def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:

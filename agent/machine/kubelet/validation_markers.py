@@ -1,7 +1,7 @@
-"""Makes and removes the files by which components in the cluster learn that driver and toolkit work in this machine."""
+"""Makes and removes validation markers: files that show the vendor's components in the cluster what works here."""
 
 from agent.machine.context import Context
-from agent.machine.devices.former_grants import may_have
+from agent.machine.devices.former_grants import may_have_content
 from agent.machine.steps import attempt
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.handoff import Request
@@ -14,7 +14,7 @@ KIND = ConditionType.VALIDATION_MARKERS_SET
 NOTE = "validation-markers"
 """Name of the note that has content if there may be markers of the agent."""
 FIRST_LINE = "# Written by unbounded-agent, which removes this file if it is no longer true.\n"
-"""By this line the agent knows its own markers. A shell that reads a marker takes it as a comment."""
+"""By this line the agent recognises its own markers. A shell that reads a marker takes the line for a comment."""
 LIMIT = 4096
 """Bytes of the largest marker that is read. A larger one is not the agent's."""
 
@@ -22,12 +22,12 @@ LIMIT = 4096
 def settle_markers(
     context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]
 ) -> tuple[Condition, ...]:
-    """Make the vendor's markers that are proven by the conditions, remove others, and return ValidationMarkersSet.
+    """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    Nothing is returned if markers are not configured, or if the vendor has none.
+    Return an empty tuple if markers are not configured, or if the vendor has none.
     """
     configured = context.handoff.validation_markers
-    if not (configured or may_have(context.notes, NOTE)) or not vendor.markers:
+    if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
         return ()
     found = attempt(KIND, lambda: _settle(context, vendor, request, conditions))
     return (found,) if configured else ()
@@ -36,7 +36,7 @@ def settle_markers(
 def _settle(context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]) -> Condition:
     system, wanted = context.system, context.handoff.validation_markers and bool(request.gpus)
     if wanted:
-        # Before the first write, so that a kill never leaves a marker that is not removed later.
+        # Noted before the first write, so that a marker of a killed run is removed later.
         context.notes.save(NOTE, {"made": True})
     foreign = [each.path for each in vendor.markers if not _may_write(system, each.path)]
     doubts: dict[ConditionType, Condition] = {}
@@ -44,20 +44,19 @@ def _settle(context: Context, vendor: MachineVendor, request: Request, condition
         doubtful = {each.type: each for each in conditions if each.type in marker.proof and each.status != Status.TRUE}
         doubts |= doubtful
         if marker.path not in foreign:
-            refuted = not wanted or any(each.status is Status.FALSE for each in doubtful.values())
-            _settle_marker(system, marker, None if refuted else not doubtful)
+            if not wanted or any(each.status is Status.FALSE for each in doubtful.values()):
+                system.remove(marker.path)
+            elif not doubtful:
+                _write_marker(system, marker)
     if not wanted:
         context.notes.save(NOTE, {})
         return not_applicable(KIND, "no GPU is granted to this machine")
     return _condition(vendor.markers, foreign, tuple(doubts.values()))
 
 
-def _settle_marker(system: System, marker: Marker, proven: bool | None) -> None:
-    """Write a proven marker and remove a refuted one (None). If neither is sure, leave it as it is."""
+def _write_marker(system: System, marker: Marker) -> None:
     content = (FIRST_LINE + marker.content).encode()
-    if proven is None:
-        system.remove(marker.path)
-    elif proven and _content(system, marker.path) != content:
+    if _content(system, marker.path) != content:
         system.write(marker.path, content)
 
 
@@ -68,7 +67,7 @@ def _may_write(system: System, path: str) -> bool:
 
 
 def _content(system: System, path: str) -> bytes | None:
-    """Return the content; None if there is no file, and nothing for a file that is not a marker. Raises OSError."""
+    """Return the content; None if there is no file, empty for a directory or the like. Raises OSError."""
     try:
         return system.read_untrusted(path, LIMIT)[0]
     except FileNotFoundError:
@@ -85,7 +84,7 @@ def _condition(markers: tuple[Marker, ...], foreign: list[str], doubts: tuple[Co
         advice = "if the GPU Operator's validator made it, unset validation_markers on the host; otherwise remove it"
         return false(KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: another program's file; {advice}")
     if refuted := [each.type for each in doubts if each.status is Status.FALSE]:
-        return false(KIND, Reason.NOT_PROVEN, f"what is not proven has no marker: {', '.join(refuted)} is False")
+        return false(KIND, Reason.NOT_PROVEN, f"what is not proven gets no marker: {', '.join(refuted)} is False")
     if doubts:
         return unknown(KIND, Reason.NOT_PROVEN, f"waiting for {', '.join(each.type for each in doubts)}")
     return true(KIND, Reason.SET, f"{names} exist")

@@ -1,7 +1,7 @@
 """Plans which links into a driver root the machine needs, and which of its links it no longer needs. Pure.
 
-The links are relative: programs that see the machine's file system in a subdirectory, such as a device plugin at
-/driver-root, would follow absolute links out of it.
+The links are relative, because programs that see the machine's file system in a subdirectory, such as a device plugin
+with /driver-root, would follow absolute links out of that subdirectory.
 """
 
 import posixpath
@@ -16,23 +16,23 @@ TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
-"""The library directory and two subdirectories that get links too: from these, libraries load plugins by path."""
+"""The library directory itself, and two of its subdirectories, from which libraries load plugins by path."""
 
 FOREIGN = ""
-"""Stands for an entry that is not a link, in place of a link's text."""
+"""Stands in place of a link's target for an entry that is not a link."""
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The machine's directories for links."""
+class LinkDirectories:
+    """The machine's directories that have links into a driver root."""
 
     by_root_directory: Mapping[str, str]
     """Directories in the machine, by the directory in the driver root to which their links lead."""
     data: tuple[str, ...] = ()
-    """Directories with configuration for loaders, which have the same path in the driver root and in the machine."""
+    """Directories with configuration for loaders, relative to `/`. They have the same path in the driver root."""
 
-    def directories(self) -> tuple[str, ...]:
-        """Return every directory that may contain one of our links."""
+    def all(self) -> tuple[str, ...]:
+        """Return the absolute path of every directory that may have one of the agent's links."""
         libraries = sorted(set(self.by_root_directory.values()) - {BINARIES})
         return (
             *(posixpath.join(each, sub).rstrip("/") for each in libraries for sub in SUBDIRECTORIES),
@@ -40,8 +40,8 @@ class Places:
             *(f"/{each}" for each in self.data),
         )
 
-    def target(self, file: str) -> str | None:
-        """Return the path of the link to a file of the driver root.
+    def link_to(self, file: str) -> str | None:
+        """Return the path of the link to a file, which is given by its path below the driver root.
 
         Return None for a file that only containers need, such as firmware.
         """
@@ -58,27 +58,33 @@ class LinkPlan:
 
     remove: tuple[str, ...]
     make: Mapping[str, str]
-    """The texts of new links, by path."""
+    """The targets of new links, by the link's path."""
     conflicts: tuple[str, ...]
-    """Paths of wanted links where there is another file or link."""
+    """Paths of wanted links where another file or link is in the way."""
 
 
-def places(architecture: str, directories: Set[str], data: tuple[str, ...] = ()) -> Places:
-    """Return the machine's directories. `directories` are those of /usr/lib/<triplet> and /usr/lib64 that exist."""
+def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...] = ()) -> LinkDirectories:
+    """Return the machine's directories for links.
+
+    `existing` has those of /usr/lib/<triplet> and /usr/lib64 that exist; `data` is as in LinkDirectories.
+    """
     triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
     multiarch = f"/usr/lib/{triplet}"
-    found = {f"usr/lib/{triplet}": multiarch if multiarch in directories else "/usr/lib64", "usr/bin": BINARIES}
+    by_root_directory = {
+        f"usr/lib/{triplet}": multiarch if multiarch in existing else "/usr/lib64",
+        "usr/bin": BINARIES,
+    }
     # A machine without a directory for 32-bit libraries has no 32-bit loader that could use them.
-    if f"/usr/lib/{TRIPLET_32}" in directories:
-        found[f"usr/lib/{TRIPLET_32}"] = f"/usr/lib/{TRIPLET_32}"
-    return Places(found, data)
+    if f"/usr/lib/{TRIPLET_32}" in existing:
+        by_root_directory[f"usr/lib/{TRIPLET_32}"] = f"/usr/lib/{TRIPLET_32}"
+    return LinkDirectories(by_root_directory, data)
 
 
-def wanted_links(request: Request, where: Places) -> dict[str, str]:
-    """Return the texts of links, by path, to all files of the driver root that the machine itself uses."""
+def wanted_links(request: Request, directories: LinkDirectories) -> dict[str, str]:
+    """Return the links to all files of the driver root that the machine itself uses: targets by the link's path."""
     links = {}
     for file in request.files:
-        path = where.target(file.target)
+        path = directories.link_to(file.target)
         if path is not None:
             links[path] = posixpath.relpath(f"{request.driver_root}/{file.target}", posixpath.dirname(path))
     return links
@@ -87,33 +93,37 @@ def wanted_links(request: Request, where: Places) -> dict[str, str]:
 def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPlan:
     """Return the changes to the links.
 
-    `present` has the texts of all links in the directories of Places, and FOREIGN for other files.
+    `present` has the entries of all link directories by path: the target of each link, and FOREIGN for other files.
     """
-    own = {path for path, text in present.items() if _points_into_driver_root(path, text)}
-    # ldconfig adds links between our links, such as from libcuda.so.1 to libcuda.so.550.163.01. It also removes these
-    # when they dangle, so only our own links are removed here.
-    replaceable = own | {path for path, text in present.items() if text and _resolve(path, text) in own | set(wanted)}
+    own = {path for path, target in present.items() if _points_into_driver_root(path, target)}
+    # ldconfig adds links between the agent's links, such as from libcuda.so.1 to libcuda.so.550.163.01, and removes
+    # them when they dangle. So such links may be replaced here, but need not be removed.
+    replaceable = own | {
+        path for path, target in present.items() if target and _resolve(path, target) in own | set(wanted)
+    }
     conflicts = tuple(path for path in sorted(wanted) if path in present and path not in replaceable)
-    make = {path: text for path, text in sorted(wanted.items()) if path not in conflicts and present.get(path) != text}
+    make = {
+        path: target for path, target in sorted(wanted.items()) if path not in conflicts and present.get(path) != target
+    }
     return LinkPlan(tuple(sorted(own - set(wanted))), make, conflicts)
 
 
-def needed_sonames(request: Request, where: Places) -> frozenset[str]:
+def soname_links(request: Request, directories: LinkDirectories) -> frozenset[str]:
     """Return the paths of links that must be in the loader cache: those named like a SONAME, such as `libcuda.so.1`."""
     found = set()
     for file in request.files:
-        path = where.target(file.target)
+        path = directories.link_to(file.target)
         name = posixpath.basename(file.target)
         if path and file.link and name.partition(".so.")[2].isdecimal() and posixpath.dirname(path) in set(
-            where.by_root_directory.values()
+            directories.by_root_directory.values()
         ):  # fmt: skip
             found.add(path)
     return frozenset(found)
 
 
-def _points_into_driver_root(path: str, text: str) -> bool:
-    return bool(text) and _resolve(path, text).startswith(f"{MACHINE_HOST_NVIDIA}/")
+def _points_into_driver_root(path: str, target: str) -> bool:
+    return bool(target) and _resolve(path, target).startswith(f"{MACHINE_HOST_NVIDIA}/")
 
 
-def _resolve(path: str, text: str) -> str:
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), text))
+def _resolve(path: str, target: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), target))

@@ -1,4 +1,4 @@
-"""CDI specifications of others next to ours: how they affect our devices, and what is reported."""
+"""CDI specifications of other programs: how they affect the agent's devices, and what is reported."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def listings(machine: Machine) -> int:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before ours", "after ours"])
 def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
-    """Pods get the other file's devices. Ours is published and updated, and remains when the other is removed."""
+    """Pods get the other file's devices. The agent's is published, updated, and stays when the other is removed."""
     if not before:
         run(machine)
     machine.put(REFRESHED, spec("0", "all"))
@@ -68,7 +68,7 @@ def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
 
 
 def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
-    """Ours stays where it was published before, and is still updated."""
+    """The agent's specification stays if it was published first, and is still updated."""
     run(machine)
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     status, reason, message = condition(machine)
@@ -101,7 +101,7 @@ def test_names_that_collide_are_generated_once(machine: Machine) -> None:
 
 
 def test_a_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
-    """The other writer's pods use it: ours is published when theirs is removed."""
+    """Pods use the other program's specification. The agent's is published when that one is removed."""
     theirs = spec("all")
     machine.put(OTHER.replace("json", "yaml"), theirs)
     status, reason, message = condition(machine)
@@ -142,7 +142,7 @@ def test_a_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
 @pytest.mark.parametrize("link", [False, True])
 def test_a_file_that_would_block_runtimes(machine: Machine, path: str, link: bool) -> None:
-    """They read a FIFO like a file, before any of their containers with CDI devices starts."""
+    """Runtimes read a FIFO like a file, before they start any container with CDI devices."""
     place = "/tmp/fifo" if link else path
     machine.make_directory("/tmp")
     machine.make_directory(path.rsplit("/", 1)[0])
@@ -185,7 +185,7 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
 
 
 def test_a_file_that_is_not_a_spec_is_not_read(machine: Machine) -> None:
-    """Its suffix decides (scanSpecDirs)."""
+    """Only the suffix shows what is a specification (scanSpecDirs)."""
     for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
         machine.put(f"/var/run/cdi/{name}", spec("0"))
     assert condition(machine)[:2] == ("True", "Verified")
@@ -217,7 +217,7 @@ def test_a_failed_tool_runs_again(machine: Machine) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_enabled_refresh_units_are_named(machine: Machine, masked: bool) -> None:
-    """They are named before they write anything; the image masks them."""
+    """Enabled units are named before they write anything. The image masks them."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
         machine.link(f"/etc/systemd/system/multi-user.target.wants/{unit}", f"/etc/systemd/system/{unit}")
         if masked:

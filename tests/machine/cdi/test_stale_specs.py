@@ -1,4 +1,4 @@
-"""Our CDI specifications that nothing needs are removed; those of others never are."""
+"""The agent's CDI specifications are removed when nothing needs them; those of other programs never are."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def own(machine: Machine, path: str) -> None:
 
 @pytest.mark.parametrize("requests", [(), (EMPTY,), (Request("other", (), ()),)])
 def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[Request, ...]) -> None:
-    """It is removed even if the handoff, like an older host half's, does not name the vendor."""
+    """The specification is removed even if the handoff, like an older host half's, does not name the vendor."""
     machine.hand(*requests)
     run(machine)
     assert not machine.exists(SPEC)

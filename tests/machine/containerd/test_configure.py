@@ -112,7 +112,7 @@ def test_containerd_1_repeats_the_last_files_table() -> None:
 
 
 def test_containerd_1_keeps_its_default_runtimes() -> None:
-    """Without a table for runc, a table that names another runtime would remove the default one."""
+    """In containerd 1.x, a table with another runtime, but without runc, would remove the default runtime."""
     runtimes = drop_in("version = 2\n", V17)["plugins"][CRI_2]["containerd"]["runtimes"]
     assert runtimes["runc"] == {"runtime_type": "default", "snapshotter": ""}
     assert runtimes["nvidia"]["runtime_type"] == "io.containerd.runc.v2"
@@ -133,7 +133,7 @@ def test_containerd_2_gets_only_our_settings(main: str, cri: str) -> None:
 @pytest.mark.parametrize("version", [V17, V21])
 @pytest.mark.parametrize("main", [NAMED, "version = 2\n" + OTHER_DEFAULT], ids=["of that name", "of the default"])
 def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None:
-    """Without the settings of this handler or the default runtime, pods leave the kubelet's cgroups."""
+    """A runtime without these settings, such as SystemdCgroup, would start pods outside the kubelet's cgroups."""
     assert drop_in(main, version)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"] == {
         "runtime_type": "io.containerd.runc.v2",
         "base_runtime_spec": "/etc/cri-base.json",
@@ -153,7 +153,7 @@ def test_default_runtime_only_if_configured() -> None:
 
 
 def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
-    """This holds even if a version 3 file switches CDI off."""
+    """CDI is enabled even if a version 3 file disables it."""
     main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
     table = drop_in(main, V21)["plugins"][CRI_3]
     assert table["enable_cdi"] is True
@@ -187,7 +187,7 @@ def test_versions_and_imports() -> None:
 
 
 def test_relative_imports_are_the_files_own() -> None:
-    """They are relative to the importing file's directory, and normalised."""
+    """Imports are relative to the directory of the file that has them, and are normalised."""
     document = {"imports": ["../*.toml", "./a.toml", "/b.toml"]}
     assert imports(DROP_IN, document) == ("/etc/containerd/*.toml", "/etc/containerd/conf.d/a.toml", "/b.toml")
     with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
@@ -265,7 +265,7 @@ def test_imports_that_are_not_a_list_are_left_alone(listed: str) -> None:
 
 
 def test_lost_and_changed_settings_are_found() -> None:
-    """Lost settings of any plugin are found, and so are our own missing ones."""
+    """Lost settings of any plugin are found, and so are missing settings of the agent."""
     before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
     after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
     found = "; ".join(problems(before, after, {}, HANDLER, default=True))
@@ -281,7 +281,7 @@ def test_lost_and_changed_settings_are_found() -> None:
 
 
 def test_lost_settings_of_the_handler_are_found() -> None:
-    """This includes a handler that existed before. A key that containerd does not know is not a loss."""
+    """Settings of a handler that existed before count too. A key that containerd does not know is not a loss."""
     runtimes: dict[str, Any] = {"runc": {"options": {"SystemdCgroup": True}}}
     before = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": runtimes}}}}
     ours = {"runtime_type": "x", "typo": 1, "options": {"SystemdCgroup": True, "BinaryName": HANDLER.binary}}
@@ -370,7 +370,7 @@ def test_a_containerd_that_does_not_run(machine: Machine, state: str, load: str,
 def test_a_containerd_that_was_started_with_another_file(
     machine: Machine, command: str, expected: tuple[str, str]
 ) -> None:
-    """It has none of our settings, whenever it was started."""
+    """Such a containerd has none of the agent's settings, whenever it was started."""
     run(machine)
     start = f"{{ path=/usr/bin/containerd ; argv[]={command} ; ignore_errors=no ; pid=1 }}"
     answer = systemctl("active", time.monotonic_ns() // 1000)(("systemctl", "show")).stdout
@@ -404,7 +404,7 @@ def test_a_refused_configuration_is_reverted(machine: Machine) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept: int) -> None:
-    """After any number of written files, the next run has nothing left to write, but containerd must load them."""
+    """However many files the killed run wrote, containerd must load them, even if the next run has nothing to write."""
     machine.put(MAIN, MAIN_2)
     writes: list[str] = []
 
@@ -508,7 +508,7 @@ def test_a_containerd_that_did_not_answer_is_run_again(
 
 
 def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
-    """This containerd merges differently from what is expected."""
+    """The scripted containerd merges its files in another way than the agent expects."""
     machine.put(MAIN, MAIN_2)
 
     def loses(argv: tuple[str, ...]) -> Completed:
@@ -523,7 +523,7 @@ def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
 
 
 def test_a_broken_main_file_stays(machine: Machine) -> None:
-    """Nothing is written below /etc/containerd."""
+    """A main file that is not TOML stays, and nothing is written below /etc/containerd."""
     machine.put(MAIN, "version = ")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
@@ -566,7 +566,7 @@ def place(machine: Machine, path: str) -> None:
 
 @pytest.mark.scenario("001")
 def test_a_drop_in_at_a_configured_path(machine: Machine) -> None:
-    """The main file imports only it, and nobody else's files in that directory."""
+    """The main file imports only the drop-in, and no other files in its directory."""
     machine.put(MAIN, MAIN_2)
     machine.put("/etc/cri/conf.d/10-others.part", "not TOML, and nobody asked containerd to load it")
     place(machine, PART)
@@ -773,7 +773,7 @@ def test_a_runtime_config_that_is_not_a_table_is_reported() -> None:
     ],
 )
 def test_runtime_config_in_unusual_forms(text: str) -> None:
-    """tomlkit fails on some, and turns others into invalid TOML."""
+    """tomlkit fails on some of these forms, and turns others into invalid TOML."""
     edited = tomllib.loads(edit_runtime_config(text))
     assert edited["nvidia-container-runtime"]["mode"] == "cdi"
     assert edited["nvidia-container-runtime"]["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
@@ -803,7 +803,7 @@ def test_a_main_file_too_large_to_edit_is_refused_at_once() -> None:
 
 
 def test_lines_of_a_list_that_look_like_tables_take_no_time() -> None:
-    """Once, everything before each such line was parsed again."""
+    """An earlier implementation parsed everything before each such line again."""
     value = "[\n" + "[1],\n" * 600 + "]"
     began = time.process_time()
     edited = with_import(f"a = {value}\nimports = []\n[b]\n".encode(), "/x").decode()

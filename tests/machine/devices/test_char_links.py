@@ -89,7 +89,7 @@ def test_a_driver_that_the_machine_does_not_show(machine: Machine) -> None:
 
 
 def test_a_driver_that_was_unloaded_is_not_hidden(machine: Machine) -> None:
-    """Its nodes exist and did open; a restart of the machine would not help."""
+    """The driver's nodes exist and have been opened; a restart of the machine would not help."""
     run(machine)
     machine.drop("/sys/module/nvidia/version")
     (machine.tree / "sys/module/nvidia").rmdir()

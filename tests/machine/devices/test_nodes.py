@@ -226,7 +226,7 @@ def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payl
 
 
 def test_a_process_with_a_withdrawn_node_open_is_named_until_it_exits(machine: Machine) -> None:
-    """Only the message names it: the granted GPUs can be used."""
+    """Only the condition's message names the process; its status stays, because the granted GPUs can be used."""
     bundle(machine, CONTAINER, specification("work/cuda"))
     run(machine)
     directory = hold(machine)

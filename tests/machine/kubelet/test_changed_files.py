@@ -113,7 +113,7 @@ def test_the_agents_own_import_is_no_change(tmp_path: Path) -> None:
 
 
 def test_a_host_of_the_previous_release_hears_nothing(node: Machine) -> None:
-    """It would refuse the whole report because of the key."""
+    """A host half of that release would refuse the whole report because of the unknown key."""
     node.drop(KUBELET)
     document = json.loads(node.read(HANDOFF))
     del document["restart_device_plugin"]

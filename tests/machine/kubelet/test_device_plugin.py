@@ -44,7 +44,7 @@ def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
 
 
 def test_a_gpu_added_after_the_plugins_start_needs_its_restart(serving: Kubelet) -> None:
-    """The plugin looks for GPUs only when it starts, and then recreates its socket."""
+    """The plugin searches for GPUs only when it starts, which also creates its socket again."""
     serving.advertise(gpu=list(UUIDS[:1]))
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
@@ -78,7 +78,7 @@ def test_the_check_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> No
 
 
 def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
-    """There are four replicas of each GPU. The same number of replicas of one GPU is not the same."""
+    """Each GPU has four replicas. Eight replicas of a single GPU are not the same."""
     replicas = [f"{gpu}::{index}" for gpu in UUIDS for index in range(4)]
     serving.advertise(gpu_shared=replicas)
     assert serving.condition() == ("True", "Advertised")
@@ -122,7 +122,7 @@ def test_a_plugin_that_exited_or_was_killed(serving: Kubelet) -> None:
 
 
 def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
-    """One of two plugins, or resources, is dead: the file still lists what it had."""
+    """One of two plugins, or of two resources, is dead, but the checkpoint still lists its devices."""
     other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
     serving.listen(other)
     serving.advertise(gpu=list(UUIDS))
@@ -145,7 +145,7 @@ def test_a_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
 
 
 def test_a_kubelet_that_restarts(serving: Kubelet) -> None:
-    """It removes all sockets and makes its own. Its old list proves nothing until the plugin has sent one."""
+    """A kubelet removes all sockets and creates its own. Its old list proves nothing until the plugin sends one."""
     serving.kill(KUBELET_SOCKET)
     assert serving.condition() == ("Unknown", "KubeletDown")
     for path in (KUBELET_SOCKET, PLUGIN_SOCKET):
@@ -244,7 +244,7 @@ def test_formats_of_the_checkpoint(document: object) -> None:
     ],
 )
 def test_a_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> None:
-    """Neither the run nor another condition is affected."""
+    """A bad checkpoint affects neither the run nor another condition."""
     with pytest.raises(DocumentError, match=named):
         parse_checkpoint(text)
     serving.checkpoint(text)

@@ -57,7 +57,7 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
 
 
 def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
-    """Otherwise every machine would send a request to a large cluster's API server each minute."""
+    """If everything were sent, each machine of a large cluster would send a request to the API server every minute."""
     run(node, NOW)
     node.publish_status(evaluated=NOW + 60)
     run(node, NOW + 60)
@@ -80,7 +80,7 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
 
 
 def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
-    """Old evidence never claims ready."""
+    """The Node is never called ready because of old evidence."""
     run(node, NOW)
     run(node, NOW + SILENT_AFTER + 1)
     assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "AgentSilent")
@@ -105,7 +105,7 @@ def test_a_clock_that_was_set_back(node: Node) -> None:
     "text", [b"", b"[]", b'{"version": 9}', render_host_status(host_status(READY, NOW)).replace(b"True", b"Maybe")]
 )
 def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
-    """It may come from another release: the Node must not stay ready, and both places say why."""
+    """The document may be from another release. The Node must not stay ready, and Node and report say why."""
     run(node, NOW)
     node.put(HOST_STATUS, text)
     run(node, NOW + 1)
@@ -114,7 +114,7 @@ def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
 
 
 def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> None:
-    """It is withdrawn even after a boot of the machine, which clears the notes. Then nothing more is sent."""
+    """The condition is removed even after a boot of the machine, which clears the notes. Then nothing is sent."""
     run(node, NOW)
     node.drop(HOST_STATUS)
     node.drop("/run/unbounded-agent/state/node-condition.json")
@@ -214,7 +214,7 @@ def test_a_kubelet_of_another_user_is_not_trusted(node: Node, users: str, cgroup
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
 def test_a_program_with_the_kubelets_name_as_argument_is_not_the_kubelet(node: Node, path: str) -> None:
-    """Its number is lower than the kubelet's, so it is found first."""
+    """The other program's process id is lower than the kubelet's, so that process is found first."""
     node.process(30, "vi", path, "--kubeconfig=/other")
     run(node, NOW)
     assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
@@ -261,7 +261,7 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
 
 
 def test_a_deleted_node_is_named_so(node: Node) -> None:
-    """Its kubelet does not register again by itself."""
+    """The kubelet of a deleted Node does not register it again by itself."""
     run(node, NOW)
     node.program("kubectl", "", 1, 'Error from server (NotFound): nodes "gpu-node" not found')
     run(node, NOW + HEARTBEAT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.machine.kubelet.device_plugin import PLUGINS
-from agent.machine.kubelet.plugin_restart import DISTANCE
+from agent.machine.kubelet.plugin_restart import RESTART_INTERVAL
 from agent.machine.notes import Notes
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
@@ -67,7 +67,7 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     assert CONTAINER[:13] in message
     assert "restart 1 " in message
     for _ in range(2):
-        pass_time(outdated.machine, 2 * DISTANCE)
+        pass_time(outdated.machine, 2 * RESTART_INTERVAL)
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
         assert outdated.message() == message
     assert len(restarts(outdated.machine)) == 1
@@ -82,7 +82,7 @@ def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubele
     for _ in range(3):
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
         assert "restart 1 " in outdated.message()
-        pass_time(outdated.machine, 2 * DISTANCE)
+        pass_time(outdated.machine, 2 * RESTART_INTERVAL)
     assert len(restarts(outdated.machine)) == 1
     assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
 
@@ -109,7 +109,7 @@ def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "a later run restarts it" in outdated.message()
     assert len(restarts(outdated.machine)) == 1
-    pass_time(outdated.machine, DISTANCE)
+    pass_time(outdated.machine, RESTART_INTERVAL)
     outdated.condition()
     assert len(restarts(outdated.machine)) == 2
     assert "restart 2 " in outdated.message()
@@ -166,7 +166,7 @@ def test_a_failed_start_is_reported_and_retried(outdated: Kubelet) -> None:
 
 
 def test_a_restart_that_cannot_be_noted_is_not_done(outdated: Kubelet) -> None:
-    """Otherwise it would be repeated each minute."""
+    """A restart that is not noted would be repeated each minute."""
 
     def refuse(path: str) -> None:
         if NOTE in path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.libraries.plan import FOREIGN, places, plan_links, wanted_links
+from agent.machine.libraries.plan import FOREIGN, link_directories, plan_links, wanted_links
 from agent.machine.run import run
 from agent.model.handoff import GrantedFile
 from agent.model.paths import MACHINE_STATE
@@ -36,7 +36,7 @@ def test_library_directory_is_the_machines_own() -> None:
         GrantedFile("lib/firmware/nvidia/550/gsp.bin"),
     )
     request = replace(REQUEST, files=files)
-    debian = wanted_links(request, places("x86_64", {MULTIARCH, "/usr/lib/i386-linux-gnu"}))
+    debian = wanted_links(request, link_directories("x86_64", {MULTIARCH, "/usr/lib/i386-linux-gnu"}))
     assert sorted(debian) == [
         "/usr/bin/nvidia-smi",
         "/usr/lib/i386-linux-gnu/libcuda.so.1",
@@ -44,10 +44,10 @@ def test_library_directory_is_the_machines_own() -> None:
         f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1",
     ]
     assert debian[f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1"].startswith(f"../../../..{ROOT}/")
-    fedora = wanted_links(request, places("x86_64", {"/usr/lib64"}))
+    fedora = wanted_links(request, link_directories("x86_64", {"/usr/lib64"}))
     assert fedora["/usr/lib64/libcuda.so.1"] == f"../..{ROOT}/{LIBRARIES}/libcuda.so.1"
     assert "/usr/lib/i386-linux-gnu/libcuda.so.1" not in fedora
-    assert "/usr/lib/aarch64-linux-gnu" in places("aarch64", {"/usr/lib/aarch64-linux-gnu"}).directories()
+    assert "/usr/lib/aarch64-linux-gnu" in link_directories("aarch64", {"/usr/lib/aarch64-linux-gnu"}).all()
 
 
 def test_loader_configuration_is_linked_and_removed_with_the_driver(machine: Machine) -> None:
@@ -89,7 +89,7 @@ def test_an_images_own_configuration_is_left_alone(machine: Machine) -> None:
     ],
 )
 def test_difference(present: dict[str, str], remove: list[str], make: list[str], conflicts: list[str]) -> None:
-    """Nothing foreign is ever replaced."""
+    """Only the agent's links are replaced or removed, never another program's files."""
     plan = plan_links({CUDA: TEXT}, present)
     assert list(plan.remove) == remove
     assert plan.make == dict.fromkeys(make, TEXT)
@@ -234,7 +234,7 @@ def test_an_interrupted_ldconfig_runs_again(
         assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
 
 
-def before_ours(entry: str) -> Callable[[Machine], None]:
+def put_first(entry: str) -> Callable[[Machine], None]:
     """Return a step that puts this entry in the loader cache before all others of its name."""
 
     def prepare(machine: Machine) -> None:
@@ -253,7 +253,7 @@ STUB = "/usr/local/cuda/lib64/stubs/libcuda.so.1"
 def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine) -> None:
     """A directory in /etc/ld.so.conf.d precedes the system's: programs may not load what the cache lists later."""
     machine.put(STUB, "a stub")
-    before_ours(f"\tlibcuda.so.1 (libc6,x86-64) => {STUB}")(machine)
+    put_first(f"\tlibcuda.so.1 (libc6,x86-64) => {STUB}")(machine)
     for _ in range(2):
         run(machine)
         assert machine.conditions()["LibrariesLinked"] == ("False", "Shadowed")
@@ -277,6 +277,6 @@ def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine) -> None:
 def test_entries_that_do_not_shadow(machine: Machine, entry: str) -> None:
     machine.put(STUB, "a stub")
     machine.link("/usr/local/lib/libcuda.so.1", CUDA)
-    before_ours(entry)(machine)
+    put_first(entry)(machine)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
