@@ -21,7 +21,7 @@ class Journal(logging.Handler):
 
 
 def main() -> int:
-    """Run the service until SIGTERM, and return the exit code. The unit starts it again in any case."""
+    """Run the service until SIGTERM or an error, and return the exit code. systemd restarts the unit in any case."""
     os.chdir("/")
     logging.basicConfig(level=logging.INFO, handlers=[Journal()], format="%(message)s")
     service = Service(System(MachineRunner()))

@@ -1,4 +1,4 @@
-"""What a ResourceClaim allocates of this node's devices. Pure.
+"""Reads from a ResourceClaim which devices of this node are allocated to it. Pure.
 
 Source: AllocationResult and DeviceRequestAllocationResult of k8s.io/api/resource/v1/types.go.
 """
@@ -15,23 +15,24 @@ from agent.model.paths import DRA_DRIVER
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """One device for one request of a claim."""
+    """A device that is allocated to one request of a claim."""
 
     driver: str
     pool: str
     device: str
     request: str
-    """The name of the request in the claim. Of a request with alternatives, only the part before the slash counts."""
+    """The name of the request in the claim, without the alternative after the slash, if it has alternatives."""
     share: str
     """The share's uid, if the device can be allocated several times; empty otherwise."""
     admin: bool
-    """Whether the claim only looks after the device, which others may have at the same time."""
+    """Whether the claim has adminAccess: it only monitors the device, which other claims may have at the same time."""
 
 
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
-    """Return what a claim, as the API server has it, allocates of this driver's devices on a node.
+    """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
 
-    Raises AgentError if it is another claim than the one named, or is not allocated, or on another node.
+    Raises AgentError if the object is malformed or has another uid than `reference`, or if the claim is not allocated,
+    has no device of this driver, has parameters for it, or is allocated on another node than `node`.
     """
     where = f"claim {reference}"
     document = dict(claim)
@@ -45,25 +46,25 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
     if not allocation:
         raise AgentError(f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it")
     devices = get(where, require_object(where, allocation), "devices", dict)
-    found = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
-    if not found:
+    allocated = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
+    if not allocated:
         raise AgentError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
     if any(each == DRA_DRIVER for each in objects(where, {"config": devices.get("config") or []}, "config", _driver)):
         raise AgentError(
             f"{where} has parameters for the driver {DRA_DRIVER}, which takes none",
             "remove `config` from the claim or from its DeviceClass",
         )
-    elsewhere = sorted({each.pool for each in found} - {node})
+    elsewhere = sorted({each.pool for each in allocated} - {node})
     if elsewhere:
         raise AgentError(
             f"{where} is allocated in the pool {elsewhere[0][:80]}, and this node's pool is {node}",
             "delete the pod, so that it is scheduled again",
         )
-    return found
+    return allocated
 
 
 def _driver(where: str, item: dict[str, Any]) -> str:
-    """Return the driver that a configuration is for. Other drivers' devices may be in the same claim."""
+    """Return the driver that an entry of `config` is for; empty if none is named."""
     return get(where, get(where, item, "opaque", dict), "driver", str) if item.get("opaque") else ""
 
 
@@ -72,7 +73,8 @@ def _result(where: str, item: dict[str, Any]) -> Allocated:
         get(where, item, "driver", str),
         get(where, item, "pool", str),
         get(where, item, "device", str),
-        # kubeletplugin of k8s.io/dynamic-resource-allocation answers so too: containers name the whole request.
+        # As kubeletplugin of k8s.io/dynamic-resource-allocation does: containers refer to the request, not to the
+        # alternative.
         get(where, item, "request", str).partition("/")[0],
         get(where, item, "shareID", str) if item.get("shareID") else "",
         get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,

@@ -1,6 +1,6 @@
-"""A client of the API server, with the kubelet's identity: requests, and watches of lists. Bounded in time and size.
+"""A client of the API server that uses the kubelet's identity, for requests and watches. Both have limits.
 
-Connections are kept, because a TLS handshake takes longer than a request. No proxy, no redirect.
+Connections are kept, because a TLS handshake takes longer than a request. Proxies and redirects are not followed.
 """
 
 import http.client
@@ -18,19 +18,21 @@ from agent.dra.credentials import Credentials, Session
 from agent.model.errors import AgentError
 
 REQUEST_LIMIT = 10.0
-"""Seconds to wait for each part of an answer."""
+"""Seconds that each read or write on the connection may take."""
 ANSWER_LIMIT = 8 << 20
-"""Bytes of the largest answer, and of the largest event of a watch. etcd's objects have at most 1.5 MiB."""
+"""Bytes of the largest answer, and of the largest event of a watch. An object in etcd has at most 1.5 MiB."""
 IDLE_CONNECTIONS = 4
+"""How many idle connections are kept."""
 IDLE_LIMIT = 60.0
-"""Seconds after which an idle connection is not used again: load balancers forget them."""
+"""Seconds after which an idle connection is not used again, because load balancers drop idle connections."""
 WATCH_LIMIT = 300
-"""Seconds after which the server ends a watch. The next one has new credentials."""
+"""Seconds after which the server ends a watch, so that the next one uses current credentials."""
 WATCH_MARGIN = 30.0
+"""Seconds beyond WATCH_LIMIT to wait for the server."""
 UNANSWERED_LIMIT = 20_000
-"""Milliseconds after which TCP gives up a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
-RETURNED = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
-"""What an idle connection answers that the server has closed."""
+"""Milliseconds after which TCP gives up on a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
+CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
+"""Errors of an idle connection that the server has closed."""
 
 
 class ApiClient:
@@ -46,14 +48,15 @@ class ApiClient:
         return self.request("GET", _with_query(path, parameters))
 
     def request(self, method: str, path: str, content: object = None) -> dict[str, Any]:
-        """Return the answer to a request with a JSON body, or without one. Raises as `get`."""
+        """Return the answer to a request. `content` is sent as JSON; None means no body. Raises as `get`."""
         session, connection, reused = self._connection()
         what = f"{method} {path.partition('?')[0]}"
         try:
             try:
                 response = _send(connection, session, method, path, content)
-            except RETURNED:
-                # Sent again once. Writes carry a resourceVersion or a fixed name, so doing them twice is a conflict.
+            except CLOSED_BY_SERVER:
+                # Send it again, once. That is safe: a write has a resourceVersion or a fixed name, so a second one
+                # fails with a conflict.
                 connection.close()
                 if not reused:
                     raise
@@ -74,7 +77,8 @@ class ApiClient:
     def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
         """Yield the events after a list's resourceVersion, until the server ends the watch.
 
-        The first one is an empty object, when the server has accepted the watch. Raises as `get`, and OutdatedError.
+        The first one is an empty object, yielded when the server has accepted the watch. Raises as `get`, and
+        OutdatedError if the server no longer has the events after `version`.
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
         session, what = self._credentials.session(), f"watch {path}"
@@ -100,12 +104,12 @@ class ApiClient:
                 self._idle.pop()[2].close()
 
     def _connection(self) -> tuple[Session, http.client.HTTPSConnection, bool]:
-        """Return the session with an idle connection of it, or a new one, and whether it is an idle one."""
+        """Return the session, a connection that belongs to it, and whether that connection was used before."""
         session = self._credentials.session()
         with self._lock:
             while self._idle:
-                since, owner, connection = self._idle.pop()
-                if owner is session and time.monotonic() - since < IDLE_LIMIT:
+                since, opened_by, connection = self._idle.pop()
+                if opened_by is session and time.monotonic() - since < IDLE_LIMIT:
                     return session, connection, True
                 connection.close()
         return session, _new_connection(session, REQUEST_LIMIT), False
@@ -121,7 +125,7 @@ class ApiClient:
 
 
 class _Connection(http.client.HTTPSConnection):
-    """A connection that verifies the name from the kubeconfig, and notices a peer that is gone."""
+    """A connection that verifies the server's name from the kubeconfig, and notices a peer that no longer answers."""
 
     def __init__(self, session: Session, timeout: float) -> None:
         kubeconfig = session.kubeconfig
@@ -170,16 +174,16 @@ def _bounded(data: bytes, what: str) -> bytes:
 
 def _object(what: str, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        answer = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(what, f"the answer is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ApiError(what, f"the answer is not an object but {type(found).__name__}")
-    return found
+    if not isinstance(answer, dict):
+        raise ApiError(what, f"the answer is not an object but {type(answer).__name__}")
+    return answer
 
 
 def _event(what: str, line: bytes) -> dict[str, Any]:
-    """Return an event of a watch (WatchEvent of meta/v1). An event ERROR, with a Status, is raised."""
+    """Return an event of a watch (WatchEvent of meta/v1). An event of type ERROR is raised as ApiError."""
     event = _object(what, line)
     if event.get("type") == "ERROR":
         status = event.get("object")
@@ -196,6 +200,6 @@ def _no_answer(what: str, session: Session, error: Exception) -> AgentError:
         problem = f"the certificate of {where} is not accepted: {error.verify_message}"
         return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")
     if isinstance(error, ssl.SSLError):
-        return ApiError(what, f"no connection by TLS to {where}: {error.reason or error}")
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return ApiError(what, f"no answer from {where}: {words}")
+        return ApiError(what, f"the TLS connection to {where} failed: {error.reason or error}")
+    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return ApiError(what, f"no answer from {where}: {cause}")

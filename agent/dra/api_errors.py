@@ -1,4 +1,4 @@
-"""The errors of requests to the API server, in words that say what to do next."""
+"""The errors of requests to the API server, with hints on what to do next."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ HINTS: Mapping[int, str] = {
     HTTPStatus.UNPROCESSABLE_ENTITY: "report this as a bug of unbounded-agent",
 }
 NO_SUCH_KIND = "could not find the requested resource"
-"""Part of the message if the server does not know the kind of an object (NewGenericServerResponse of apimachinery)."""
+"""Part of the server's message if it does not know the kind of an object (NewGenericServerResponse of apimachinery)."""
 NO_DRA = "Dynamic Resource Allocation (resource.k8s.io/v1) needs Kubernetes 1.34 or newer"
 SHOWN = 600
 """Characters of the server's message that are shown."""
@@ -42,11 +42,11 @@ class NotFoundError(ApiError):
 
 
 class ConflictError(ApiError):
-    """Somebody else has changed, made or removed the object meanwhile: look again."""
+    """Somebody else has changed, created or deleted the object meanwhile: read it again."""
 
 
 class OutdatedError(ApiError):
-    """A watch cannot go on where it began (410 Gone): list again."""
+    """The server no longer has the events after a watch's resourceVersion (410 Gone): list the objects again."""
 
 
 KINDS: Mapping[int, type[ApiError]] = {

@@ -1,4 +1,7 @@
-"""The record of prepared claims, in a file: written before the kubelet gets an answer, so a crash forgets nothing."""
+"""Keeps the record of prepared claims in a file.
+
+It is written before the kubelet gets its answer, so that a claim is still known after a crash of this process.
+"""
 
 import fcntl
 import hashlib
@@ -23,23 +26,23 @@ CHECKPOINT = f"{DRA_STATE}/claims.json"
 LOCK = f"{DRA_STATE}/lock"
 VERSION = 1
 SIZE_LIMIT = 4 << 20
-"""Bytes of the largest record that is read. A claim takes some 500."""
+"""Bytes of the largest record that is read. A claim takes about 500."""
 
 Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
 
 
 class Checkpoint:
-    """The file with the prepared claims. Only one process has it at a time."""
+    """The file with the prepared claims. Only one process can have it open."""
 
     def __init__(self, system: System, kubelet: str) -> None:
-        """`kubelet` is the kubelet's root directory. Raises AgentError, if another process has the file too."""
+        """`kubelet` is the kubelet's root directory. Raises AgentError, also if another process has the file open."""
         self._system, self._kubelet = system, kubelet
         self._durable = threading.Event()
         self._durable.set()
         try:
             system.make_directory(DRA_STATE)
             self._lock = system.open_lock(LOCK)
-            # Two processes would not know each other's claims, and would take each other's sockets away.
+            # Two processes would not know each other's claims, and would replace each other's sockets.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
@@ -51,8 +54,8 @@ class Checkpoint:
             raise AgentError(f"{LOCK}: {error.strerror}", "check that root can write there") from error
 
     def close(self) -> None:
-        """Let another process have the file."""
-        self.keep()
+        """Make the file durable, and release it for other processes."""
+        self.sync()
         os.close(self._lock)
 
     def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
@@ -66,7 +69,8 @@ class Checkpoint:
         try:
             claims = prepared_claims(read_record(self._system, self._kubelet))
         except (DocumentError, OSError) as error:
-            # The scheduler does not allocate a device twice. This record only guards against its errors.
+            # An empty record is safe: the scheduler does not allocate a device twice. The record is only a second
+            # guard.
             log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
             return {}
         if claims:
@@ -74,22 +78,23 @@ class Checkpoint:
         return claims
 
     def save(self, claims: Prepared) -> None:
-        """Replace the file, so that a crash of this process forgets nothing. Raises OSError.
+        """Replace the file without waiting for the disk. Raises OSError.
 
-        The kubelet need not wait for the disk: no pod of it survives a crash of the kernel. `keep` soon follows.
+        The file survives a crash of this process. It need not survive a crash of the kernel at once, because no pod
+        does either; the next call of `sync` makes it durable.
         """
         self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
         self._durable.clear()
 
-    def keep(self) -> None:
-        """Make the file durable, if it has changed. To be called now and then."""
+    def sync(self) -> None:
+        """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
         if self._durable.is_set():
             return
         self._durable.set()
         try:
             self._system.sync(CHECKPOINT)
         except OSError as error:
-            log.error("%s may be lost when the kernel crashes: %s", CHECKPOINT, error.strerror)
+            log.error("%s may be lost if the kernel crashes: %s", CHECKPOINT, error.strerror)
 
 
 def render_checkpoint(claims: Prepared) -> bytes:

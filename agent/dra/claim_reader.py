@@ -12,7 +12,8 @@ from agent.dra.messages import ClaimReference
 from agent.dra.slices import API
 
 GONE = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
-"""What the node authorizer answers if no pod of this node has the claim is 403 (authorizeGet of node_authorizer.go)."""
+"""The answers for a claim that is gone. The node authorizer answers 403 if no pod of this node has the claim
+(authorizeGet of node_authorizer.go)."""
 
 
 def claim_reader(client: ApiClient) -> Callable[[ClaimReference], Mapping[str, Any]]:

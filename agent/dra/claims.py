@@ -1,7 +1,8 @@
-"""Prepares claims: decides which devices a pod gets, and that no device goes to two claims.
+"""Prepares claims: returns the devices that the scheduler allocated to a claim, and checks that they may be used.
 
-The scheduler allocates. This is the second guard: only devices that are granted and in a verified CDI specification are
-handed out, and one that a claim has is given to another one only after the kubelet has given it back.
+The scheduler allocates devices. This module is a second guard: only devices that are granted and in a verified CDI
+specification are handed out, and a device of one claim goes to another claim only after the kubelet has unprepared the
+first one.
 """
 
 import logging
@@ -19,7 +20,7 @@ from agent.model.paths import ALLOCATABLE, DRA_DRIVER
 
 log = logging.getLogger(__name__)
 
-PARTITION = "-mig-"
+PARTITION_INFIX = "-mig-"
 """Between a GPU's name and the numbers of its partition (agent.dra.devices.device_name)."""
 
 Fetch = Callable[[ClaimReference], Mapping[str, Any]]
@@ -30,7 +31,7 @@ class ClaimGoneError(AgentError):
 
 
 class NodeClaims:
-    """The claims of this node's pods. Several threads may use it."""
+    """The claims of this node's pods. Threads may share it."""
 
     def __init__(
         self,
@@ -40,10 +41,11 @@ class NodeClaims:
         checkpoint: Checkpoint,
         kubelet_record: Callable[[], bytes],
     ) -> None:
-        """`node` is the name of the node, and of its pool of devices.
+        """`node` is the name of the node, and also of its pool of devices.
 
-        `fetch` returns a claim as the API server has it, and raises ClaimGoneError or another AgentError. `devices`
-        returns what is allocatable now, by name. `kubelet_record` may raise OSError (agent.dra.kubelet_state).
+        `fetch` returns a claim as the API server has it, or raises ClaimGoneError or another AgentError. `devices`
+        returns the devices that claims may get now, by name. `kubelet_record` returns the kubelet's own record of
+        claims (agent.dra.kubelet_state), or raises OSError.
         """
         self._node, self._fetch, self._devices = node, fetch, devices
         self._checkpoint, self._kubelet_record = checkpoint, kubelet_record
@@ -52,21 +54,21 @@ class NodeClaims:
 
     @property
     def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
-        """The prepared claims."""
+        """The prepared claims with their devices."""
         with self._lock:
             return dict(self._prepared)
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
-        """Return the devices of a claim, which from now on belong to it. Raises AgentError, or OSError."""
+        """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
         allocated = allocated_devices(claim, self._fetch(claim), self._node)
         with self._lock:
-            # Looked up last: a device that was withdrawn meanwhile is not handed out.
+            # Read after the claim: a device that was withdrawn meanwhile must not be handed out.
             available = self._devices()
             prepared = tuple(_prepared(claim, each, available) for each in allocated)
             for other in self._holders(claim, prepared):
-                self._take_from(other, claim, prepared)
+                self._forget_stale(other, claim, prepared)
             if self._prepared.get(claim) != prepared:
-                self._replace({**self._prepared, claim: prepared})
+                self._save({**self._prepared, claim: prepared})
         log.info("claim %s is prepared: %s", claim, ", ".join(each.device for each in prepared))
         return prepared
 
@@ -74,21 +76,21 @@ class NodeClaims:
         """Take back the devices of a claim, if it has any. Raises OSError."""
         with self._lock:
             if claim in self._prepared:
-                self._replace({each: devices for each, devices in self._prepared.items() if each != claim})
+                self._save({each: devices for each, devices in self._prepared.items() if each != claim})
                 log.info("claim %s is given back", claim)
 
-    def _replace(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
-        """Note what is prepared: on disk first."""
+    def _save(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
+        """Record what is prepared, first on disk."""
         self._checkpoint.save(prepared)
         self._prepared = prepared
 
     def _holders(self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> list[ClaimReference]:
-        """Return the other claims that have one of these devices for themselves."""
-        return [other for other, held in self._prepared.items() if other != claim and _shared(held, wanted)]
+        """Return the other claims that have one of these devices, and do not share it."""
+        return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
 
-    def _take_from(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Forget another claim that has one of the wanted devices. Raises AgentError if it may still be in use."""
-        device = _shared(self._prepared[other], wanted)
+    def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
+        """Forget another claim that has a wanted device, but is gone. Raises AgentError if it may be in use."""
+        device = _conflicting_device(self._prepared[other], wanted)
         try:
             known = mentions(self._kubelet_record(), other)
         except OSError as error:
@@ -105,7 +107,7 @@ class NodeClaims:
                 "delete one of the claims and its pod",
             )
         log.warning("claim %s was never given back, and is gone: claim %s gets %s", other, claim, device)
-        self._replace({each: devices for each, devices in self._prepared.items() if each != other})
+        self._save({each: devices for each, devices in self._prepared.items() if each != other})
 
     def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
         """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""
@@ -116,10 +118,10 @@ class NodeClaims:
         try:
             allocated = allocated_devices(other, document, self._node)
         except AgentError:
-            # Made again under the same name, no longer allocated, or on another node.
+            # The claim was deleted and created again, is no longer allocated, or is on another node.
             return False
         held = tuple(PreparedDevice((), each.pool, each.device, (), each.share, each.admin) for each in allocated)
-        return bool(_shared(held, wanted))
+        return bool(_conflicting_device(held, wanted))
 
 
 def _prepared(claim: ClaimReference, allocated: Allocated, available: Mapping[str, Device]) -> PreparedDevice:
@@ -136,16 +138,16 @@ def _prepared(claim: ClaimReference, allocated: Allocated, available: Mapping[st
     )
 
 
-def _shared(held: tuple[PreparedDevice, ...], wanted: tuple[PreparedDevice, ...]) -> str:
-    """Return a wanted device that is also held, both for their claim alone; empty if there is none."""
-    return next((new.device for new in wanted for old in held if _collide(old, new)), "")
+def _conflicting_device(held: tuple[PreparedDevice, ...], wanted: tuple[PreparedDevice, ...]) -> str:
+    """Return a wanted device that one claim has and another one cannot have too; empty if there is none."""
+    return next((new.device for new in wanted for old in held if _conflict(old, new)), "")
 
 
-def _collide(old: PreparedDevice, new: PreparedDevice) -> bool:
+def _conflict(old: PreparedDevice, new: PreparedDevice) -> bool:
     if old.admin or new.admin:
         return False
     if old.device == new.device:
-        # Of a device that can be allocated several times, each claim has another share.
+        # Claims may have different shares of a device that can be allocated several times.
         return not (old.share and new.share and old.share != new.share)
     # A GPU and its partition are the same hardware.
-    return old.device.startswith(new.device + PARTITION) or new.device.startswith(old.device + PARTITION)
+    return old.device.startswith(new.device + PARTITION_INFIX) or new.device.startswith(old.device + PARTITION_INFIX)

@@ -1,6 +1,6 @@
-"""Keeps what connections to the API server need, and loads it again when a file of it has changed.
+"""Keeps the credentials for connections to the API server, and loads them again when one of their files has changed.
 
-The kubelet renews its certificate and replaces the file; a new token file replaces the old one.
+When the kubelet's certificate or a token is renewed, a new file replaces the old one.
 """
 
 import os
@@ -17,7 +17,7 @@ from agent.system.files import System
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """What one connection needs. A new session replaces this one when a file has changed."""
+    """The credentials of connections. When a file changes, new connections use a new session."""
 
     kubeconfig: Kubeconfig
     context: ssl.SSLContext
@@ -28,7 +28,7 @@ class Credentials:
     """The kubelet's identity towards the API server. Threads may share it."""
 
     def __init__(self, system: System, path: str) -> None:
-        """Set the kubeconfig's path. It is read when a session is first asked for."""
+        """`path` is that of the kubeconfig, which is read at the first call of `session`."""
         self._system, self._path = system, path
         self._lock = threading.Lock()
         self._kubeconfig: Kubeconfig | None = None
@@ -36,14 +36,14 @@ class Credentials:
         self._seen: dict[str, FileIdentity | None] = {}
 
     def session(self) -> Session:
-        """Return the session for a new connection or request. Raises AgentError, with the file that is unusable."""
+        """Return the session for a new connection or request. Raises AgentError, which names the unusable file."""
         with self._lock:
             seen = self._identities(self._seen or (self._path,))
             if self._session is None or seen != self._seen:
                 self._session = None
                 if self._kubeconfig is None or seen[self._path] != self._seen.get(self._path):
                     self._kubeconfig = self._read(self._path)
-                # Taken before the files are read: a file that changes meanwhile is read again the next time.
+                # Identified before they are read: if a file changes meanwhile, the next call reads it again.
                 self._seen = {**self._identities(self._kubeconfig.files), self._path: seen[self._path]}
                 self._session = self._make(self._kubeconfig)
             return self._session
@@ -83,7 +83,7 @@ class Credentials:
         return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
 
     def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
-        """Load certificate and key from memory, as OpenSSL reads only files: these were read without blocking."""
+        """Load certificate and key from files in memory: OpenSSL reads only files, and could block on others."""
         descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
         try:
             for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):
@@ -102,5 +102,5 @@ class Credentials:
 
 
 def _no_password() -> str:
-    """Refuse keys with a password: without this function, OpenSSL would ask for one on the terminal."""
+    """Refuse keys with a password. Without this function, OpenSSL would ask for the password on the terminal."""
     raise ValueError

@@ -1,4 +1,4 @@
-"""The devices that a node offers: what is allocatable, with the host's states and the vendors' facts. Pure."""
+"""Makes the devices that a node offers from what is allocatable, the GPUs' states and the vendors' facts. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,10 +12,10 @@ from agent.vendors.dra_vendor import Attribute, DeviceFacts
 
 PCI_BUS_ID = "resource.kubernetes.io/pciBusID"
 PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
-"""Names that all drivers share (deviceattribute of k8s.io/dynamic-resource-allocation). Others belong to the driver."""
+"""Attributes with the same name in all drivers (deviceattribute of k8s.io/dynamic-resource-allocation)."""
 WHOLE, PARTITION = "gpu", "partition"
-"""Values of the attribute `type`. A DeviceClass of whole GPUs selects by it."""
-NUMBERS = ("gpuInstance", "computeInstance")
+"""Values of the attribute `type`, by which a DeviceClass can select whole GPUs."""
+PARTITION_NUMBERS = ("gpuInstance", "computeInstance")
 """Attributes with the numbers of a partition."""
 
 
@@ -43,19 +43,20 @@ class Device:
     """One device that a claim can have."""
 
     name: str
-    """The same as long as the device is in its slot: made of the PCI address, and of a partition's numbers."""
+    """Made of the PCI address and the partition's numbers, so it stays the same while the device is in its slot."""
     vendor: str
     cdi_names: tuple[str, ...]
     pci_address: str
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by name."""
+    """Bytes, by the capacity's name, such as `memory`."""
     taints: tuple[Taint, ...] = ()
     health: Health = Health.UNKNOWN
     health_message: str = ""
-    """What is wrong, and what it means, for people."""
+    """What is wrong with the device; empty if nothing is."""
     shared: bool = False
-    """Whether several claims may have it, each with a part of its capacity; by default, with all of it."""
+    """Whether several claims may have the device, each with the part of its capacity that it requests. A claim that
+    requests no part gets all of it."""
 
 
 def device_name(device: AllocatableDevice) -> str:
@@ -69,24 +70,24 @@ def make_devices(
     states: Mapping[str, GpuStatus],
     facts: Mapping[AllocatableDevice, DeviceFacts],
 ) -> dict[str, Device]:
-    """Return the devices by name.
+    """Return the devices by name. `states` is by PCI address.
 
-    A GPU with partitions is none itself: a claim for it would get what other claims have.
+    Of a GPU with partitions, only the partitions are devices: a claim for the whole GPU would get what others have.
     """
-    found = {}
+    devices = {}
     for vendor in vendors:
         divided = {each.pci_address for each in vendor.devices if each.partition}
         for each in sorted(vendor.devices):
             if each.partition or each.pci_address not in divided:
                 device = _device(vendor.vendor, each, states.get(each.pci_address), facts.get(each) or DeviceFacts())
-                found[device.name] = device
-    return found
+                devices[device.name] = device
+    return devices
 
 
 def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, facts: DeviceFacts) -> Device:
     attributes: dict[str, Attribute] = {
         **facts.attributes,
-        **dict(zip(NUMBERS, source.partition, strict=False)),
+        **dict(zip(PARTITION_NUMBERS, source.partition, strict=False)),
         "vendor": vendor,
         "type": PARTITION if source.partition else WHOLE,
         PCI_BUS_ID: source.pci_address,
@@ -114,7 +115,7 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
 
 
 def _taints(state: GpuStatus | None) -> tuple[Taint, ...]:
-    """Return the taint of a GPU that new pods must not get. A state without an effect still has this one."""
+    """Return the taint that keeps new pods from a GPU; none for a healthy one. The effect is NoSchedule by default."""
     if state is None or state.state is GpuState.HEALTHY:
         return ()
     return (Taint(f"{DRA_DRIVER}/{state.state}", state.reason, state.effect or Effect.NO_SCHEDULE, state.since),)
@@ -127,5 +128,5 @@ def _health(state: GpuStatus | None) -> Health:
         case GpuState.UNHEALTHY | GpuState.LOST:
             return Health.UNHEALTHY
         case _:
-            # A GPU that is being detached works until then.
+            # A GPU that is being detached works until it is gone.
             return Health.HEALTHY

@@ -1,9 +1,9 @@
-"""Evicts pods from GPUs that are being detached, as far as the API server does not do it.
+"""Evicts those pods from GPUs that are being detached that Kubernetes itself does not evict.
 
-Kubernetes evicts pods from devices with a NoExecute taint by their claims (pkg/controller/devicetainteviction). In 1.36
-it leaves out pods that asked by extended resource: the scheduler made the claim for them, and they named no toleration
+Kubernetes evicts pods that have a device with a NoExecute taint by a claim (pkg/controller/devicetainteviction). In
+1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim
 (kubernetes/kubernetes#141290). A kubelet's identity may evict the pods of its own node (admitPodEviction in
-plugin/pkg/admission/noderestriction), which respects disruption budgets and grace periods.
+plugin/pkg/admission/noderestriction). An eviction respects disruption budgets and grace periods.
 """
 
 import logging
@@ -22,7 +22,7 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 EXTENDED = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of a claim that the scheduler made (k8s.io/api/resource/v1/types.go)."""
+"""The annotation of a claim that the scheduler made for an extended resource (k8s.io/api/resource/v1/types.go)."""
 Fetch = Callable[[ClaimReference], Mapping[str, Any]]
 Send = Callable[[str, str, object], object]
 """Sends a request with method, path and content. Raises AgentError."""
@@ -38,10 +38,10 @@ class Pod:
 
 
 class Evictions:
-    """Evicts pods. Each attempt is made for those that have not given their claims back yet."""
+    """Evicts pods. Each attempt covers the pods whose claims the kubelet has not given back yet."""
 
     def __init__(self, fetch: Fetch, send: Send) -> None:
-        """`fetch` returns a claim as the API server has it, and raises AgentError."""
+        """`fetch` returns a claim as the API server has it, or raises AgentError."""
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
 
@@ -50,7 +50,11 @@ class Evictions:
     ) -> tuple[Pod, ...]:
         """Ask for the eviction of pods that have a device with a NoExecute taint. Return these pods."""
         names = {each.name for each in devices if any(taint.effect is Effect.NO_EXECUTE for taint in each.taints)}
-        held = [claim for claim, its in prepared.items() if any(e.device in names and not e.admin for e in its)]
+        held = [
+            claim
+            for claim, claimed in prepared.items()
+            if any(each.device in names and not each.admin for each in claimed)
+        ]
         pods = sorted({pod for claim in held for pod in self._pods(claim)})
         for pod in pods:
             self._evict(pod)
@@ -60,14 +64,14 @@ class Evictions:
         try:
             return pods_of(claim, self._fetch(claim))
         except AgentError as error:
-            # The claim is gone, or the API server: its pod is gone too, or the next attempt finds it.
-            log.info("the pods of claim %s are not known: %s", claim, one_line(str(error)))
+            # If the claim is gone, so is its pod. If the API server does not answer, the next attempt finds the pod.
+            log.info("cannot tell which pods have claim %s: %s", claim, one_line(str(error)))
             return ()
 
     def _evict(self, pod: Pod) -> None:
         namespace, name = (urllib.parse.quote(each, safe="") for each in (pod.namespace, pod.name))
         metadata = {"namespace": pod.namespace, "name": pod.name}
-        # With the uid, a new pod of the same name stays.
+        # The uid keeps a new pod of the same name from being evicted.
         options = {"preconditions": {"uid": pod.uid}}
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         try:
@@ -98,7 +102,7 @@ def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ..
 
 
 def _consumer(where: str, item: dict[str, Any]) -> tuple[str, str, str]:
-    found = tuple(get(where, item, key, str) for key in ("resource", "name", "uid"))
-    if not all(found):
+    resource, name, uid = (get(where, item, key, str) for key in ("resource", "name", "uid"))
+    if not (resource and name and uid):
         raise DocumentError(f"{where}: a consumer has an empty name")
-    return found[0], found[1], found[2]
+    return resource, name, uid

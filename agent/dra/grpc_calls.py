@@ -1,4 +1,4 @@
-"""Runs the calls of a gRPC server, each in a thread, so that one that waits for an API server delays no other."""
+"""Runs the calls of a gRPC server, each in its own thread: one that waits for the API server must not delay others."""
 
 import logging
 import queue
@@ -12,18 +12,19 @@ from agent.dra.grpc_wire import Code, RpcError, Service, Unary
 log = logging.getLogger(__name__)
 
 Post = Callable[[Connection, Callable[[], None]], None]
-"""Gives the server's thread something to do for a connection. Other threads must not use a connection."""
+"""Has the server's thread run an action for a connection. Other threads must not use connections."""
 
 
 class _Job:
-    """A call that runs."""
+    """A running call."""
 
     def __init__(self, unary: bool) -> None:
         self.unary = unary
         self.gone = False
-        """Whether nobody waits for responses any longer."""
+        """Whether the client no longer waits for responses."""
         self.ready = threading.Event()
-        """Set when the last response is on its way. Until then, a call with several responses makes no further one."""
+        """Set when the last response was sent. A call with several responses waits for it before it makes the next
+        one."""
 
 
 class Calls:
@@ -31,23 +32,24 @@ class Calls:
 
     def __init__(self, limit: int, post: Post) -> None:
         self.stopping = False
-        """Whether calls are refused, because the server stops."""
+        """Whether new calls are refused, because the server is stopping."""
         self._limit, self._post = limit, post
         self._jobs: dict[tuple[Connection, int], _Job] = {}
         self._threads, self._idle = threading.Semaphore(limit), threading.Semaphore(0)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Calls that idle threads take: to start a thread takes longer than most of what a call does."""
+        """Calls for idle threads; None ends a thread. Threads are kept, because most calls take less time than a
+        start."""
 
     @property
-    def unary(self) -> bool:
-        """Whether a call with one response runs."""
+    def unary_running(self) -> bool:
+        """Whether a call with one response is running."""
         return any(job.unary for job in self._jobs.values())
 
     def start(self, connection: Connection, stream: int, service: Service, request: bytes) -> None:
         """Run a call whose request is complete. Raises RpcError if it cannot."""
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
-        # A thread may outlive its call, so threads are counted, not calls.
+        # A thread may outlive its call, so busy threads are counted, not calls.
         if not self._threads.acquire(blocking=False):
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
         job = self._jobs[connection, stream] = _Job(isinstance(service, Unary))
@@ -62,34 +64,34 @@ class Calls:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
 
     def sent(self, connection: Connection, stream: int) -> None:
-        """Note that all responses of a call so far are on their way."""
+        """Note that all responses that a call has made so far were sent."""
         job = self._jobs.get((connection, stream))
         if job:
             job.ready.set()
 
     def ended(self, connection: Connection, stream: int) -> None:
-        """Note that nobody waits for further responses of a call."""
+        """Note that the client no longer waits for responses of a call."""
         job = self._jobs.pop((connection, stream), None)
         if job:
             job.gone = True
             job.ready.set()
 
     def end(self) -> None:
-        """Let the idle threads end, and each other one after its call."""
+        """Make all threads end: idle ones now, others after their calls."""
         for _ in range(self._limit):
             self._work.put(None)
 
     def _work_on(self, call: Callable[[], None] | None) -> None:
-        """Run a call, then those that come."""
+        """Run a call, and then the calls from the queue, until it has None."""
         while call is not None:
             call()
             call = self._work.get()
 
     def _run(self, job: _Job, connection: Connection, stream: int, service: Service, request: bytes) -> None:
-        code, message, only = Code.OK, "", None
+        code, message, unary_response = Code.OK, "", None
         try:
             if isinstance(service, Unary):
-                only = service.handle(request)
+                unary_response = service.handle(request)
             else:
                 for response in service.handle(request):
                     job.ready.clear()
@@ -99,19 +101,20 @@ class Calls:
                     job.ready.wait()
         except RpcError as error:
             code, message = error.code, error.message
-        # A bug in a handler must cost one call only. The log says where it is.
+        # A bug in a handler must fail only this call. The log has the traceback.
         except Exception as error:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Before the response, which the next call may follow. In this order, there are at most `limit` threads.
+            # Before the response is sent, because the client's next call may follow at once. The thread becomes idle
+            # before it is released, so that there are never more than `limit` threads.
             self._idle.release()
             self._threads.release()
 
         def finish() -> None:
-            # Together with an only response, so that the server's thread wakes up once, and the client too.
-            if only is not None:
-                connection.send(stream, only)
+            # The response of a unary call is sent together with its end: server and client wake up only once.
+            if unary_response is not None:
+                connection.send(stream, unary_response)
             connection.finish(stream, code, message)
 
         self._post(connection, finish)

@@ -1,4 +1,4 @@
-"""One client's gRPC connection: HTTP/2 in, calls out, and responses back. It does no I/O and has no threads.
+"""The server's side of a gRPC connection: turns HTTP/2 into calls, and responses into HTTP/2. No I/O, no threads.
 
 h2 implements HTTP/2 (RFC 9113) and HPACK. This module adds gRPC's rules for requests, and sends no more than the
 client's flow control windows allow.
@@ -31,25 +31,26 @@ from agent.dra.grpc_wire import (
     Headers,
     RpcError,
     Service,
-    framed,
     message_size,
     only_message,
     time_limit,
     trailers,
+    with_prefix,
 )
 
 RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
 
 INCOMPLETE_LIMIT = 2 << 20
-"""Bytes that may come without completing a frame or headers: h2 checks a frame's length when it has all of it."""
+"""Bytes that may arrive without completing a frame or headers. h2 checks a frame's length only when the frame is
+complete."""
 
 
 class ConnectionLostError(Exception):
-    """The connection cannot be used any longer. Bytes that are still to be sent may explain why to the client."""
+    """The connection is no longer usable. Bytes that are still to be sent may tell the client why."""
 
 
 class _Http2(H2Connection):
-    """h2's connection with lower limits: it serves one kubelet, and lives as long as that."""
+    """h2's connection with lower limits, because a connection serves one kubelet for as long as that runs."""
 
     DEFAULT_MAX_HEADER_LIST_SIZE = 1 << 14
     MAX_CLOSED_STREAMS = 1 << 10
@@ -66,11 +67,11 @@ class Call:
     complete: bool = False
     """Whether the client has sent the whole request."""
     answered: bool = False
-    """Whether the response's headers are sent."""
-    waiting: bytearray = field(default_factory=bytearray)
+    """Whether the response's headers have been sent."""
+    unsent: bytearray = field(default_factory=bytearray)
     """Bytes of the response that the flow control windows have held back."""
     trailers: Headers | None = None
-    """Sent after everything that is waiting; None while the call runs."""
+    """Sent after all of `unsent`; None while the call runs."""
 
 
 class Caller(Protocol):
@@ -80,22 +81,22 @@ class Caller(Protocol):
         """Run a call whose request is complete. Raises RpcError if it cannot."""
 
     def sent(self, connection: "Connection", stream: int) -> None:
-        """Note that all responses of a call so far are on their way."""
+        """Note that all responses that a call has made so far were sent."""
 
     def ended(self, connection: "Connection", stream: int) -> None:
-        """Note that nobody waits for further responses of a call."""
+        """Note that the client no longer waits for responses of a call."""
 
 
 class Connection:
-    """The server's end of a connection."""
+    """The server's side of a connection."""
 
     def __init__(self, services: Mapping[str, Service], caller: Caller, message_limit: int) -> None:
         self.calls: dict[int, Call] = {}
         """Open calls by HTTP/2 stream."""
         self.greeted = False
-        """Whether the client has sent its settings, with which HTTP/2 begins."""
+        """Whether the client has sent its settings, the first frame of HTTP/2."""
         self._services, self._caller, self._message_limit = services, caller, message_limit
-        # What the client sends is validated; the few headers that go out are this module's own.
+        # Only headers from the client are validated: this module makes the few headers that are sent.
         self._http2 = _Http2(
             H2Configuration(
                 client_side=False,
@@ -118,12 +119,13 @@ class Connection:
                 self._handle(event, now)
         except ConnectionLostError:
             raise
-        # h2 raises a ProtocolError for nearly everything that a client can do wrong. A bug must cost one connection.
+        # h2 raises a ProtocolError for nearly everything that a client can do wrong. Any exception, so that a bug ends
+        # only this connection.
         except Exception as error:
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
 
     def to_send(self) -> bytes:
-        """Return, once, the bytes that have become ready for the client."""
+        """Return the bytes that have become ready for the client since the last call."""
         return self._http2.data_to_send()
 
     def send(self, stream: int, message: bytes) -> None:
@@ -138,29 +140,29 @@ class Connection:
             self._drop(stream)
             return
         call.answered = True
-        call.waiting += framed(message)
+        call.unsent += with_prefix(message)
         self._flush(stream, call)
 
     def finish(self, stream: int, code: Code, message: str = "") -> None:
-        """End a call after what is waiting, unless it has ended."""
+        """End a call once all of its response is sent, unless the call has ended already."""
         call = self.calls.get(stream)
         if call and call.trailers is None:
             call.trailers = trailers(code, message)
             self._flush(stream, call)
 
     def expire(self, now: float) -> None:
-        """End the calls whose clients wait no longer."""
+        """End the calls whose deadline has passed."""
         for stream, call in list(self.calls.items()):
             if call.deadline is not None and call.deadline <= now:
-                # What is waiting would only delay the error.
-                call.waiting.clear()
+                # The rest of the response would only delay the error.
+                call.unsent.clear()
                 call.trailers = trailers(Code.DEADLINE_EXCEEDED, "the call's time limit has passed")
                 self._flush(stream, call)
 
     def refuse(self, code: Code, message: str) -> None:
-        """End all calls, and tell the client that no further one is served (GOAWAY). Nothing can be sent after that."""
+        """End all calls, and announce with GOAWAY that no further one is served. Nothing can be sent after that."""
         for stream, call in list(self.calls.items()):
-            call.waiting.clear()
+            call.unsent.clear()
             self.finish(stream, code, message)
         with contextlib.suppress(ProtocolError):
             self._http2.close_connection()
@@ -201,12 +203,12 @@ class Connection:
             self._end(stream, call, [(":status", "415")])
         else:
             try:
-                self._check(call, headers, now)
+                self._read_headers(call, headers, now)
             except RpcError as error:
                 self.finish(stream, error.code, error.message)
 
-    def _check(self, call: Call, headers: Mapping[bytes, bytes], now: float) -> None:
-        """Take method and time limit from a request's headers. Raises RpcError."""
+    def _read_headers(self, call: Call, headers: Mapping[bytes, bytes], now: float) -> None:
+        """Set the call's method and deadline from a request's headers. Raises RpcError."""
         path = headers.get(b":path", b"").decode(errors="replace")
         call.service = self._services.get(path)
         if call.service is None:
@@ -241,14 +243,14 @@ class Connection:
             self.finish(stream, error.code, error.message)
 
     def _flush(self, stream: int, call: Call) -> None:
-        """Send as much as the client's windows allow, and the trailers if nothing is left."""
+        """Send as much as the client's windows allow, and the trailers once the response is sent."""
         try:
-            while call.waiting:
+            while call.unsent:
                 size = min(self._http2.local_flow_control_window(stream), self._http2.max_outbound_frame_size)
                 if size <= 0:
                     return
-                self._http2.send_data(stream, bytes(call.waiting[:size]))
-                del call.waiting[:size]
+                self._http2.send_data(stream, bytes(call.unsent[:size]))
+                del call.unsent[:size]
         except ProtocolError:
             self._drop(stream)
             return
@@ -259,7 +261,7 @@ class Connection:
     def _end(self, stream: int, call: Call, headers: Headers) -> None:
         """Send the headers that end a response."""
         self._drop(stream)
-        # The client may have reset the stream: one read can bring a request and its reset.
+        # The client may already have reset the stream: one read may contain a request and its reset.
         with contextlib.suppress(ProtocolError):
             self._http2.send_headers(stream, headers, end_stream=True)
             if not call.complete:

@@ -1,6 +1,7 @@
 """Serves gRPC on a Unix socket: one thread for all connections, and one for each running call.
 
-Clients are processes of root, such as the kubelet. What one does wrong costs its connection, never the service.
+Clients are processes of root, such as the kubelet. A client that does something wrong loses its connection; others are
+not affected.
 """
 
 import contextlib
@@ -25,28 +26,28 @@ log = logging.getLogger(__name__)
 READ = 1 << 16
 """Bytes that are read from a connection at a time."""
 LINGER = 0.5
-"""Seconds that clients have to hang up after the server has said that it stops."""
-PAUSE = 3600.0
-"""Seconds of the longest wait: clients may set time limits that no system call takes (10 000 years)."""
-TICK = 0.1
-"""Seconds to the next try if no connection can be accepted, such as for lack of descriptors."""
+"""Seconds that clients have to hang up after the server has announced that it stops."""
+LONGEST_WAIT = 3600.0
+"""Seconds. Clients may set time limits that no system call accepts (10 000 years)."""
+ACCEPT_PAUSE = 0.1
+"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What clients may use. Times are in seconds."""
+    """Limits on clients. Times are in seconds."""
 
     connections: int = 16
     calls: int = 32
-    """Calls that run at the same time, of all clients. A further one fails with RESOURCE_EXHAUSTED."""
+    """Calls of all clients that may run at the same time. Further ones fail with RESOURCE_EXHAUSTED."""
     message: int = 1 << 20
-    """Bytes of a request."""
+    """Bytes of the largest request."""
     unsent: int = 4 << 20
-    """Bytes that wait for a client that does not read. With more, its connection is closed."""
+    """Bytes that may wait for a client that does not read. With more, its connection is closed."""
     greeting: float = 5.0
     """How long a client may take to begin HTTP/2."""
     stall: float = 30.0
-    """How long a client may read nothing although something waits for it."""
+    """How long a client may read nothing although there are bytes for it."""
 
 
 class _Peer:
@@ -70,9 +71,9 @@ class Server:
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._end = math.inf
-        """When connections are closed because the server stops, by time.monotonic()."""
-        self._leaving = False
-        """Whether the server has said that it stops. What clients send then is not read any longer."""
+        """When a server that is stopping closes connections even if calls run, by time.monotonic()."""
+        self._announced_stop = False
+        """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
@@ -99,13 +100,13 @@ class Server:
     def _serve(self) -> None:
         """Serve until `stop`. After an unexpected error, `healthy` is false."""
         try:
-            while not self._calls.stopping or (self._calls.unary and time.monotonic() < self._end):
+            while not self._calls.stopping or (self._calls.unary_running and time.monotonic() < self._end):
                 for key, _ in self._selector.select(self._pause()):
                     key.data()
                 while self._posted:
-                    self._guarded(*self._posted.popleft())
+                    self._run_guarded(*self._posted.popleft())
                 for connection, peer in tuple(self._peers.items()):
-                    self._guarded(connection, lambda peer=peer: self._tend(peer))  # type: ignore[misc]
+                    self._run_guarded(connection, lambda peer=peer: self._check_and_send(peer))  # type: ignore[misc]
         finally:
             self._selector.unregister(self._listener.socket)
             self._listener.close()
@@ -115,13 +116,13 @@ class Server:
                 each.close()
 
     def _say_goodbye(self) -> None:
-        """Tell the clients that the server stops, and give them time to read that and to hang up."""
-        self._leaving = True
+        """Announce to the clients that the server stops, and give them time to read that and to hang up."""
+        self._announced_stop = True
         for connection, peer in tuple(self._peers.items()):
             connection.refuse(Code.UNAVAILABLE, "the server is stopping")
-            self._guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
+            self._run_guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
             with contextlib.suppress(OSError):
-                # Only this direction: a client that writes into a closed socket drops what it has not read.
+                # Only for writing: a client that writes into a closed socket loses what it has not read yet.
                 peer.stream.shutdown(socket.SHUT_WR)
         end = time.monotonic() + LINGER
         while self._peers and time.monotonic() < end:
@@ -131,7 +132,7 @@ class Server:
             self._hang_up(connection)
 
     def _pause(self) -> float | None:
-        """Return the seconds until something is due without a client's doing, at most PAUSE; None if nothing is."""
+        """Return the seconds until the next deadline or limit, at most LONGEST_WAIT; None if there is none."""
         due = [self._end] if self._calls.stopping else []
         for peer in self._peers.values():
             due += [call.deadline for call in peer.connection.calls.values() if call.deadline is not None]
@@ -139,10 +140,10 @@ class Server:
                 due.append(peer.progress + self._limits.stall)
             if not peer.connection.greeted:
                 due.append(peer.connected + self._limits.greeting)
-        return min(PAUSE, max(0.0, min(due) - time.monotonic())) if due else None
+        return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
 
-    def _guarded(self, connection: Connection, action: Callable[[], None]) -> None:
-        """Do something for a connection. An error ends the connection."""
+    def _run_guarded(self, connection: Connection, action: Callable[[], None]) -> None:
+        """Run an action for a connection, unless that is closed. An error closes it."""
         if connection not in self._peers:
             return
         try:
@@ -150,7 +151,7 @@ class Server:
         except (ConnectionLostError, OSError) as error:
             log.debug("connection closed: %s", error)
             with contextlib.suppress(OSError):
-                # HTTP/2's GOAWAY, which says what the client did wrong.
+                # HTTP/2's GOAWAY, which tells the client what it did wrong.
                 self._peers[connection].stream.send(connection.to_send())
             self._hang_up(connection)
         except Exception:
@@ -162,7 +163,7 @@ class Server:
             stream = self._listener.socket.accept()[0]
         except OSError as error:
             log.warning("cannot accept a connection: %s", error)
-            time.sleep(TICK)
+            time.sleep(ACCEPT_PAUSE)
             return
         try:
             user = peer_user(stream)
@@ -174,7 +175,7 @@ class Server:
             connection = Connection(self._services, self._calls, self._limits.message)
             peer = _Peer(stream, connection, time.monotonic())
             self._selector.register(
-                stream, selectors.EVENT_READ, lambda: self._guarded(connection, lambda: self._read(peer))
+                stream, selectors.EVENT_READ, lambda: self._run_guarded(connection, lambda: self._read(peer))
             )
             self._peers[connection] = peer
         except OSError as error:
@@ -185,14 +186,14 @@ class Server:
         try:
             data = peer.stream.recv(READ)
         except BlockingIOError:
-            # It is ready for writing only.
+            # The socket is ready only for writing.
             return
         if not data:
             raise ConnectionLostError("the client has hung up")
-        if not self._leaving:
+        if not self._announced_stop:
             peer.connection.receive(data, time.monotonic())
 
-    def _tend(self, peer: _Peer) -> None:
+    def _check_and_send(self, peer: _Peer) -> None:
         """End expired calls, send what is ready, and close the connection if the client is too slow."""
         now = time.monotonic()
         peer.connection.expire(now)

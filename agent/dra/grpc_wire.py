@@ -1,4 +1,4 @@
-"""gRPC's part of a call: status codes, message prefix, time limit, and the text of an error. Pure.
+"""The parts of a call that gRPC adds to HTTP/2: status codes, message prefix, time limit, trailers. Pure.
 
 Source: doc/PROTOCOL-HTTP2.md and doc/statuscodes.md of github.com/grpc/grpc.
 """
@@ -11,10 +11,10 @@ from enum import IntEnum
 from agent.model.text import one_line
 
 PREFIX = 5
-"""Bytes before each message: whether it is compressed, and its length."""
+"""Length in bytes of the prefix of each message: one byte says whether it is compressed, four give its length."""
 TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 """The form of the header grpc-timeout."""
-SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.DOTALL)
 
 Headers = list[tuple[str, str]]
@@ -44,7 +44,7 @@ class RpcError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unary:
-    """A method with one response. The handler may raise RpcError; any other exception is an internal error."""
+    """A method with one response. The handler may raise RpcError; clients see other exceptions as internal errors."""
 
     handle: Callable[[bytes], bytes]
 
@@ -59,7 +59,7 @@ class Streaming:
 Service = Unary | Streaming
 
 
-def framed(message: bytes) -> bytes:
+def with_prefix(message: bytes) -> bytes:
     """Return a message with its prefix."""
     return b"\0" + len(message).to_bytes(4, "big") + message
 
@@ -80,7 +80,7 @@ def message_size(body: bytes | bytearray, limit: int) -> int | None:
 
 
 def only_message(body: bytes | bytearray, limit: int) -> bytes:
-    """Return the one message of a whole body. Raises RpcError unless it has exactly one."""
+    """Return the only message of a complete body. Raises RpcError if the body is not exactly one message."""
     size = message_size(body, limit)
     if size is None or len(body) != PREFIX + size:
         raise RpcError(Code.INTERNAL, "the request is not exactly one message")
@@ -88,22 +88,18 @@ def only_message(body: bytes | bytearray, limit: int) -> bytes:
 
 
 def time_limit(value: bytes) -> float:
-    """Return the seconds in a header grpc-timeout. Raises RpcError if it is malformed."""
-    found = TIMEOUT.fullmatch(value)
-    if not found:
+    """Return the value of a header grpc-timeout in seconds. Raises RpcError if it is malformed."""
+    match = TIMEOUT.fullmatch(value)
+    if not match:
         raise RpcError(Code.INTERNAL, "the header grpc-timeout is malformed")
-    return int(found[1]) * SECONDS[found[2]]
+    return int(match[1]) * UNIT_SECONDS[match[2]]
 
 
 def trailers(code: Code, message: str = "") -> Headers:
-    """Return the headers that end a call. The message is percent-encoded, except visible ASCII characters."""
-    found = [("grpc-status", str(int(code)))]
+    """Return the headers that end a call. All but printable ASCII characters of the message are percent-encoded."""
+    headers = [("grpc-status", str(int(code)))]
     if message:
         raw = one_line(message).encode(errors="replace")
-        found.append(
-            (
-                "grpc-message",
-                "".join(chr(each) if 0x20 <= each <= 0x7E and each != 0x25 else f"%{each:02X}" for each in raw),
-            )
-        )
-    return found
+        encoded = "".join(chr(each) if 0x20 <= each <= 0x7E and each != 0x25 else f"%{each:02X}" for each in raw)
+        headers.append(("grpc-message", encoded))
+    return headers

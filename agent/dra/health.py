@@ -1,7 +1,7 @@
-"""Tells the kubelet how the devices are. The kubelet puts that into the status of pods that have one.
+"""Reports the devices' health to the kubelet, which puts it into the status of the pods that have a device.
 
-The kubelet forgets a device's health when no response has repeated it for some time, and everything when the stream
-ends; it then opens another stream after 5 seconds (pkg/kubelet/cm/dra of k8s.io/kubernetes).
+The kubelet forgets a device's health if no response has repeated it for TIMEOUT seconds, and that of all devices when
+the stream ends; it opens another stream 5 seconds later (pkg/kubelet/cm/dra of k8s.io/kubernetes).
 """
 
 import threading
@@ -15,9 +15,10 @@ from agent.dra.messages import DeviceHealth, HealthStatus, encode_health
 REPEAT = 10.0
 """Seconds after which the same health is sent again."""
 TIMEOUT = 60
-"""Seconds after which the kubelet considers the health unknown: no pod's status changes while agent.dra restarts."""
+"""Seconds after which the kubelet considers the health unknown. A restart of agent.dra takes less, so it changes no
+pod's status."""
 METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
-"""The same method in Kubernetes 1.37 and 1.36."""
+"""The paths of the same method in Kubernetes 1.37 and in 1.36."""
 
 STATUSES = {
     Health.HEALTHY: HealthStatus.HEALTHY,
@@ -43,11 +44,11 @@ class HealthService:
         return {method: Streaming(self._watch) for method in METHODS}
 
     def publish(self, pool: str, devices: Iterable[Device]) -> None:
-        """Send the health of all devices of a pool to those who watch, if it has changed."""
-        found = tuple(DeviceHealth(pool, each.name, STATUSES[each.health], each.health_message) for each in devices)
+        """Set the health of all devices of a pool, and send it to the kubelet if it has changed."""
+        health = tuple(DeviceHealth(pool, each.name, STATUSES[each.health], each.health_message) for each in devices)
         with self._changed:
-            if found != self._devices:
-                self._devices = found
+            if health != self._devices:
+                self._devices = health
                 self._edition += 1
                 self._changed.notify_all()
 
@@ -65,5 +66,5 @@ class HealthService:
                 if self._stopped:
                     return
                 devices, seen = self._devices, self._edition
-            # An empty response, too: it shows whether the client still listens.
+            # Sent even if it is empty, because that shows whether the client still listens.
             yield encode_health(devices or (), int(time.time()), TIMEOUT)

@@ -1,4 +1,4 @@
-"""What this node can offer at this moment: reads the documents of both halves again whenever they have changed."""
+"""Keeps the devices that this node can offer: reads the documents of both halves again when they have changed."""
 
 import logging
 import threading
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 RETRY = 60.0
-"""Seconds after which a vendor's tool that failed is run again."""
+"""Seconds after which a vendor's tool that has failed is run again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What the halves say."""
+    """The content of both halves' documents."""
 
     vendors: tuple[AllocatableVendor, ...] = ()
     states: Mapping[str, GpuStatus] | None = None
     problems: Mapping[str, str] | None = None
-    """Why a document is not read, by its path. What was read before stays in use."""
+    """Why a document cannot be used, by its path. Its earlier content stays in use."""
 
 
 class Inventory:
@@ -45,13 +45,13 @@ class Inventory:
         self._seen: dict[str, FileIdentity | None] = {}
         self._documents = Documents()
         self._facts: dict[tuple[AllocatableDevice, str], DeviceFacts] = {}
-        self._made: Mapping[str, Device] | None = None
-        """All devices; None if they have to be made again."""
+        self._devices: Mapping[str, Device] | None = None
+        """All devices by name; None if they have to be made again."""
         self._failed: dict[str, tuple[float, str]] = {}
-        """When each vendor's tool failed, by time.monotonic(), and why."""
+        """By vendor, when the tool last failed, by time.monotonic(), and why."""
         self._allowed: frozenset[str] = frozenset()
         self._edition = self._known_edition = 0
-        """How often the documents have changed, and how often they had when `refresh` last returned."""
+        """How often the documents have changed, now and when `refresh` was last called."""
 
     def refresh(self) -> bool:
         """Read the documents again, and return whether they have changed since the last call."""
@@ -61,7 +61,7 @@ class Inventory:
             return changed
 
     def allow(self, vendors: Iterable[str]) -> None:
-        """Set the vendors whose devices may be offered. At first, none may."""
+        """Set the vendors whose devices may be offered. Before the first call, there are none."""
         with self._lock:
             self._allowed = frozenset(vendors)
 
@@ -72,28 +72,28 @@ class Inventory:
             return {name: each for name, each in self._all().items() if each.vendor in self._allowed}
 
     def all_devices(self) -> Mapping[str, Device]:
-        """Return all devices by name, also those that are not offered: pods may have them."""
+        """Return all devices by name, even those that are not offered, because pods may still have them."""
         with self._lock:
             return self._all()
 
     @property
     def vendors(self) -> tuple[AllocatableVendor, ...]:
-        """The vendors with what is allocatable of each."""
+        """The vendors, with the allocatable devices of each."""
         return self._documents.vendors
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Sentences on documents that are not read, and on tools that fail."""
+        """Sentences on documents that cannot be used, and on tools that fail."""
         return (*(self._documents.problems or {}).values(), *(why for _, why in self._failed.values()))
 
     def read_facts(self) -> None:
-        """Ask the vendors' tools for what is not known yet: at most FACTS_LIMIT for each vendor, and rarely at all."""
+        """Run the vendors' tools if facts on a device are not known yet. A tool may take FACTS_LIMIT seconds."""
         with self._lock:
             vendors = self._documents.vendors
         for each in vendors:
             known = [self._facts.get((device, each.driver_version)) for device in each.devices]
             retry = time.monotonic() - self._failed.get(each.vendor, (0.0, ""))[0] >= RETRY
-            # A new device never waits for the next attempt at another one.
+            # A new device is read at once. Only devices whose facts are incomplete wait for RETRY.
             if None in known or (retry and not all(facts.complete for facts in known if facts)):
                 self._ask(each)
 
@@ -109,28 +109,28 @@ class Inventory:
             for device in each.devices:
                 key = (device, each.driver_version)
                 before, new = self._facts.get(key), found.get(device, DeviceFacts(complete=vendor is None))
-                # What an earlier attempt found stays.
+                # Facts from an earlier attempt stay if this one found less.
                 self._facts[key] = new if new.complete or before is None else before
             missing = [device for device in each.devices if not self._facts[device, each.driver_version].complete]
             self._forget()
-            self._made = None
+            self._devices = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
-            self._note_failure(each.vendor, f"attributes of {names} are not known, and left out{why}")
+            self._note_failure(each.vendor, f"attributes of {names} are not known, so they are left out{why}")
         else:
             self._failed.pop(each.vendor, None)
 
     def _note_failure(self, vendor: str, problem: str) -> None:
-        """Note when a vendor's tool failed. Log why, unless it failed so before."""
+        """Note when a vendor's tool failed. Log why, unless the previous failure had the same cause."""
         why = f"{vendor}: {problem}"
         if self._failed.get(vendor, (0.0, ""))[1] != why:
             log.warning("%s", why)
         self._failed[vendor] = (time.monotonic(), why)
 
     def _all(self) -> Mapping[str, Device]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        if self._devices is None:
+            self._devices = self._make()
+        return self._devices
 
     def _make(self) -> dict[str, Device]:
         documents = self._documents
@@ -159,11 +159,11 @@ class Inventory:
             log.error("%s", why)
         self._documents = documents
         self._edition += 1
-        self._made = None
+        self._devices = None
         self._forget()
 
     def _forget(self) -> None:
-        """Forget what is no longer allocatable: another GPU may be in the same slot the next time."""
+        """Forget facts on devices that are no longer allocatable: the slot may have another GPU later."""
         known = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
         self._facts = {key: facts for key, facts in self._facts.items() if key in known}
 
@@ -175,7 +175,7 @@ class Inventory:
 
 
 def _read(system: System, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
-    """Return the parsed document; None if it does not exist. What goes wrong is added to `problems`."""
+    """Return the parsed document; None if it does not exist or cannot be used, which is added to `problems`."""
     try:
         return parse(system.read(path, limit))
     except FileNotFoundError:

@@ -26,7 +26,7 @@ NOT_SUPPORTED = {
     "username": "a password",
     "as": "impersonation",
 }
-"""Keys of a user that the agent does not follow, with what they mean."""
+"""Keys of a user that the agent does not support, with their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Kubeconfig:
-    """The current context: where the API server is, and as whom to use it."""
+    """The kubeconfig's current context: the address of the API server, and the credentials."""
 
     host: str
     port: int
     prefix: str
-    """What precedes every path, such as that of a proxy; usually empty."""
+    """Path in the server's address, which precedes the path of every request; usually empty."""
     server_name: str
     """The name that the server's certificate must have."""
     ca: Material
@@ -61,7 +61,7 @@ class Kubeconfig:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Return the files that the kubeconfig names. Whoever renews credentials replaces them."""
+        """Return the files that the kubeconfig names. They are replaced when credentials are renewed."""
         return tuple(each.path for each in (self.ca, self.certificate, self.key, self.token) if each.path)
 
 
@@ -75,7 +75,10 @@ def read_kubeconfig(system: System, path: str) -> Kubeconfig:
 
 
 def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
-    """Return the current context of a kubeconfig in JSON, in which paths may be relative to it. Raises AgentError."""
+    """Return the current context of a kubeconfig in JSON. `where` is its path, to which the paths in it are relative.
+
+    Raises AgentError.
+    """
     document = parse_object(where, data)
     context = _named(where, document, "context", _text(where, document, "current-context"))
     cluster = _named(where, document, "cluster", _text(where, context, "cluster"))
@@ -120,7 +123,7 @@ def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
 
 
 def _named(where: str, document: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
-    """Return the entry of that name in a list such as `clusters`."""
+    """Return the entry with this name in a list such as `clusters`. Raises DocumentError."""
     listed = document.get(f"{kind}s")
     for each in listed if isinstance(listed, list) else ():
         if isinstance(each, dict) and each.get("name") == name and isinstance(found := each.get(kind), dict):
@@ -136,17 +139,17 @@ def _text(where: str, document: dict[str, Any], key: str) -> str:
 
 
 def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Material:
-    """Return what is at `key`. Inline data, at `KEY-data`, takes precedence over the file."""
+    """Return the certificate or key at `key`. Inline data, at `KEY-data`, takes precedence over the file."""
     try:
         data = base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
     except (binascii.Error, ValueError) as error:
-        # Without the cause: its text could have a part of a key.
+        # The message leaves out the cause, which could quote a part of a key.
         raise DocumentError(f"{where}: key {key}-data is not base64") from error
     path = _text(where, entry, key)
     return Material(data=data) if data else Material(posixpath.join(directory, path) if path else "")
 
 
 def _token(where: str, user: dict[str, Any], directory: str) -> Material:
-    """Return the token. Here, the file takes precedence, because its token is renewed."""
+    """Return the token. Here the file takes precedence over inline data, because the token in it is renewed."""
     path = _text(where, user, "tokenFile")
     return Material(posixpath.join(directory, path)) if path else Material(data=_text(where, user, "token").encode())

@@ -1,8 +1,8 @@
-"""Reads the kubelet's own record of claims: what its pods have, and what it has not given back yet.
+"""Reads the kubelet's own record of claims: those of its pods, and those that it has not unprepared yet.
 
-The format is the kubelet's own (pkg/kubelet/cm/dra/state of k8s.io/kubernetes, checkpoint.dra.kubelet.k8s.io/v1). So it
-only serves where nothing else can tell. The kubelet writes the record before it prepares a claim, and after it has
-given the claim back.
+The format is internal to the kubelet (pkg/kubelet/cm/dra/state of k8s.io/kubernetes,
+checkpoint.dra.kubelet.k8s.io/v1), so the record is used only where nothing else has the answer. The kubelet writes it
+before it prepares a claim, and after it has unprepared the claim.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,16 @@ from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 
 RECORD_NAME = "dra_manager_state"
-"""In the kubelet's root directory (draManagerStateFileName of pkg/kubelet/cm/dra/manager.go)."""
+"""Name of the file in the kubelet's root directory (draManagerStateFileName of pkg/kubelet/cm/dra/manager.go)."""
 SIZE_LIMIT = 8 << 20
 """Bytes of the largest record that is read."""
 
 
 def read_record(system: System, kubelet: str) -> bytes:
-    """Return the record's content; empty without one: then the kubelet knows no claim. Raises OSError."""
+    """Return the record's content; empty if there is none, because the kubelet then has no claim. Raises OSError.
+
+    `kubelet` is the kubelet's root directory.
+    """
     try:
         return system.read(f"{kubelet}/{RECORD_NAME}", SIZE_LIMIT)
     except FileNotFoundError:
@@ -28,17 +31,17 @@ def read_record(system: System, kubelet: str) -> bytes:
 
 
 def mentions(record: bytes, claim: ClaimReference) -> bool:
-    """Return whether the kubelet knows a claim, whatever the record's format: uids are unique."""
+    """Return whether the kubelet's record has a claim. This works with any format, because uids are unique."""
     return claim.uid.encode() in record
 
 
 def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-    """Return the claims with devices of this driver that were prepared. Raises DocumentError."""
+    """Return the prepared claims that have devices of this driver. Raises DocumentError."""
     return dict(_claims(record)) if record else {}
 
 
 def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
-    # The record is a JSON object with a string that is JSON.
+    # The record is a JSON object, and its key Data is a string that is itself JSON.
     where = RECORD_NAME
     data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
     for item in data.get("ClaimInfoStateList") or ():

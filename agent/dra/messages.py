@@ -1,8 +1,8 @@
 """The messages of the kubelet's APIs for drivers of Dynamic Resource Allocation. Pure.
 
 Sources, each in k8s.io/kubelet/pkg/apis: pluginregistration/v1/api.proto, dra/v1/api.proto, and
-dra-health/v1alpha1/api.proto. dra-health/v1 of Kubernetes 1.37 has the same messages. The numbers in the functions are
-those of the fields there.
+dra-health/v1alpha1/api.proto. dra-health/v1 of Kubernetes 1.37 has the same messages. The numbers in the functions
+below are the field numbers of these files.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,11 +16,11 @@ from agent.dra.protobuf import text as text_of
 from agent.model.errors import DocumentError
 
 CLAIMS_LIMIT = 1024
-"""Claims in one request, which has the claims of one pod."""
+"""Most claims that one request may have. A request has the claims of one pod."""
 ERROR_LIMIT = 2000
-"""Characters of an error, which the kubelet puts into an event of the pod."""
+"""Characters of an error that are sent. The kubelet puts the error into an event of the pod."""
 HEALTH_MESSAGE_LIMIT = 1024
-"""Bytes of a health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
+"""Bytes of the longest health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
 
 
 class HealthStatus(IntEnum):
@@ -45,7 +45,7 @@ class ClaimReference:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """A device that the kubelet gives to the containers that name one of the requests."""
+    """A device that the kubelet gives to those containers that refer to one of `requests`."""
 
     requests: tuple[str, ...]
     """Names of requests in the claim."""
@@ -56,7 +56,9 @@ class PreparedDevice:
     share: str = ""
     """The share's uid, if the device can be allocated several times; empty otherwise."""
     admin: bool = False
-    """Whether the claim only looks after the device, which others may have at the same time. Not sent."""
+    """Whether the claim has adminAccess: it only monitors the device, which other claims may have at the same time.
+
+    Not sent to the kubelet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,12 @@ class DeviceHealth:
     device: str
     health: HealthStatus
     message: str = ""
-    """Why the device is not healthy, for people: the kubelet puts it into the pod's status."""
+    """Why the device is not healthy. The kubelet puts this text into the pod's status."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationStatus:
-    """What the kubelet says about a registration."""
+    """What the kubelet reports about a registration."""
 
     registered: bool
     error: str = ""
@@ -114,7 +116,7 @@ def _claim(data: bytes) -> ClaimReference:
 
 
 def encode_prepared(results: Mapping[str, tuple[PreparedDevice, ...] | str]) -> bytes:
-    """Return a NodePrepareResourcesResponse: by uid, the devices of each claim, or why it was not prepared."""
+    """Return a NodePrepareResourcesResponse. `results` has each claim's devices, or why it was not prepared, by uid."""
     return b"".join(encode_entry(1, uid, _prepared(result)) for uid, result in results.items())
 
 
@@ -135,14 +137,14 @@ def _device(device: PreparedDevice) -> bytes:
 
 
 def encode_unprepared(results: Mapping[str, str]) -> bytes:
-    """Return a NodeUnprepareResourcesResponse: by uid, why a claim is still prepared; empty for success."""
+    """Return a NodeUnprepareResourcesResponse. `results` has, by the claim's uid, why it failed; empty for success."""
     return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
 
 
 def encode_health(devices: Iterable[DeviceHealth], now: int, timeout: int) -> bytes:
-    """Return a NodeWatchResourcesResponse with the health of all devices, seen at `now` (seconds since the epoch).
+    """Return a NodeWatchResourcesResponse with the health of all devices at `now` (seconds since the epoch).
 
-    Without a newer response, the kubelet considers the devices' health unknown after `timeout` seconds.
+    If no newer response follows within `timeout` seconds, the kubelet considers the health unknown.
     """
     return b"".join(encode_message(1, _health(each, now, timeout)) for each in devices)
 
@@ -158,7 +160,7 @@ def _health(device: DeviceHealth, now: int, timeout: int) -> bytes:
 
 
 def shortened(message: str) -> str:
-    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message. The kubelet would cut it within a character."""
+    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message. The kubelet might cut it in the middle of a character."""
     raw = message.encode(errors="replace")
     if len(raw) <= HEALTH_MESSAGE_LIMIT:
         return message

@@ -1,4 +1,4 @@
-"""One pass: looks at the node and at what is allocatable, publishes what may be offered, and says what is."""
+"""Makes one pass: reads the Node object and what is allocatable, publishes what may be offered, returns what is."""
 
 import urllib.parse
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ApiError, NotFoundError
 from agent.dra.devices import Device
-from agent.dra.guard import in_words, plugin_resources
+from agent.dra.guard import blocked_message, plugin_resources
 from agent.dra.inventory import Inventory
 from agent.dra.publisher import Published, Publisher
 from agent.dra.slices import Node
@@ -19,21 +19,22 @@ from agent.model.reasons import Reason
 
 NO_TAINTS = (
     "the API server keeps no taints of devices (feature gate DRADeviceTaints, on since Kubernetes 1.36), so these are "
-    "not offered at all until they are well"
+    "not offered at all until they are healthy"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is offered after a pass, and why it is not what it should be."""
+    """What is offered after a pass, and why the pass failed, if it did."""
 
     offers: tuple[VendorOffer, ...] = ()
     published: Published = field(default_factory=Published)
     error: AgentError | None = None
-    """Why the pass failed. The offers are then those of the pass before."""
+    """Why the pass failed; the offers are then those of the pass before. None if it did not."""
 
     @property
     def reason(self) -> str:
+        """The reason for a condition; empty if the pass did not fail."""
         match self.error:
             case None:
                 return ""
@@ -60,7 +61,7 @@ class Offer:
             self._inventory.read_facts()
             node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
             blocked = _blocked(node)
-            # Before anything is published: claims are answered meanwhile.
+            # Set before anything is published, because claims are prepared in the meantime.
             self._inventory.allow({each.name for each in DRA_VENDORS} - blocked.keys())
             devices = self._inventory.devices()
             published = self._publisher.publish(_node(self._node, node), tuple(devices.values()))
@@ -98,13 +99,15 @@ class Offer:
 
 
 def _blocked(node: Mapping[str, Any]) -> dict[str, str]:
-    """Return the vendors of which nothing may be offered, each with the reason."""
-    found = {each.name: plugin_resources(node, each.resource_prefix, each.harmless_resources) for each in DRA_VENDORS}
-    return {name: in_words(resources) for name, resources in found.items() if resources}
+    """Return the vendors whose GPUs must not be offered, each with the reason."""
+    by_vendor = {
+        each.name: plugin_resources(node, each.resource_prefix, each.harmless_resources) for each in DRA_VENDORS
+    }
+    return {name: blocked_message(resources) for name, resources in by_vendor.items() if resources}
 
 
-def _node(name: str, found: Mapping[str, Any]) -> Node:
-    metadata = found.get("metadata")
+def _node(name: str, document: Mapping[str, Any]) -> Node:
+    metadata = document.get("metadata")
     uid = metadata.get("uid") if isinstance(metadata, dict) else None
     if not isinstance(uid, str) or not uid:
         raise ApiError(f"GET /api/v1/nodes/{name}", "the Node object has no uid")

@@ -1,4 +1,4 @@
-"""The driver as the kubelet sees it: two sockets, one to register and one to prepare claims and watch health."""
+"""Serves the driver to the kubelet on two sockets: one for registration, one for claims and the devices' health."""
 
 import logging
 from typing import Protocol
@@ -25,25 +25,25 @@ SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
 
 class Claims(Protocol):
-    """Prepares claims. Both methods may be called again for the same claim, also by several threads."""
+    """Prepares claims. Both methods may be called several times for the same claim, and by several threads."""
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
-        """Return the devices of a claim, which from now on belong to it. Raises AgentError."""
+        """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
 
     def unprepare(self, claim: ClaimReference) -> None:
-        """Take back the devices of a claim, if it has any. Raises AgentError."""
+        """Take back the devices of a claim, if it has any. Raises AgentError or OSError."""
 
 
 class DriverPlugin:
-    """The driver's two servers. `keep` has to be called now and then."""
+    """The driver's two servers. `keep_serving` must be called regularly."""
 
     def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet: str = KUBELET) -> None:
-        """Serve. `kubelet` is the kubelet's root directory. Raises AgentError."""
+        """Start serving. `kubelet` is the kubelet's root directory. Raises AgentError."""
         endpoint = f"{kubelet}/plugins/{driver}/dra.sock"
         self._claims, self._health = claims, health
         self._registration = Registration(driver, endpoint)
-        # The order matters: as soon as the kubelet has registered the driver, it connects to the endpoint.
-        self._places = (
+        # The endpoint comes first: the kubelet connects to it as soon as it has registered the driver.
+        self._sockets = (
             (endpoint, self._services | health.services),
             (f"{kubelet}/plugins_registry/{driver}-reg.sock", self._registration.services),
         )
@@ -61,15 +61,15 @@ class DriverPlugin:
         connected = bool(self._servers) and self._servers[0].clients > 0
         return RegistrationStatus(status.registered and connected, status.error)
 
-    def keep(self) -> None:
-        """Serve again if a socket was removed, as by `kubeadm reset`, or a server has failed.
+    def keep_serving(self) -> None:
+        """Start both servers again if a socket was removed, as by `kubeadm reset`, or a server has failed.
 
-        Raises AgentError. Then the process has to start again: if a directory of the kubelet was removed, the unit's
-        sandbox still has the old one, and the new one is read-only in it.
+        Raises AgentError. The process must then be restarted: if a directory of the kubelet was removed, the unit's
+        sandbox still has the old directory, and cannot write to the new one.
         """
-        if len(self._servers) == len(self._places) and all(server.healthy for server in self._servers):
+        if len(self._servers) == len(self._sockets) and all(server.healthy for server in self._servers):
             return
-        log.warning("the driver's sockets are gone or not served: they are made again")
+        log.warning("the driver's sockets are gone or not served: serving them again")
         self._close()
         self._start()
 
@@ -79,11 +79,12 @@ class DriverPlugin:
         self._close()
 
     def _start(self) -> None:
-        for path, services in self._places:
+        for path, services in self._sockets:
             self._servers.append(serve(path, services))
 
     def _close(self) -> None:
-        # The registration goes first, so that the kubelet does not connect to an endpoint that is going.
+        # The last one, for registration, is stopped first, so that the kubelet does not connect to an endpoint that is
+        # about to stop.
         while self._servers:
             self._servers.pop().stop()
 

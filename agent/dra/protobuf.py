@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers, as far as the kubelet's APIs need it. Pure.
+"""Encodes and decodes protocol buffers, as far as the kubelet's APIs need them. Pure.
 
 Source: protobuf.dev/programming-guides/encoding. A message is a sequence of fields. Each has a tag (the field's number
 and its wire type, as one varint) and a value.
@@ -12,8 +12,9 @@ from agent.model.errors import DocumentError
 VARINT_LIMIT = 10
 """Bytes of the longest varint: 64 bits, 7 in each byte."""
 LARGEST = (1 << 64) - 1
+"""The largest integer."""
 NUMBER_LIMIT = (1 << 29) - 1
-"""The largest number of a field."""
+"""The largest field number."""
 UTF8 = "utf-8"
 
 Value = int | bytes
@@ -21,7 +22,7 @@ Value = int | bytes
 
 
 class WireType(IntEnum):
-    """The types of values. Types 3 and 4, groups, are in no message of proto3."""
+    """The types of values. Types 3 and 4, groups, do not exist in proto3."""
 
     VARINT = 0
     I64 = 1
@@ -30,32 +31,32 @@ class WireType(IntEnum):
 
 
 FIXED = {WireType.I64: 8, WireType.I32: 4}
-"""Bytes of a value."""
+"""Bytes of a value of fixed length."""
 
 
 def decode(data: bytes) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of each field. Raises DocumentError if the data is no message."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
+    """Yield the number and value of each field. Raises DocumentError if the data is not a message."""
+    offset = 0
+    while offset < len(data):
+        tag, offset = _decode_varint(data, offset)
         number, kind = tag >> 3, tag & 7
         if not 1 <= number <= NUMBER_LIMIT:
             raise DocumentError(f"field number {number} is not valid")
         if kind == WireType.VARINT:
-            value, at = _varint(data, at)
+            value, offset = _decode_varint(data, offset)
             yield number, value
             continue
         if kind == WireType.LEN:
-            size, at = _varint(data, at)
+            size, offset = _decode_varint(data, offset)
         elif kind in FIXED:
             size = FIXED[WireType(kind)]
         else:
             raise DocumentError(f"field {number} has wire type {kind}, which is not supported")
-        if size > len(data) - at:
-            raise DocumentError(f"field {number} ends after the message")
-        raw = data[at : at + size]
+        if size > len(data) - offset:
+            raise DocumentError(f"field {number} is longer than the rest of the message")
+        raw = data[offset : offset + size]
         yield number, raw if kind == WireType.LEN else int.from_bytes(raw, "little")
-        at += size
+        offset += size
 
 
 def message(number: int, value: Value) -> bytes:
@@ -82,7 +83,7 @@ def flag(number: int, value: Value) -> bool:
 
 def encode_message(number: int, content: bytes) -> bytes:
     """Return a field that is a message. Unlike a string, it is written even if it is empty."""
-    return _encoded(number << 3 | WireType.LEN) + _encoded(len(content)) + content
+    return _encode_varint(number << 3 | WireType.LEN) + _encode_varint(len(content)) + content
 
 
 def encode_text(number: int, value: str) -> bytes:
@@ -97,31 +98,31 @@ def encode_texts(number: int, values: tuple[str, ...]) -> bytes:
 
 def encode_integer(number: int, value: int) -> bytes:
     """Return a field that is an int64 or an enum; nothing if it is 0, which is the default."""
-    return _encoded(number << 3 | WireType.VARINT) + _encoded(value & LARGEST) if value else b""
+    return _encode_varint(number << 3 | WireType.VARINT) + _encode_varint(value & LARGEST) if value else b""
 
 
 def encode_entry(number: int, key: str, content: bytes) -> bytes:
-    """Return an entry of a map from strings to messages: a message with the key as field 1 and the value as field 2."""
+    """Return a field that is an entry of a map from strings to messages: field 1 is the key, field 2 the value."""
     return encode_message(number, encode_text(1, key) + encode_message(2, content))
 
 
-def _encoded(value: int) -> bytes:
-    """Return a varint: 7 bits a byte, lowest first; the highest bit of a byte says that another byte follows."""
-    found = bytearray()
+def _encode_varint(value: int) -> bytes:
+    """Return a varint: 7 bits per byte, lowest first. The highest bit of a byte says whether another byte follows."""
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at a place, and the place after it. Raises DocumentError."""
+def _decode_varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the varint at an offset, and the offset after it. Raises DocumentError."""
     value = 0
-    for index, byte in enumerate(data[at : at + VARINT_LIMIT]):
+    for index, byte in enumerate(data[offset : offset + VARINT_LIMIT]):
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             if value > LARGEST:
                 raise DocumentError("an integer has more than 64 bits")
-            return value, at + index + 1
+            return value, offset + index + 1
     raise DocumentError("an integer does not end")

@@ -1,4 +1,4 @@
-"""Keeps the node's ResourceSlices at the API server as they should be, pool generation by generation."""
+"""Publishes the node's ResourceSlices. Each change gives the node's pool of devices a new generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,18 +24,19 @@ from agent.model.paths import DRA_DRIVER
 SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
 """A node may list only slices with its own name in the selector (authorizeResourceSlice of node_authorizer.go)."""
 ATTEMPTS = 3
+"""How often to try to publish if others write the slices at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the API server has now."""
+    """What the API server has after a pass."""
 
     generation: int = 0
     """The pool's generation; 0 without slices."""
     devices: tuple[str, ...] = ()
     tainted: tuple[str, ...] = ()
     withheld: tuple[str, ...] = ()
-    """Devices that should have a taint and are not offered, because the API server does not keep taints."""
+    """Devices that are not offered: they need a taint, and the API server does not keep taints."""
     written: bool = False
     """Whether anything had to be written."""
 
@@ -50,15 +51,15 @@ class Publisher:
         self._newest = 0
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Make the slices those of the devices. Raises ApiError: ConflictError if somebody else keeps writing them."""
-        published = self._tried_again(node, devices)
+        """Make the slices offer these devices. Raises ApiError; ConflictError if somebody else keeps writing them."""
+        published = self._publish_with_retries(node, devices)
         if self._keeps_taints or not published.written:
             return published
-        # It has just turned out that the server drops taints: without them, claims would get failed GPUs.
-        return self._tried_again(node, devices)
+        # The answers show that the server drops taints, so claims would get failed GPUs. Withhold these GPUs.
+        return self._publish_with_retries(node, devices)
 
-    def _tried_again(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Publish. A wipe, or anybody else who writes at the same moment, is a reason to look again."""
+    def _publish_with_retries(self, node: Node, devices: Sequence[Device]) -> Published:
+        """Publish, and try again if others change or delete the slices at the same time."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._publish(node, devices)
@@ -67,10 +68,10 @@ class Publisher:
         return self._publish(node, devices)
 
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        kept = self._keeps_taints
-        offered = [each for each in devices if kept or not each.taints]
+        offered = [each for each in devices if self._keeps_taints or not each.taints]
         existing = own_slices(self._client.get(COLLECTION, fieldSelector=SELECTOR.format(node.name)), node.name)
-        # After a wipe the server has none, but caches may still have slices of the last one.
+        # If all slices were deleted, consumers may still have those of the last generation in their caches, so the next
+        # generation is counted from that one.
         newest = max(self._newest, *map(generation, existing)) if existing else self._newest
         wanted = make_slices(node, offered, newest)
         current = is_current(wanted, existing, self._stored)
@@ -103,7 +104,7 @@ class Publisher:
             self._keeps_taints = False
 
     def _delete(self, write: Write) -> None:
-        """Remove a slice, unless it is gone or has changed meanwhile."""
+        """Delete a slice. One that no longer exists is no error. Raises ConflictError if it has changed meanwhile."""
         before = write.before or {"metadata": {}}
         conditions = {key: before["metadata"].get(key) for key in ("uid", "resourceVersion")}
         options = {"apiVersion": "meta.k8s.io/v1", "kind": "DeleteOptions", "preconditions": conditions}

@@ -1,8 +1,8 @@
-"""Registers the driver with the kubelet: the kubelet finds a socket, asks who is there, and says whether it accepts.
+"""Registers the driver with the kubelet, which finds a socket, calls it, and reports whether it accepts the driver.
 
 The kubelet watches a directory for sockets (pkg/kubelet/pluginmanager of k8s.io/kubernetes), and calls GetInfo within a
-second after it sees one. It tries again by itself, with growing pauses, as long as the socket is there. When the socket
-goes, the driver is no longer registered.
+second after it sees one. If that fails, it tries again, with growing pauses, as long as the socket exists. When the
+socket is removed, the kubelet forgets the driver.
 """
 
 import logging
@@ -18,13 +18,14 @@ log = logging.getLogger(__name__)
 PLUGIN_TYPE = "DRAPlugin"
 """The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
 SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""What is served, as the kubelet calls it (dra_plugin_manager.go of pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses
-v1alpha1 of the health service without looking here; from 1.37 on, the kubelet uses only what is listed."""
+"""The served gRPC services, under the names that the kubelet expects (dra_plugin_manager.go of
+pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses v1alpha1 of the health service even if it is not listed; from 1.37 on,
+the kubelet uses only listed services."""
 SERVICE = "/pluginregistration.Registration"
 
 
 class Registration:
-    """The registration service, and what the kubelet last said."""
+    """The registration service, and the status that the kubelet last reported."""
 
     def __init__(self, driver: str, endpoint: str) -> None:
         """`endpoint` is the path of the socket that serves the driver."""
@@ -42,7 +43,7 @@ class Registration:
 
     @property
     def status(self) -> RegistrationStatus:
-        """What the kubelet last said; not registered, without an error, if it has not said anything yet."""
+        """The status that the kubelet last reported. Before its first report: not registered, and no error."""
         with self._lock:
             return self._status
 

@@ -1,6 +1,7 @@
-"""The service: joins the node's slices, the kubelet's claims, and the devices' health.
+"""The service: publishes the node's slices, prepares the kubelet's claims, and reports the devices' health.
 
-One thread makes passes, woken by changes of the documents and of what the API server has. Others serve the kubelet.
+One thread makes passes: when the documents of either half, or the objects at the API server, have changed. Other
+threads serve the kubelet.
 """
 
 import contextlib
@@ -36,25 +37,27 @@ from agent.system.kubelet_identity import Identity, find_identity
 log = logging.getLogger(__name__)
 
 POLL = 0.2
-"""Seconds between looks at the documents: two files in memory."""
+"""Seconds between checks whether the documents have changed. They are two files in memory, so a check is cheap."""
 GAP = 0.1
-"""Seconds between passes at least, however often the API server says that something has changed."""
+"""Minimum seconds between passes, however many changes the API server reports."""
 RESYNC = 60.0
 """Seconds after which a pass is made although nothing has changed."""
 IDENTITY_CHECK = 30.0
-"""Seconds between looks for a kubelet with another name or kubeconfig."""
+"""Seconds between checks whether the kubelet has another name or kubeconfig."""
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
 REPORTER = "unbounded-agent-gpu.service"
-"""The unit that reports the status to the host. Otherwise it runs only once a minute."""
+"""The unit that reports the status to the host. It is started when the status changes; otherwise it runs once a
+minute."""
 NO_KUBELET_PAUSE = 1.0
+"""Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
-"""Seconds after a failed pass. The time doubles with each further one."""
+"""Seconds to wait after a failed pass. The time doubles with each further failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What serves one kubelet."""
+    """The objects that serve one kubelet."""
 
     identity: Identity
     offer: Offer
@@ -80,12 +83,12 @@ class Service:
         """When the status was last written, by time.monotonic()."""
 
     def stop(self) -> None:
-        """Let `run` return soon. A signal handler may call this."""
-        # Nothing else: an Event that a signal handler sets while the same thread waits for it can lock up.
+        """Make `run` return soon. A signal handler may call this."""
+        # Only a flag: if a signal handler sets an Event while the same thread waits for it, that thread can deadlock.
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`, or until the kubelet's identity is another one. Raises AgentError or OSError."""
+        """Serve until `stop`, or until the kubelet's identity has changed. Raises AgentError or OSError."""
         identity = self._wait_for_kubelet()
         if identity is None:
             return
@@ -129,7 +132,7 @@ class Service:
     def _pass_until_stopped(self, parts: Parts) -> None:
         due, retry, checked, evicted = 0.0, FIRST_RETRY, time.monotonic(), 0.0
         while not self._stopping:
-            parts.checkpoint.keep()
+            parts.checkpoint.sync()
             changed, now = parts.inventory.refresh(), time.monotonic()
             if changed:
                 parts.publish_health()
@@ -142,34 +145,34 @@ class Service:
                 parts.publish_health()
                 time.sleep(GAP)
             if changed or now - evicted >= EVICTION_INTERVAL:
-                # After the taints are published: a new pod would get the GPU at once.
+                # Only after the taints are published: otherwise a new pod would get the GPU at once.
                 evicted = now
                 parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
-            self._keep(parts)
+            self._keep_serving(parts)
             if now - checked >= IDENTITY_CHECK:
                 checked = now
-                if self._is_another(parts.identity):
+                if self._identity_changed(parts.identity):
                     return
             self._wake.wait(POLL)
 
-    def _keep(self, parts: Parts) -> None:
-        """Serve the kubelet again if something ended that, and report what is offered."""
+    def _keep_serving(self, parts: Parts) -> None:
+        """Create the kubelet's sockets again if they are gone, and report what is offered."""
         plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
-        found = [(result.reason, str(result.error))] if result.error else []
+        problems = [(result.reason, str(result.error))] if result.error else []
         try:
-            plugin.keep()
+            plugin.keep_serving()
         except AgentError as error:
-            found.append((Reason.FAILED, str(error)))
+            problems.append((Reason.FAILED, str(error)))
         registration = plugin.registration
         if registration.error:
             why = f"the kubelet does not register the driver, and will try again: {registration.error}"
-            found.append((Reason.NOT_REGISTERED, why))
-        reason = found[0][0] if found else ""
-        message = "; ".join((*(text for _, text in found), *parts.inventory.problems))
+            problems.append((Reason.NOT_REGISTERED, why))
+        reason = problems[0][0] if problems else ""
+        message = "; ".join((*(text for _, text in problems), *parts.inventory.problems))
         self._report(DraStatus(0.0, node, registration.registered, result.offers, reason, message))
 
-    def _is_another(self, identity: Identity) -> bool:
-        """Return whether the kubelet now has another name, kubeconfig or directory. A stopped one has not."""
+    def _identity_changed(self, identity: Identity) -> bool:
+        """Return whether the kubelet now has another name, kubeconfig or directory; False while no kubelet runs."""
         found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
         if isinstance(found, Condition) or found == identity:
             return False
@@ -177,7 +180,7 @@ class Service:
         return True
 
     def _report(self, status: DraStatus) -> None:
-        """Write the status if it is another one, or old."""
+        """Write the status if it has changed, or if the written one is RENEWED_AFTER seconds old."""
         now = time.monotonic()
         if status == replace(self._status, at=0.0) and now - self._written < RENEWED_AFTER:
             return
@@ -187,16 +190,16 @@ class Service:
             log.error("cannot write %s: %s", DRA_STATUS, error.strerror)
             return
         before, self._status, self._written = self._status, status, now
-        # Before the kubelet runs, the unit has its turn at boot, and the kubelet's start would wait for another one.
-        if status.node and _in_short(status) != _in_short(before):
+        # Not before the kubelet runs: the unit runs at boot anyway, and the kubelet's start would wait for another run.
+        if status.node and _advertised_part(status) != _advertised_part(before):
             try:
                 self._system.run("systemctl", "--no-block", "start", REPORTER)
             except AgentError as error:
-                log.warning("the host hears of this by the next regular run of %s: %s", REPORTER, error)
+                log.warning("the host learns of this only by the next regular run of %s: %s", REPORTER, error)
 
 
-def _in_short(status: DraStatus) -> object:
-    """Return the part of a status that decides about GPUsAdvertised."""
+def _advertised_part(status: DraStatus) -> object:
+    """Return the part of a status on which GPUsAdvertised depends."""
     return status.registered, status.reason, status.offers
 
 
@@ -205,7 +208,7 @@ def _longer(retry: float) -> float:
 
 
 def _log_change(before: DraStatus, result: Result) -> None:
-    """Log what is offered if something was written, and a failure once. Conflicts are solved by the next pass."""
+    """Log what is offered if something was written, and each failure once. Conflicts are not logged: a pass follows."""
     if result.error and not isinstance(result.error, ConflictError | NotFoundError):
         if str(result.error) not in before.message:
             log.error("%s", result.error)

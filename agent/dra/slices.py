@@ -1,4 +1,4 @@
-"""Makes ResourceSlice objects of devices, and compares them with what the API server has. Pure.
+"""Makes ResourceSlice objects from devices, and compares them with those at the API server. Pure.
 
 The limits are from pkg/apis/resource/validation and staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
 """
@@ -16,15 +16,15 @@ from agent.vendors.dra_vendor import Attribute, Version
 API = "resource.k8s.io/v1"
 COLLECTION = f"/apis/{API}/resourceslices"
 DEVICES = 128
-"""Devices in one slice (ResourceSliceMaxDevices)."""
+"""Most devices in one slice (ResourceSliceMaxDevices)."""
 DEVICES_WITH_TAINTS = 64
-"""Devices in one slice if one of them has a taint (ResourceSliceMaxDevicesWithAdvancedFeatures)."""
+"""Most devices in one slice if any of them has a taint (ResourceSliceMaxDevicesWithAdvancedFeatures)."""
 TEXT_LIMIT = 64
-"""Bytes of an attribute's string or version (DeviceAttributeMaxValueLength)."""
+"""Bytes of an attribute's longest string or version (DeviceAttributeMaxValueLength)."""
 NODE_SHOWN = 180
 """Characters of the node's name in a slice's name, which has up to 253."""
 SMALLEST_PART = 1 << 20
-"""Bytes of a shared device's capacity that a claim gets at least."""
+"""Bytes of a shared device's capacity that a claim must get at least."""
 BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 """Suffixes of quantities (pkg/api/resource of apimachinery)."""
 
@@ -41,7 +41,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One request: POST without `before`, DELETE without `content`, else PUT."""
+    """One request: a POST without `before`, a DELETE without `content`, otherwise a PUT."""
 
     name: str
     content: Object | None
@@ -49,7 +49,7 @@ class Write:
 
 
 def slice_name(node: str, index: int) -> str:
-    """Return the name of a slice. It is fixed, so that a creation whose answer was lost is not done twice."""
+    """Return the name of a slice. It is fixed, so that a creation whose answer was lost cannot be repeated."""
     if len(node) > NODE_SHOWN:
         node = f"{node[:NODE_SHOWN].rstrip('-.')}-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"
@@ -92,12 +92,13 @@ def own_slices(listed: Object, node: str) -> list[Object]:
 
 
 def content(item: Object) -> Object:
-    """Return what the driver decides about in a slice, without the pool's generation."""
+    """Return the part of a slice that the driver sets, except the pool's generation."""
     spec = {**item["spec"], "pool": {**item["spec"].get("pool", {}), "generation": 0}}
     return {"owner": item["metadata"].get("ownerReferences"), "spec": spec}
 
 
 def generation(item: Object) -> int:
+    """Return the generation of the slice's pool; 0 without one."""
     found = item["spec"].get("pool", {}).get("generation")
     return found if isinstance(found, int) else 0
 
@@ -105,10 +106,10 @@ def generation(item: Object) -> int:
 def is_current(
     wanted: Sequence[Object], existing: Sequence[Object], stored: Mapping[str, tuple[Object, Object]]
 ) -> bool:
-    """Return whether the server has what is wanted, all of one generation.
+    """Return whether the server has the wanted slices, all of one generation.
 
-    `stored` has, by name, the content of the last write and what the server made of it: it adds times, writes
-    quantities in another form, and leaves out what its version does not know.
+    `stored` has, by name, the content that was last written and the content that the server then stored. These differ:
+    the server adds times, writes quantities in another form, and drops fields that its version does not know.
     """
     if len({generation(each) for each in existing}) > 1 or len(wanted) != len(existing):
         return False
@@ -122,9 +123,9 @@ def is_current(
 
 
 def writes(wanted: Sequence[Object], existing: Sequence[Object]) -> list[Write]:
-    """Return the requests that make the existing slices the wanted ones.
+    """Return the requests that turn the existing slices into the wanted ones.
 
-    Consumers ignore a pool while slices of its newest generation are missing, so the order does not matter to them.
+    Their order does not matter: consumers ignore a pool while slices of its newest generation are missing.
     """
     before = {each["metadata"].get("name"): each for each in existing}
     result = [Write(each["metadata"]["name"], each, before.pop(each["metadata"]["name"], None)) for each in wanted]
@@ -157,16 +158,16 @@ def _device(device: Device) -> Object:
 
 
 def _capacity(number: int, shared: bool) -> Object:
-    """Return a capacity of bytes. Of a shared device, a claim gets what it asks for; by default all."""
+    """Return a capacity of `number` bytes. A claim for a shared device gets what it requests, by default all of it."""
     value = quantity(number)
     if not shared:
         return {"value": value}
-    # Without a smallest part, a claim that asks for 0 would share a GPU that another claim has all of.
+    # Without a smallest part, a claim for 0 bytes could share a GPU that another claim has as a whole.
     return {"value": value, "requestPolicy": {"default": value, "validRange": {"min": quantity(SMALLEST_PART)}}}
 
 
 def _attribute(value: Attribute) -> Object:
-    """Return the value by its type; an empty object for a text that is longer than the server accepts."""
+    """Return the value by its type; an empty object for a text that is empty or longer than the server accepts."""
     match value:
         # A bool is an int too.
         case bool():

@@ -11,16 +11,16 @@ from agent.system import opening
 
 DIRECTORY_MODE = 0o700
 BACKLOG = 128
-"""Connections that wait to be accepted. A client that finds no room gets an error (EAGAIN in unix(7))."""
+"""How many connections may wait to be accepted. Further clients get the error EAGAIN (unix(7))."""
 CREDENTIALS = struct.Struct("=iII")
-"""struct ucred: process, user and group id (linux/socket.h)."""
+"""struct ucred of linux/socket.h: process id, user id, group id."""
 
 
 class ListeningSocket:
     """A socket that listens at a path. It replaces a socket that an earlier process left there."""
 
     def __init__(self, path: str) -> None:
-        """Listen. Makes the directory if it is missing. Raises AgentError."""
+        """Listen at `path`. Creates the directory if it is missing. Raises AgentError."""
         self.path = path
         directory, name = os.path.split(path)
         try:
@@ -42,14 +42,14 @@ class ListeningSocket:
         """Bind the socket, and return its file's identity. Raises OSError."""
         descriptor = opening.open_probe(directory)
         try:
-            # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
-            place = f"/proc/self/fd/{descriptor}/{name}"
+            # The path leads through the directory's descriptor, because sun_path has room for only 107 bytes.
+            short_path = f"/proc/self/fd/{descriptor}/{name}"
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(place)
+                os.unlink(short_path)
             # The file gets the socket's mode (unix_bind in the kernel), so that other users can never connect.
             os.fchmod(self.socket.fileno(), 0o600)
-            self.socket.bind(place)
-            return _identity(place)
+            self.socket.bind(short_path)
+            return _identity(short_path)
         finally:
             os.close(descriptor)
 
@@ -61,7 +61,7 @@ class ListeningSocket:
         return False
 
     def close(self) -> None:
-        """Stop listening, and remove the socket's file unless it is another's by now."""
+        """Stop listening, and remove the socket's file, unless it now is another socket's."""
         if self.in_place:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)

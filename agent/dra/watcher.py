@@ -1,4 +1,4 @@
-"""Watches objects at the API server, and says only that something has changed: whoever is woken looks again."""
+"""Watches objects at the API server. It reports only that something has changed: the caller reads the objects again."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ class Watcher(threading.Thread):
     """Watches one list of objects until `stop`."""
 
     def __init__(self, client: ApiClient, path: str, selector: str, changed: Callable[[], None]) -> None:
-        """Set what is watched. `changed` is called from this thread, also each time when the watch begins."""
+        """`selector` is a field selector. `changed` is called from this thread, also each time the watch begins."""
         super().__init__(name=f"watch {path}", daemon=True)
         self._client, self._path, self._selector, self._changed = client, path, selector, changed
         self._stopped = threading.Event()
@@ -32,15 +32,15 @@ class Watcher(threading.Thread):
             except AgentError as error:
                 self.problem = error
                 pause = min(2 * pause, LONGEST_PAUSE)
-            # All nodes lose a server at the same moment, and should not come back at the same moment.
+            # All nodes lose the API server at the same moment. They should not all return at the same moment.
             self._stopped.wait(pause * random.uniform(0.5, 1.0))
 
     def stop(self) -> None:
-        """Let the thread end when the watch does."""
+        """Make the thread end when the current watch ends."""
         self._stopped.set()
 
     def _watch(self) -> None:
-        """List once, and follow what changes after that, until the server ends the watch."""
+        """List the objects, and follow later changes until the server ends the watch. Raises AgentError."""
         listed = self._client.get(self._path, fieldSelector=self._selector)
         metadata = listed.get("metadata")
         version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
@@ -48,6 +48,6 @@ class Watcher(threading.Thread):
             raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
         for event in self._client.watch(self._path, version, fieldSelector=self._selector):
             self.problem = None
-            # A bookmark only says how far the watch has come.
+            # A bookmark is no change: it only has a newer resourceVersion.
             if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
                 self._changed()

@@ -151,7 +151,7 @@ def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
 
 @pytest.mark.parametrize("now", [None, claim("a"), claim("a", GPUS[1]), claim("a", GPUS[0], uid="new")])
 def test_a_claim_that_nobody_knows_loses_its_device(node: Node, now: dict[str, Any] | None) -> None:
-    """As when the kubelet's files were removed: nobody will give it back."""
+    """If the kubelet's files were removed, as by `kubeadm reset`, the kubelet never unprepares the claim."""
     node.api["a"] = claim("a", GPUS[0])
     node.claims.prepare(reference("a"))
     node.api["b"] = claim("b", GPUS[0])

@@ -22,7 +22,7 @@ from hypothesis import strategies as some
 
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_server import Limits, Server, serve
-from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary, framed, time_limit
+from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary, time_limit, with_prefix
 
 ECHO = "/test.Example/Echo"
 
@@ -54,7 +54,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def still_serves(server: Server) -> Iterator[None]:
-    """After each test, the server has no connection left and serves others."""
+    """Check after each test that the server has no connection left, and still serves new clients."""
     yield
     end = time.monotonic() + LONG
     while server._peers and time.monotonic() < end:
@@ -150,7 +150,7 @@ def asking(path: str, size: int = 0, http2: H2Connection | None = None, **change
     headers |= {f":{name[7:]}": value for name, value in changed.items() if name.startswith("pseudo_")}
     http2.send_headers(1, list(headers.items()))
     if size:
-        http2.send_data(1, framed(bytes(size)), end_stream=True)
+        http2.send_data(1, with_prefix(bytes(size)), end_stream=True)
     return http2, http2.data_to_send()
 
 
@@ -176,14 +176,14 @@ def test_a_very_long_time_limit_is_accepted(server: Server) -> None:
 
 
 def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:
-    """Then nothing waits for the client any longer, and the server need not look again and again."""
+    """After that, the server waits for events only, and does not wake up again and again."""
     http2 = H2Connection(H2Configuration(client_side=True))
     http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
     connection = Connection(SERVICES, Refusing(), 100)
     connection.receive(asking(ECHO, 0, http2=http2, grpc_timeout="1S")[1], 0.0)
     connection.send(1, b"x")
     connection.finish(1, Code.OK)
-    assert connection.calls[1].waiting
+    assert connection.calls[1].unsent
     connection.expire(2.0)
     assert not connection.calls
     events = http2.receive_data(connection.to_send())
@@ -199,7 +199,7 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
     headers = [(":method", "POST"), (":scheme", "http"), (":path", ECHO), (":authority", "x")]
     for number in range(1, 4001, 2):
         http2.send_headers(number, [*headers, ("content-type", "application/grpc")])
-        http2.send_data(number, framed(b"x"), end_stream=True)
+        http2.send_data(number, with_prefix(b"x"), end_stream=True)
         http2.reset_stream(number)
         sent.append(http2.data_to_send())
     with connected(server) as client:
@@ -288,7 +288,7 @@ def test_time_limits(value: bytes, seconds: float) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_other_users_are_refused(server: Server) -> None:
-    """Even if a directory and a socket are open to them by mistake."""
+    """Other users are refused even if the modes of directory and socket let them connect by mistake."""
     path = server._listener.path
     os.chmod(path, 0o777)
     os.chmod(os.path.dirname(path), 0o777)

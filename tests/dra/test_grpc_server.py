@@ -200,7 +200,7 @@ def test_a_stream_waits_for_a_client_that_does_not_read(channel: grpc.Channel, s
     stream = channel.unary_stream("/test.Example/Forever")(b"x" * 1_000_000, timeout=LONG)
     assert len(next(stream)) == 1_000_000
     time.sleep(0.3)
-    waiting = sum(len(call.waiting) for connection in server._peers for call in connection.calls.values())
+    waiting = sum(len(call.unsent) for connection in server._peers for call in connection.calls.values())
     unsent = sum(len(peer.unsent) for peer in server._peers.values())
     assert waiting + unsent < 4_000_000
     assert call(channel, "Echo", b"x") == b"x"
@@ -212,7 +212,7 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
     watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
     assert next(watching) == b"x"
-    until(lambda: server._calls.unary)
+    until(lambda: server._calls.unary_running)
     stopping = threading.Thread(target=server.stop, args=(LONG,))
     stopping.start()
     until(lambda: server._calls.stopping)
@@ -228,7 +228,7 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
 
 def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: Server, example: Example) -> None:
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
-    until(lambda: server._calls.unary)
+    until(lambda: server._calls.unary_running)
     server.stop(0.1)
     assert waiting.code() is grpc.StatusCode.UNAVAILABLE
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.guard import in_words, is_zero, plugin_resources
+from agent.dra.guard import blocked_message, is_zero, plugin_resources
 
 PREFIX, HARMLESS = "vendor.com/", ("vendor.com/net*",)
 
@@ -31,6 +31,6 @@ def test_zero_has_many_forms(count: str, zero: bool) -> None:
 
 
 def test_the_reason_has_the_steps() -> None:
-    text = in_words({"vendor.com/gpu": "8"})
+    text = blocked_message({"vendor.com/gpu": "8"})
     assert "vendor.com/gpu: 8" in text
     assert "unbounded-agent kube allocation dra" in text

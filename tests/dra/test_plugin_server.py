@@ -168,10 +168,10 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
 
 def test_removed_sockets_are_made_again(plugin: DriverPlugin, kubelet: Path) -> None:
     """`kubeadm reset` removes everything below the kubelet's directory."""
-    plugin.keep()
+    plugin.keep_serving()
     shutil.rmtree(kubelet / "plugins")
     shutil.rmtree(kubelet / "plugins_registry")
-    plugin.keep()
+    plugin.keep_serving()
     register(kubelet)
     assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
     plugin.stop()
@@ -220,7 +220,7 @@ def driver() -> Iterator[Driver]:
 
 @pytest.mark.processes
 def test_kill_9_between_checkpoint_and_answer(driver: Driver) -> None:
-    """The kubelet asks again, or gives back a claim that it never got: both converge, and nobody else gets the GPU."""
+    """The kubelet asks again, or unprepares the claim, although it got no answer. No other claim gets the GPU."""
     driver.allocate("a", GPUS[0])
     driver.allocate("b", GPUS[0])
     (driver.tree / "die").touch()

@@ -95,7 +95,7 @@ def test_a_change_is_reported_at_once_and_nothing_else_is(
 def test_pods_are_evicted_from_a_gpu_that_is_taken_by_force(
     api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that asked by extended resource: Kubernetes leaves them out."""
+    """Only pods that requested an extended resource are evicted by the agent: Kubernetes leaves these out."""
     monkeypatch.setattr(module, "EVICTION_INTERVAL", 0.05)
     claim = ClaimReference("team", "train-gpu", "c1")
     device = PreparedDevice(("gpu",), NODE, "gpu-0000-02-00-0", ("nvidia.com/gpu=GPU-02",))

@@ -60,7 +60,7 @@ def main(tree: Path) -> None:
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     while not (tree / "stop").exists():
-        plugin.keep()
+        plugin.keep_serving()
         time.sleep(0.05)
     plugin.stop()
 
