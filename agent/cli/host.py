@@ -5,7 +5,7 @@ import os
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS
 from agent.cli.printing import progress
-from agent.config.last_good import Loaded, keep, load_or_last_good
+from agent.config.last_good import Loaded, load_or_last_good, save_last_good
 from agent.config.load import load_config
 from agent.config.settings import Config
 from agent.model.errors import NoMachinesError, UnsupportedError
@@ -15,10 +15,10 @@ from agent.system.files import System
 from agent.system.sh_runner import host_runner, tool_runner
 
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
-"""Commands that work on a host without a configuration. None of them makes a pass: it would remove all settings."""
+"""Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
 AT_START = ("run", "prepare", "load-modules")
-"""Commands that units run. They use the last good configuration if the current one is invalid: otherwise a machine
-would stay down or get no GPUs."""
+"""Commands that units run. If the current configuration is invalid, they use the last good one: otherwise a machine
+would not start, or would get no GPUs."""
 
 
 def this_host() -> System:
@@ -33,12 +33,12 @@ def needs_root(options: argparse.Namespace) -> bool:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Return the command, with the subcommand of `gpus`."""
+    """Return the command's name, including the subcommand of `gpus`."""
     return f"gpus {options.gpus_command or 'list'}" if options.command == "gpus" else str(options.command)
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:
-    """Return the configuration for a command. Raises ConfigError; UnsupportedError if root rights are missing."""
+    """Return the configuration for a command. Raises ConfigError, or UnsupportedError if the user must be root."""
     if needs_root(options) and os.geteuid() != 0:
         raise UnsupportedError(
             "this command needs root rights",
@@ -54,7 +54,7 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
             progress(str(error))
             config = Config(machines={})
         if options.command in ("apply", "up") and standard:
-            keep(config, system)
+            save_last_good(config, system)
         return Loaded(config)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":

@@ -1,4 +1,4 @@
-"""Settings for devices other than GPUs, and for more CDI specifications and hooks. Pure."""
+"""Settings for devices other than GPUs, and for further CDI specifications and hooks. Pure."""
 
 from operator import attrgetter
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ setup_dev_console)."""
 KMSG = "/dev/kmsg"
 
 
-def _device(value: str) -> str:
+def _allowed_path(value: str) -> str:
     if not value.startswith("/dev/"):
         raise ValueError(f"{value!r} is not below /dev")
     if is_below(value, GPU_PATHS):
@@ -42,7 +42,7 @@ class ExtraDevice(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
-    path: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_device)]
+    path: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_allowed_path)]
     """Below `/dev`. A symbolic link is not followed."""
     mode: Literal["r", "rw", "rwm"] = "rw"
     """What the machine's cgroup permits: reading (`r`), writing (`w`), mknod (`m`)."""
@@ -56,8 +56,8 @@ CDI_MODES = {
     "nvswitch": ("", ""),
     "management": ("", ""),
 }
-"""For each mode: the key that grants its device nodes, and, if the key has a list, the value that must be in the list.
-A mode with an empty key needs no setting."""
+"""By mode, the setting that grants its device nodes, and the value that this setting's list must have. Both are empty
+if the mode needs no other setting; the value is empty if the setting is not a list."""
 
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]

@@ -1,4 +1,7 @@
-"""Grammar of names and values in Kubernetes' API that settings contain. Pure."""
+"""Validates settings that become names and values in Kubernetes' API. Pure.
+
+The rules are those of IsQualifiedName and IsValidLabelValue (util/validation of k8s.io/apimachinery).
+"""
 
 import ipaddress
 import re
@@ -12,11 +15,11 @@ SUBDOMAIN_LIMIT = 253
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 NodeName = Annotated[str, StringConstraints(pattern=rf"^{SUBDOMAIN}$", max_length=SUBDOMAIN_LIMIT)]
-"""A DNS subdomain (RFC 1123), as Kubernetes wants it."""
+"""A DNS subdomain (RFC 1123) in lower case, as Kubernetes requires it."""
 
 
 def label_key(value: str) -> str:
-    """Return the key of a label or taint. Raises ValueError unless it is a qualified name (IsQualifiedName)."""
+    """Return the key of a label or taint. Raises ValueError if it is not a qualified name."""
     prefix, slash, name = value.rpartition("/")
     if slash and (len(prefix) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, prefix)):
         raise ValueError(f"{value!r} is not a key: before the slash is a DNS subdomain in lower case")
@@ -29,7 +32,7 @@ def label_key(value: str) -> str:
 
 
 def label_value(value: str) -> str:
-    """Return the value of a label or taint. Raises ValueError unless it is one (IsValidLabelValue)."""
+    """Return the value of a label or taint. Raises ValueError if Kubernetes would reject it."""
     if value and not NAME.fullmatch(value):
         raise ValueError(
             f"{value!r} is not a value: it has at most 63 letters, digits, dots, hyphens and underscores, and begins "
@@ -39,29 +42,29 @@ def label_value(value: str) -> str:
 
 
 def taint(value: str) -> str:
-    """Return the taint. Raises ValueError unless it is KEY=VALUE:EFFECT or KEY:EFFECT."""
+    """Return the taint. Raises ValueError if it is neither KEY=VALUE:EFFECT nor KEY:EFFECT."""
     split_taint(value)
     return value
 
 
 def startup_taint(value: str) -> str:
-    """Return the taint, or an empty string. Raises ValueError unless the taint keeps pods away."""
+    """Return the taint, which may be empty. Raises ValueError if its effect does not keep pods away."""
     if value and split_taint(value)[2] == "PreferNoSchedule":
         raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
     return value
 
 
 def split_taint(text: str) -> tuple[str, str, str]:
-    """Return key, value and effect of a taint. Raises ValueError."""
-    named, colon, effect = text.rpartition(":")
-    key, _, value = named.partition("=")
+    """Return the key, value and effect of a taint. Raises ValueError if it is malformed."""
+    key_and_value, colon, effect = text.rpartition(":")
+    key, _, value = key_and_value.partition("=")
     if not colon or effect not in EFFECTS:
         raise ValueError(f"{text!r} is not a taint: write KEY=VALUE:EFFECT with one of {', '.join(EFFECTS)}")
     return label_key(key), label_value(value), effect
 
 
 def ip_address(value: str) -> str:
-    """Return the IP address. Raises ValueError if it is none."""
+    """Return the IP address in its usual form. Raises ValueError if it is malformed."""
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
@@ -69,7 +72,7 @@ def ip_address(value: str) -> str:
 
 
 def node_addresses(value: str) -> str:
-    """Return one IP address, or an IPv4 and an IPv6 address with a comma between. Raises ValueError otherwise."""
+    """Return the addresses: one, or an IPv4 and an IPv6 address separated by a comma. Raises ValueError otherwise."""
     addresses = [ip_address(each) for each in value.split(",")] if value else []
     if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
         raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")

@@ -1,4 +1,4 @@
-"""The last valid configuration, for a service or a machine that starts while the current one is invalid.
+"""Saves the last valid configuration, for a service or a machine that starts while the current one is invalid.
 
 A machine must start after a reboot of the host, and keep its GPUs, even if a configuration file has become invalid.
 """
@@ -17,18 +17,18 @@ from agent.system.files import System
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration to work with."""
+    """The configuration to use."""
 
     config: Config
     rejected: str = ""
-    """What is wrong with the files, if the last valid configuration is used in their place; otherwise empty."""
+    """Why the files were rejected, if the last valid configuration is used instead; otherwise empty."""
 
 
 def load_or_last_good(system: System) -> Loaded:
     """Return the configuration and save it as the last good one; if it is invalid, return the last good one.
 
     Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no file, or no
-    table of machines in any: the last good one is not used then, because removed machines must not come back.
+    file has a table of machines: the last good one is not used then, because removed machines must not come back.
     """
     try:
         config = load_config(system)
@@ -39,12 +39,12 @@ def load_or_last_good(system: System) -> Loaded:
             return Loaded(Config.model_validate_json(system.read(LAST_GOOD_CONFIG)), str(error))
         except (OSError, ValidationError):
             raise error from None
-    keep(config, system)
+    save_last_good(config, system)
     return Loaded(config)
 
 
-def keep(config: Config, system: System) -> None:
-    """Save this configuration as the last good one. Ignores errors such as a full disk: only later starts need it."""
+def save_last_good(config: Config, system: System) -> None:
+    """Save the configuration as the last good one. Errors such as a full disk are ignored: only later starts use it."""
     # Save only explicit settings, because a later release may read the file and have other defaults.
     content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
     try:
@@ -52,7 +52,7 @@ def keep(config: Config, system: System) -> None:
             # The configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
-        # Better no copy than an outdated one, which may grant what this configuration no longer grants. Removing the
-        # file works on a full disk too.
+        # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
+        # removed even from a full disk.
         with contextlib.suppress(OSError):
             system.remove(LAST_GOOD_CONFIG)

@@ -46,9 +46,9 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        # Only if this is the only mistake: another one may be the reason why no machine is named.
-        no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES)]
-        raise (NoMachinesError if no_machines else ConfigError)(_sentences(error, origins, files[-1])) from error
+        # NoMachinesError only if nothing else is wrong: another mistake may be the reason why there is no table.
+        no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES_KEY)]
+        raise (NoMachinesError if no_machines else ConfigError)(_error_lines(error, origins, files[-1])) from error
 
 
 def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
@@ -63,28 +63,35 @@ def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
 
 
 def _merge(
-    into: dict[str, Any], new: Mapping[str, Any], file: str, origins: dict[tuple[str, ...], str], at: tuple[str, ...]
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    file: str,
+    origins: dict[tuple[str, ...], str],
+    parents: tuple[str, ...],
 ) -> None:
-    """Merge `new` into `into`: merge tables, replace other values. Record each key's file in `origins`."""
+    """Merge `new` into `into`: merge tables, replace other values. Record in `origins` which file each key is from.
+
+    `parents` are the keys of the tables around `new`.
+    """
     for key, value in new.items():
-        origins[(*at, key)] = file
+        origins[(*parents, key)] = file
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value, file, origins, (*at, key))
+            _merge(into[key], value, file, origins, (*parents, key))
         elif isinstance(value, dict):
             into[key] = {}
-            _merge(into[key], value, file, origins, (*at, key))
+            _merge(into[key], value, file, origins, (*parents, key))
         else:
             into[key] = value
 
 
-def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], default: str) -> str:
+def _error_lines(error: ValidationError, origins: dict[tuple[str, ...], str], default_file: str) -> str:
     """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
     sentences: dict[tuple[str, ...], str] = {}
     for each in error.errors():
-        # pydantic adds the names of union members and "[key]" to the location; these are not keys in the file.
+        # pydantic adds the names of union members and "[key]" to the location. These are not keys in the file.
         keys = tuple(str(part) for part in each["loc"])
         known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
-        file = origins.get(known, default)
+        file = origins.get(known, default_file)
         if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
             # Name the whole location: neither a missing key nor a key of a table in a list is in `origins`.
             known = keys
@@ -97,13 +104,13 @@ def _what_is_wrong(error: ErrorDetails) -> str:
         # pydantic's message would show only the regular expression.
         pattern = error["ctx"]["pattern"]
         quoted = "it" if pattern in MAYBE_SECRET else repr(error["input"])
-        return f"{quoted} is not {FORMS[pattern]}"
-    if error["type"] == "missing" and error["loc"] == MACHINES:
+        return f"{quoted} is not {EXPECTED_FORMS[pattern]}"
+    if error["type"] == "missing" and error["loc"] == MACHINES_KEY:
         return "is missing; add a table [machines.NAME] for each machine, or an empty table [machines] for none"
-    return WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+    return MESSAGES.get(error["type"]) or error["msg"].removeprefix("Value error, ")
 
 
-WORDS = {
+MESSAGES = {
     "extra_forbidden": "unknown key",
     "missing": "is missing",
     "model_type": "must be a table",
@@ -113,6 +120,7 @@ WORDS = {
     "int_type": "must be a whole number",
     "string_type": "must be a string, or a list of strings if the documentation says so",
 }
+"""What is wrong, by pydantic's type of error; for other types, pydantic's own message is used."""
 
 
 def _pattern(constrained: object) -> str:
@@ -120,7 +128,7 @@ def _pattern(constrained: object) -> str:
     return str(constraints.pattern)
 
 
-FORMS = {
+EXPECTED_FORMS = {
     _pattern(MachineName): "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
     _pattern(OneLine): "one line of text that does not end in a backslash",
     _pattern(Address): "an address with a port, such as 127.0.0.1:9788 or [::1]:9788",
@@ -142,6 +150,7 @@ FORMS = {
     _pattern(node.SysctlValue): "one line of text",
     _pattern(node.KernelModule): "the name of a kernel module",
 }
+"""What a value must be, by the regular expression that it did not match."""
 MAYBE_SECRET = {_pattern(each) for each in (OneLine, VariableValue, node.SecretFile, node.Url)}
-"""Patterns of values that errors never quote, because everyone can read the conditions and pages that repeat errors."""
-MACHINES = ("machines",)
+"""Regular expressions of values that errors never quote: everyone can read the conditions and pages with the errors."""
+MACHINES_KEY = ("machines",)

@@ -14,13 +14,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from agent.config.values import absolute, is_below, once, plain
 from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
 
-NO_SOURCE = {
+REFUSED_SOURCES = {
     "each machine has its own": ("/proc", "/sys"),
     "for device nodes use `devices` or `extra_devices`": ("/dev",),
     "the service and the machine's start see different content there": (
         "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
     ),
 }  # fmt: skip
+"""Paths that cannot be a source, nor anything below them, by the reason."""
 SECRET = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
@@ -35,8 +36,8 @@ SECRET = (
 )
 """Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
 TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
-"""Directories whose files root executes or reads. Machines may mount these files, but only read-only."""
-NO_TARGET = {
+"""Directories with files that the host's root executes or reads. Machines may mount them, but only read-only."""
+REFUSED_TARGETS = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
     "the machine's systemd-tmpfiles removes old files there": ("/tmp", "/var/tmp"),
     "systemd in the machine has files there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
@@ -47,17 +48,17 @@ NO_TARGET = {
     ),
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
-LINKED = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
-"""Directories in which the machine half makes links: files may be mounted in these directories, but
-nothing over a whole directory."""
+"""Paths that cannot be a target, nor anything below them, by the reason."""
+LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
+"""Directories in which the machine half makes links. They cannot be targets themselves, but files in them can."""
 
 
 def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) -> str:
-    """Return the path, if it may be the source of a mount. Raises ValueError if it may not."""
-    for why, places in NO_SOURCE.items():
-        if is_below(value, places):
+    """Return the path. Raises ValueError if it must not be the source of a mount."""
+    for why, paths in REFUSED_SOURCES.items():
+        if is_below(value, paths):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if is_below(value, secret) or _contains(value, secret):
+    if is_below(value, secret) or _is_above(value, secret):
         raise ValueError(
             f"{value} contains files that control the host or other machines: choose a directory without such files"
         )
@@ -66,21 +67,21 @@ def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) 
     return value
 
 
-def _target(value: str) -> str:
-    for why, places in NO_TARGET.items():
-        if is_below(value, places):
+def _allowed_target(value: str) -> str:
+    for why, paths in REFUSED_TARGETS.items():
+        if is_below(value, paths):
             raise ValueError(f"nothing can be mounted at {value}: {why}")
-    covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
-    if value in LINKED or _contains(value, covered):
+    needed = (*(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES)
+    if value in LINK_DIRECTORIES or _is_above(value, needed):
         raise ValueError(
             f"a mount at {value} would hide files that the machine needs: choose a path inside that directory"
         )
     return value
 
 
-def _contains(path: str, places: Iterable[str]) -> bool:
-    """Return whether one of these places lies below the path."""
-    return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
+def _is_above(path: str, paths: Iterable[str]) -> bool:
+    """Return whether one of `paths` lies below the path."""
+    return any(each.startswith(f"{path.rstrip('/')}/") for each in paths)
 
 
 class ExtraMount(BaseModel):
@@ -90,7 +91,7 @@ class ExtraMount(BaseModel):
 
     source: Annotated[str, AfterValidator(absolute), AfterValidator(plain)]
     """Absolute path on the host."""
-    target: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_target)]
+    target: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_allowed_target)]
     """Absolute path in the machine."""
     read_only: bool = True
     """Mount it read-only. This guards only against mistakes: root in the machine can remount it writable."""

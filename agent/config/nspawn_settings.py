@@ -1,4 +1,4 @@
-"""The settings of systemd-nspawn that a Kubernetes node needs, systemd.nspawn(5). Pure."""
+"""Settings for systemd-nspawn, with the defaults that a Kubernetes node needs (systemd.nspawn(5)). Pure."""
 
 from typing import Annotated, Self
 
@@ -55,7 +55,7 @@ class NspawnSettings(BaseModel):
     appended unchanged."""
 
     @model_validator(mode="after")
-    def _host_users(self) -> Self:
+    def _no_user_namespace(self) -> Self:
         if self.private_users or "PrivateUsers" in self.extra.get("Exec", {}):
             raise ValueError(NO_USER_NAMESPACE)
         return self

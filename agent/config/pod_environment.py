@@ -1,7 +1,7 @@
 """Environment variables that the configuration gives to pods. Pure.
 
-They go into the CDI specification, whose variables replace those that a pod's manifest and image set (CDI's
-container-edits.go adds them to the finished process). Variables that other programs depend on are therefore refused.
+They go into the CDI specification, whose variables override those of a pod's manifest and image (container-edits.go of
+CDI's Go library). Therefore variables that other programs depend on are refused.
 """
 
 import re
@@ -11,9 +11,9 @@ from pydantic import AfterValidator, StringConstraints
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
-"""Text of one line. No driver's variable needs a line break: a line break in the configuration is a mistake."""
+"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 NUMBER_LIMIT = 32
-"""How many variables may be set: far more than the drivers know, and few enough not to slow the start of containers."""
+"""Most variables that may be set: far more than the drivers know, and too few to slow down the start of containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),

@@ -1,4 +1,4 @@
-"""Checks that several settings share: paths, and lists without repetitions. Pure."""
+"""Validators that several settings use: for paths, and for lists without repetitions. Pure."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,9 +10,9 @@ from pydantic import AfterValidator
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Paths that a Bind= line takes literally. systemd strips blanks at both ends, and reads a backslash as an escape."""
+"""Matches paths that a Bind= line takes literally. systemd strips blanks at both ends; a backslash is an escape."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
-"""Limits in bytes for a path, and for each name in it (PATH_MAX, NAME_MAX of limits.h): system calls enforce them."""
+"""Most bytes of a path, and of each name in it, that system calls accept (PATH_MAX and NAME_MAX of limits.h)."""
 
 
 def absolute(value: str) -> str:
@@ -27,7 +27,7 @@ AbsolutePath = Annotated[str, AfterValidator(absolute)]
 
 
 def plain(value: str) -> str:
-    """Return the path. Raises ValueError if it is too long or cannot be written into a settings file."""
+    """Return the path. Raises ValueError if it is too long, or would not be taken literally in a settings file."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
         raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
@@ -35,18 +35,18 @@ def plain(value: str) -> str:
     return value
 
 
-def is_below(path: str, places: Iterable[str]) -> bool:
-    """Return whether the path is one of these places (fnmatch patterns) or below one."""
-    return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in places)
+def is_below(path: str, patterns: Iterable[str]) -> bool:
+    """Return whether the path matches one of the patterns (fnmatch), or lies below a path that does."""
+    return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in patterns)
 
 
 def once(kind: str, key: Callable[[T], str]) -> AfterValidator:
-    """Return a validator for lists that raises ValueError if two items have the same key."""
+    """Return a validator for lists that raises ValueError if two items have the same key. `kind` names the items."""
 
     def check(values: list[T]) -> list[T]:
         keys = [key(value) for value in values]
-        if twice := next((each for each in keys if keys.count(each) > 1), ""):
-            raise ValueError(f"{kind} {twice} appears twice")
+        if repeated := next((each for each in keys if keys.count(each) > 1), ""):
+            raise ValueError(f"{kind} {repeated} appears twice")
         return values
 
     return AfterValidator(check)

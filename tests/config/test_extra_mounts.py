@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from agent.config.mounts import LINKED, NO_TARGET, SECRET
+from agent.config.mounts import LINK_DIRECTORIES, REFUSED_TARGETS, SECRET
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.plan.diff import Acknowledged, diff
@@ -187,7 +187,7 @@ def test_only_root_may_change_the_path_to_a_source(host: Host) -> None:
 
 
 def test_a_link_to_a_forbidden_directory(host: Host) -> None:
-    """This holds even if the forbidden directory is itself a link."""
+    """A link to a forbidden directory is refused even if that directory is itself a link."""
     host.make_directory("/disk/machines/other")
     host.make_directory("/etc/systemd/system")
     host.symlink("/var/lib/machines", "/disk/machines")
@@ -204,7 +204,7 @@ def test_a_link_to_a_name_that_settings_cannot_have(host: Host, name: str) -> No
 
 
 def test_names_of_others_directories_are_printable(host: Host) -> None:
-    """They appear in a condition's message, and so in JSON and on terminals."""
+    """The names appear in a condition's message, and so in JSON and on terminals."""
     host.make_directory("/disk/data")
     host.make_directory("/srv/\udce9")
     host.symlink("/srv/\udce9/link", "/disk/data")
@@ -269,7 +269,8 @@ def test_the_hosts_own_directories_are_not_writable(host: Host, source: str) -> 
 @pytest.mark.parametrize(
     "target",
     [
-        *(place for places in NO_TARGET.values() for place in places), *LINKED, "/", "/usr", "/usr/lib", "/etc", "/run",
+        *(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES,
+        "/", "/usr", "/usr/lib", "/etc", "/run",
         "/var", "/var/lib", "/dev/shm", "/etc/cdi/x", "/run/host-nvidia/0", "/run/unbounded-agent/handoff", "mnt",
         "/mnt/../etc",
     ],

@@ -127,7 +127,7 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_others_may_write_is_refused(host: Host, path: str, owner: tuple[int, ...], expected: str) -> None:
-    """The configuration decides what root does. A link counts as its target. Whoever names a file answers for it."""
+    """The configuration decides what root does, so root must own it. Of a link, the target counts."""
     host.file(CONFIG_FILE, "[machines.a]\n")
     host.file("/srv/a.toml", "[machines.a]\n")
     host.file(f"{CONFIG_DIRECTORY}/a.toml", "")
