@@ -1,7 +1,7 @@
 """`unbounded-agent kube allocation`: moves a node from the device plugin to Dynamic Resource Allocation, or back.
 
-Without a kubeconfig it prints the steps. With one, it does what an administrator of the cluster may, and stops at the
-first step that somebody has to do: in the machine, in the configuration, or with pods of users.
+Without a kubeconfig it prints the steps. With one, it takes the steps that need only the cluster's API, and stops at
+the first one that the user must take: in the machine, in the configuration, or with other users' pods.
 """
 
 import argparse
@@ -32,18 +32,19 @@ from agent.model.paths import DRA_DRIVER, cordoned_file
 from agent.model.reasons import Reason
 
 KUBECTL_LIMIT = 60.0
+"""Seconds for one run of kubectl."""
 CLASS = "device-class-"
-"""How the names of the manifests with DeviceClasses begin; the rest is a vendor's name."""
+"""Prefix of the names of the manifests with DeviceClasses, which end in the vendor's name."""
 
 
 def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print the steps, or take them. Return 0 if the node is moved, or only the steps are wanted."""
+    """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
     machine = _machine(options.machine, reconciler)
     if not options.kubeconfig:
         node = Node(options.node or "NODE", False, True, {}, {}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0
-    # Not the name that the machine reports: root in the machine could name another node.
+    # The name that `up` recorded, not the one that the machine reports: root in the machine could name another node.
     node_name = options.node or recorded_node(machine, reconciler, "name it with --node NODE")
     return 0 if _Move(options.to, machine, node_name, options.kubeconfig, reconciler).run() else 1
 
@@ -67,8 +68,8 @@ def _steps(
         return to_device_plugin(machine, node, configured)
     vendors = sorted({gpu.vendor for vendor in facts.vendors for gpu in vendor.gpus})
     classes = [f"{DIRECTORY}/{CLASS}{vendor}{SUFFIX}" for vendor in vendors]
-    found = [each.reason for each in conditions if each.type is ConditionType.GPUS_ADVERTISED]
-    return to_dra(machine, node, configured, classes, found == [Reason.ADVERTISED] and configured == DRA)
+    reasons = [each.reason for each in conditions if each.type is ConditionType.GPUS_ADVERTISED]
+    return to_dra(machine, node, configured, classes, reasons == [Reason.ADVERTISED] and configured == DRA)
 
 
 def _listing(steps: tuple[Step, ...]) -> Iterator[str]:
@@ -85,12 +86,12 @@ class _Move:
         self._kubeconfig, self._reconciler, self._system = kubeconfig, reconciler, reconciler.system
 
     def run(self) -> bool:
-        """Take steps in their order, until one has to be done by somebody else. Return whether all are done."""
+        """Take the steps in order, up to one that the user must take. Return whether all are done."""
         for index in range(len(steps := self._observe())):
             number, step = index + 1, steps[index]
             if not step.done and step.kubectl:
                 self._take(step)
-                # A step changes what the later ones find.
+                # A step may change whether later ones are done.
                 steps = self._observe()
             elif not step.done:
                 say([f"{number}. to do: {step.what}", *(f"     {command}" for command in step.commands)])
@@ -102,7 +103,7 @@ class _Move:
     def _take(self, step: Step) -> None:
         note = cordoned_file(self._machine)
         if step.kubectl[0] == "cordon":
-            # First: `start` then also lets pods return, if this command is never repeated.
+            # Noted first, so that `start` uncordons the node if this command is never repeated.
             self._system.write(note, f"{self._node}\n".encode())
         self._kubectl(*step.kubectl)
         if step.kubectl[0] == "uncordon":
@@ -115,7 +116,7 @@ class _Move:
         claims = self._get("resourceclaims", "--all-namespaces")
         slices = self._get("resourceslices", f"--field-selector=spec.nodeName={self._node},spec.driver={DRA_DRIVER}")
         try:
-            found = Node(
+            observed = Node(
                 self._node,
                 bool(node["spec"].get("unschedulable")),
                 self._system.exists(cordoned_file(self._machine)),
@@ -129,7 +130,7 @@ class _Move:
             raise DocumentError(f"kubectl printed an object of an unexpected form: {error!r}") from error
         outcome = self._reconciler.reconcile(LOCK_WAIT)
         conditions = next(each.conditions for each in outcome.machines if each.name == self._machine)
-        return _steps(self._to, self._machine, found, self._reconciler, outcome.facts, conditions)
+        return _steps(self._to, self._machine, observed, self._reconciler, outcome.facts, conditions)
 
     def _get(self, *arguments: str) -> dict[str, Any]:
         return parse_object(f"kubectl get {arguments[0]}", self._kubectl("get", "--output=json", *arguments).encode())

@@ -1,7 +1,7 @@
 """The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
 
-The order matters. GPUs that a device plugin has given to pods are unknown to the node's own offer, and the other way
-round: both would give them out again. So nobody may have a GPU while the node is moved.
+The order matters. Neither a device plugin nor agent.dra knows which GPUs the other one has given to pods, and would
+give them to other pods again. So no pod may have a GPU while the node is moved.
 """
 
 import json
@@ -19,18 +19,18 @@ PLUGIN = "the vendor's device plugin"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the API server says of a node."""
+    """A node's state at the API server."""
 
     name: str
     cordoned: bool
-    ours: bool
-    """The agent has cordoned it."""
+    cordoned_by_agent: bool
+    """Whether the agent has cordoned the node."""
     allocatable: Mapping[str, int]
-    """What device plugins offer, by resource. Zeros are left out here and in `capacity`."""
+    """The counts that device plugins offer, by resource. Zeros are left out here and in `capacity`."""
     capacity: Mapping[str, int]
-    """What the kubelet knows of device plugins, for five minutes after they are gone."""
+    """The counts that the kubelet has from device plugins, even from those that are gone."""
     holders: tuple[str, ...]
-    """Pods that asked for one of these resources, as `NAMESPACE/NAME`, unless they have a claim for it."""
+    """Pods that request one of these resources and have no claim for it, as `NAMESPACE/NAME`."""
     claimants: tuple[str, ...]
     """Pods with a claim that has a device of the node, as `NAMESPACE/NAME`."""
     slices: tuple[str, ...]
@@ -39,15 +39,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step."""
+    """One step of the move."""
 
     what: str
+    """What to do, in the imperative."""
     done: bool
-    """As far as can be seen."""
+    """Whether the step is done, as far as the agent can see."""
     commands: tuple[str, ...] = ()
-    """What an administrator runs, or does, for it."""
+    """The commands for an administrator, or what to do by hand."""
     kubectl: tuple[str, ...] = ()
-    """What the agent runs for it, if it is given a kubeconfig; arguments of kubectl."""
+    """The arguments of kubectl with which the agent takes the step; empty if only an administrator can take it."""
 
 
 def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) -> dict[str, int]:
@@ -100,7 +101,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
         _cordon(node),
         _end_pods(node.holders, "have GPUs from the device plugin"),
         Step(
-            f"remove {PLUGIN} from the node{_in_words(node.allocatable)}",
+            f"remove {PLUGIN} from the node{_counts_text(node.allocatable)}",
             not node.allocatable,
             (
                 "delete its DaemonSet, or exclude the node in its node selector, and wait for its pod to end",
@@ -109,7 +110,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
             ),
         ),
         Step(
-            f'make the kubelet forget the plugin{_in_words(node.capacity)}, and set allocation = "{DRA}"',
+            f'make the kubelet forget the plugin{_counts_text(node.capacity)}, and set allocation = "{DRA}"',
             not node.capacity and configured == DRA,
             (
                 f"systemctl --machine={machine} stop kubelet",
@@ -162,7 +163,7 @@ def _cordon(node: Node) -> Step:
 
 def _uncordon(node: Node) -> Step:
     command = f"kubectl uncordon {node.name}"
-    return Step("let new pods on the node", not node.ours, (command,), ("uncordon", node.name))
+    return Step("let new pods on the node", not node.cordoned_by_agent, (command,), ("uncordon", node.name))
 
 
 def _end_pods(pods: tuple[str, ...], what: str) -> Step:
@@ -187,6 +188,6 @@ def _configuring(machine: str, wanted: str) -> tuple[str, ...]:
     )
 
 
-def _in_words(counts: Mapping[str, int]) -> str:
-    found = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    return f" (the node's status still has {found})" if found else ""
+def _counts_text(counts: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+    return f" (the node's status still has {listed})" if listed else ""

@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from agent.cli.asking import answerable, installation
 from agent.cli.printing import CAPTURED
-from agent.cli.terminal import OTHER
+from agent.cli.terminal import ASKING_TERMINAL
 from agent.host.daemon.http.server import Page
 from agent.system.damage import discarded
 
@@ -15,42 +15,42 @@ DECLINED = Page(HTTPStatus.CONFLICT, b"run the command yourself\n")
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command as its own process would, and return its exit code."""
+    """Run a command like a process of its own, and return its exit code."""
     from agent.cli.main import main
 
     return main(arguments)
 
 
 class Answers:
-    """Answers requests of agent.cli.asking. Each command makes its own reconciler, and so observes everything again."""
+    """Answers requests of agent.cli.asking. Each command makes its own reconciler, so it observes everything itself."""
 
     def __init__(self, command: Callable[[Sequence[str]], int] = run_command) -> None:
-        """`command` runs a command. Remembers which version of the agent runs now."""
+        """`command` runs a command and returns its exit code. The installed version of the agent is remembered."""
         self._command, self._installation = command, installation()
 
     def page(self, query: str) -> Page:
         """Return the command's output and exit code as JSON, or DECLINED. Runs in a thread of the HTTP server."""
         try:
             request = json.loads(bytes.fromhex(query))
-            arguments, form = request["arguments"], (int(request["width"]), bool(request["colour"]))
+            arguments, width_and_colour = request["arguments"], (int(request["width"]), bool(request["colour"]))
             if request["installation"] != self._installation or not answerable(arguments):
                 return DECLINED
         except (KeyError, TypeError, ValueError):
             return DECLINED
         before = discarded()
         try:
-            code, output = copy_context().run(self._run, arguments, form)
+            code, output = copy_context().run(self._run, arguments, width_and_colour)
         except SystemExit:
-            # A wrong argument: argparse prints its message itself.
+            # An argument is wrong. In the process that asks, argparse prints the message to the user.
             return DECLINED
         if discarded() != before:
-            # A damaged file is named in the journal here, but must be named to the user.
+            # A record was damaged. Here the service's journal names the file, but the user must see it.
             return DECLINED
         document = {"code": code, "output": output}
         return Page(HTTPStatus.OK, json.dumps(document).encode() + b"\n", "application/json")
 
-    def _run(self, arguments: Sequence[str], form: tuple[int, bool]) -> tuple[int, list[tuple[str, str]]]:
+    def _run(self, arguments: Sequence[str], width_and_colour: tuple[int, bool]) -> tuple[int, list[tuple[str, str]]]:
         output: list[tuple[str, str]] = []
         CAPTURED.set(output)
-        OTHER.set(form)
+        ASKING_TERMINAL.set(width_and_colour)
         return self._command(arguments), output

@@ -1,4 +1,4 @@
-"""`unbounded-agent apply`: makes a pass by hand, starts stopped machines, and waits for their reports."""
+"""`unbounded-agent apply`: makes one pass, starts stopped machines, and waits for their reports."""
 
 import time
 
@@ -16,7 +16,7 @@ PROGRESS_INTERVAL = 15.0
 def apply(reconciler: Reconciler) -> int:
     """Make a pass, wait until every machine has reported, and print the conditions.
 
-    A failed step ends the wait. Return 1 if a step failed or a machine is not ready.
+    A failed step ends the wait. Return the exit code: 1 if a step failed or a machine is not ready.
     """
     outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures

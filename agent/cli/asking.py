@@ -1,7 +1,7 @@
-"""Asks the running service to answer a command. It has loaded what takes the command most of its time to load.
+"""Asks the running service to run a command. A command of its own would spend most of its time on imports.
 
-The service answers by running the same code on the same files (agent.cli.answering), so the answer is the same.
-Imports little, because this comes before everything else.
+The service runs the same code on the same files (agent.cli.answering), so the answer is the same. This module imports
+little, because it runs before everything else.
 """
 
 import os
@@ -12,19 +12,20 @@ import agent
 from agent.cli.printing import LISTING, ignore_broken_pipe
 from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 
-WORDS = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
-"""Commands that the service answers, with their arguments. They end soon, change nothing, and need nothing that the
-service's sandbox hides. `doctor` needs kernel modules' files, and reads libcuda's version as another user."""
+ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
+"""Commands that the service can run, with the arguments that they may have. They end soon, change nothing, and need
+nothing that the service's sandbox hides. `doctor` is missing: it needs the files of kernel modules, and reads libcuda's
+version as another user."""
 TAKES_NAME = ("status",)
-"""Commands that also take a machine's name."""
+"""Those of the commands that may also have a machine's name as argument."""
 LIMIT = 4.0
-"""Seconds to wait for the service. It does not answer if it was stopped by a signal or is starved of processors."""
+"""Seconds to wait for the service. It does not answer while SIGSTOP has stopped it, or without processor time."""
 
 
 def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | None:
-    """Print the service's answer and return its exit code. None if the command must run in this process instead.
+    """Print the service's answer and return the command's exit code. None if the command must run in this process.
 
-    Only root can ask: other users see less of the host than the service, and get an answer that says so.
+    Only root can ask. Other users may read less of the host than the service, and their output must show that.
     """
     if os.geteuid() != 0 or not answerable(arguments):
         return None
@@ -38,7 +39,8 @@ def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | Non
         document = json.loads(_exchange(f"{directory}/{STATUSZ_SOCKET}", json.dumps(request).encode().hex()))
         output = [_completed(stream, text) for stream, text in document["output"]]
     except (OSError, ValueError):
-        # There is no service, or it is one that declines or knows no such page. Every reason leads to the same.
+        # There is no service, or it declines, or its release does not have this page. In any case, run the command
+        # here.
         return None
     try:
         for stream, text in output:
@@ -55,18 +57,18 @@ def answerable(arguments: Sequence[str]) -> bool:
     """Return whether the service answers this command."""
     name, *rest = arguments or [""]
     named = name in TAKES_NAME
-    return name in WORDS and all(each in WORDS[name] or (named and not each.startswith("-")) for each in rest)
+    return name in ANSWERABLE and all(each in ANSWERABLE[name] or (named and not each.startswith("-")) for each in rest)
 
 
 def installation() -> list[str | int]:
-    """Return what tells installed versions apart: a service that was not restarted after an upgrade has older code."""
-    place = os.path.realpath(agent.__file__)
-    # Not the mtime: files in a package keep theirs, whatever is installed.
-    return [agent.__version__, place, os.stat(place).st_ctime_ns]
+    """Return what identifies the installed version. After an upgrade, the service has older code until it restarts."""
+    path = os.path.realpath(agent.__file__)
+    # The ctime, because package managers set the mtime to the time when the package was built.
+    return [agent.__version__, path, os.stat(path).st_ctime_ns]
 
 
 def _completed(stream: str, text: str) -> tuple[str, str]:
-    """Return a stream and the text to print there. Raises OSError if what the service cannot see cannot be seen."""
+    """Return a stream and the text to print there. Raises OSError if the users of listed GPUs cannot be searched."""
     if stream != LISTING:
         return stream, text
     from agent.cli.gpu_table import lines_of
@@ -75,7 +77,7 @@ def _completed(stream: str, text: str) -> tuple[str, str]:
 
 
 def _exchange(path: str, request: str) -> bytes:
-    """Return the body of the service's answer. Raises OSError, or ValueError if it declines."""
+    """Return the body of the service's answer. Raises OSError, or ValueError if the service declines."""
     import socket
 
     with socket.socket(socket.AF_UNIX) as connection:

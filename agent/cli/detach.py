@@ -1,7 +1,7 @@
-"""Takes a GPU out of use, so that it can be removed, and gives it back: `unbounded-agent gpus detach` and `attach`.
+"""`unbounded-agent gpus detach` and `attach`: take a GPU out of use, so that it can be removed, and give it back.
 
-These commands make their own passes, whether or not the service runs. They run outside the service's sandbox, which
-hides what other processes have open.
+These commands make their own passes, whether or not the service runs, because the service's sandbox hides what other
+processes have open.
 """
 
 import time
@@ -38,13 +38,14 @@ class Timing:
 
     poll: float = 1.0
     answer: float = STALE_AFTER + 60.0
-    """Limit for the machines' answers. The host withdraws a permission sooner, even if the machine does not answer."""
+    """Limit for the machines' reports. The host withdraws the permission sooner, even from a machine that reports
+    nothing."""
     report_interval: float = 15.0
     """Interval between two progress messages."""
     taint: float = 5.0
-    """From a taint until no scheduler gives out the GPU: agent.dra and the API server need about a second."""
+    """Time from a taint until no scheduler allocates the GPU. agent.dra and the API server need about one second."""
     eviction: float = 90.0
-    """Limit for evicted pods to end. They have 30 seconds by default after they get SIGTERM."""
+    """Limit for evicted pods to end. By default, a pod is killed 30 seconds after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Ending:
 
 
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
-    """Take the GPU out of use. Raises ConfigError for an unknown address.
+    """Take the GPU out of use. Raises ConfigError for an unknown address, or another AgentError.
 
     The result is `done` if no machine may open the GPU, and no process that can be inspected has it open.
     """
@@ -105,9 +106,10 @@ class _Removal:
     """What went wrong, one sentence each."""
 
     def run(self) -> Ending:
-        """Keep the GPU from new pods, wait for its users to exit, then withdraw the machines' permission.
+        """Keep new pods from the GPU, wait until its users have exited, then withdraw the machines' permission.
 
-        on_detach decides whether to wait: `refuse` gives up if the GPU is in use, `force` only withdraws permission.
+        on_detach decides whether to wait: `refuse` gives up if the GPU is in use, `force` withdraws the permission even
+        then.
         """
         policy, seconds = self._policy()
         if policy == "refuse" and (held := self._users()):
@@ -130,7 +132,7 @@ class _Removal:
             seconds = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
             self._note(draining=True)
-            self._passes(f"remove {address} from its CDI specification", self._unanswered)
+            self._passes(f"remove {address} from its CDI specification", self._not_reported)
             if held := self._drain(seconds if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
         self._note(draining=False)
@@ -155,11 +157,11 @@ class _Removal:
         return self._in_use(f"{what}; repeat this command to keep waiting, or {attach}", held)
 
     def _is_offered(self, names: Iterable[str]) -> bool:
-        """Return whether one of the machines offers its GPUs itself, and so can keep new pods from one of them."""
+        """Return whether one of the machines offers its GPUs by DRA, which can keep new pods from a single GPU."""
         return any(self.reconciler.config.machines[name].allocation == DRA for name in names)
 
     def _taint(self, *, evict: bool) -> None:
-        """Keep new pods from the GPU, and wait until every scheduler knows."""
+        """Keep new pods from the GPU by a taint, and wait until schedulers respect it."""
         self._record(lambda system, address: note_tainted(system, address, evict=evict))
         outcome = self.reconciler.reconcile(LOCK_WAIT)
         if self._is_offered(machine.name for machine in self._running(outcome)):
@@ -170,7 +172,7 @@ class _Removal:
     def attach_again(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
-        return self._passes(f"get {self.gpu.pci_address} back", self._unanswered)
+        return self._passes(f"get {self.gpu.pci_address} back", self._not_reported)
 
     def _forget(self) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
@@ -250,11 +252,11 @@ class _Removal:
         return outcome
 
     def _running(self, outcome: Outcome) -> list[MachineFacts]:
-        found = (each for each in outcome.facts.machines if each.name in self.machines)
-        return [machine for machine in found if machine.unit_state not in STOPPED]
+        affected = (each for each in outcome.facts.machines if each.name in self.machines)
+        return [machine for machine in affected if machine.unit_state not in STOPPED]
 
-    def _unanswered(self, outcome: Outcome) -> list[str]:
-        return [machine.name for machine in self._running(outcome) if not _answered(machine)]
+    def _not_reported(self, outcome: Outcome) -> list[str]:
+        return [machine.name for machine in self._running(outcome) if not _has_reported(machine)]
 
     def _permitted(self, outcome: Outcome) -> list[str]:
         """Return the machines that may still open the GPU."""
@@ -269,7 +271,7 @@ class _Removal:
         return Ending(False, (f"{self.gpu.pci_address} {what}", *describe(held, self.gpu), *self.remarks))
 
 
-def _answered(machine: MachineFacts) -> bool:
+def _has_reported(machine: MachineFacts) -> bool:
     report = read_report(machine)
     granted = machine.granted
     return isinstance(report, Report) and isinstance(granted, Granted) and report.generation == granted.generation

@@ -10,8 +10,9 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 PUBLIC = 0o004
-"""The permission bit of files that every user may read. The content of others is not shown: it may be a secret."""
-NOWHERE = "/dev/null"
+"""The permission bit of files that every user may read. Other files may contain secrets, so they are not shown."""
+MISSING = "/dev/null"
+"""Stands for a file that does not exist, as in the output of diff(1)."""
 
 
 def difference(action: Action, system: System) -> Iterator[str]:
@@ -23,14 +24,14 @@ def difference(action: Action, system: System) -> Iterator[str]:
         return
     before = read_seen(system.read, action.path)
     if isinstance(before, Broken | Unseen):
-        yield f"# what changes is unknown: {before.why}"
+        yield f"# cannot show the difference: {before.why}"
         return
     after = action.content if isinstance(action, WriteFile) else None
     yield from _unified(None if isinstance(before, Absent) else before, after, action.path)
 
 
 def _unified(before: bytes | None, after: bytes | None, path: str) -> Iterator[str]:
-    old, new = NOWHERE if before is None else path, NOWHERE if after is None else path
+    old, new = MISSING if before is None else path, MISSING if after is None else path
     removed, added = ((each or b"").decode(errors="replace").splitlines() for each in (before, after))
     if before is not None and removed == added:
         yield f"# {path}: the same content, written again"

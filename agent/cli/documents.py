@@ -7,11 +7,11 @@ from agent import __version__
 from agent.model.text import rfc3339
 
 VERSION = 1
-"""Version of the documents. It changes if a key is removed or gets another meaning, not if a key is added."""
+"""Version of the documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
 
 
 def envelope(command: str, now: float) -> dict[str, object]:
-    """Return the keys that all documents begin with. `now` is in seconds since the epoch."""
+    """Return the keys with which all documents begin. `now` is in seconds since the epoch."""
     return {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
 
 

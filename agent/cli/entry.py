@@ -1,4 +1,4 @@
-"""The process of a command: lets the running service answer if it can, and otherwise runs the command."""
+"""The entry point of the command: asks the running service to run it, or runs it in this process."""
 
 import os
 import sys
@@ -10,7 +10,8 @@ from agent.cli.asking import ask_service
 def run() -> int:
     """Run the command of this process, and return its exit code."""
     garbage.for_a_command()
-    # pydantic would read the metadata of every installed package to find plugins. Root loads no code that way.
+    # Otherwise pydantic would read the metadata of every installed package to find plugins. That takes long, and root
+    # must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     try:
         code = ask_service(sys.argv[1:])

@@ -19,10 +19,11 @@ LOCK_WAIT = 60.0
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and that the record was damaged.
 
-    Returns lines that say what was forgotten. Raises ConfigError for a GPU that is not lost.
+    Returns lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
+    if the record cannot be read.
     """
     with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
-        # Compute what the next pass would record: if the service is not running, the record may be out of date.
+        # From a plan, not from the record: if the service is not running, the record may be out of date.
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
             raise ObservationError(remembered.why, "repair the record of granted GPUs first")
@@ -33,12 +34,12 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
                 hint = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
                 raise ConfigError(f"{address!a}: no lost GPU has this PCI address", hint)
             lost = {wanted: lost[wanted]}
-        damage = "" if not address else remembered.damage
+        damage = remembered.damage if address else ""
         gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)
         for file in remembered_files(Remembered(gpus, damage)):
             write_record(reconciler.system, file.path, file.content)
     if gpus != remembered.gpus or damage != remembered.damage:
-        # Wake the service: until its next pass, its metrics and the machines' Node objects show the loss.
+        # Wake the service: its metrics and the machines' Node objects show the loss until its next pass.
         with suppress(OSError):
             reconciler.system.write(WAKE, b"")
     lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} does without it" for gpu in lost.values()]

@@ -1,25 +1,25 @@
-"""Decides how often Python searches for garbage, each time among a hundred thousand objects of the imported modules."""
+"""Sets how often Python collects garbage. Each time, it would search the hundred thousand objects of our modules."""
 
 import gc
 
-SHORT = 100_000
-"""New objects between two searches in a command, which ends soon."""
-USUAL = (700, 10, 10)
-"""Python's default, which means hundreds of searches during the imports alone."""
+COMMAND_THRESHOLD = 100_000
+"""New objects between two collections in a command, which ends soon."""
+DEFAULT_THRESHOLDS = (700, 10, 10)
+"""Python's defaults, with which there are hundreds of collections during the imports alone."""
 
 
 def for_a_command() -> None:
-    """Search hardly ever from now on."""
-    gc.set_threshold(SHORT)
+    """Hardly ever collect garbage in this process."""
+    gc.set_threshold(COMMAND_THRESHOLD)
 
 
 def for_a_service() -> None:
-    """Search as usual from now on, but not what was loaded until now, which stays."""
+    """Collect garbage at Python's defaults, but never search the objects that exist now: they stay."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*USUAL)
+    gc.set_threshold(*DEFAULT_THRESHOLDS)
 
 
 def at_the_end() -> None:
-    """Leave everything to the kernel: Python would search three times when it exits."""
+    """Keep Python from collecting garbage three times when it exits. The kernel frees the memory."""
     gc.freeze()

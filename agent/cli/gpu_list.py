@@ -18,7 +18,7 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 ATTRIBUTE_LIMIT = 200
-"""Characters of the longest attribute that is shown."""
+"""Characters of an attribute that are shown at most."""
 
 
 def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
@@ -34,6 +34,7 @@ def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
 
 
 def _unseen(facts: Facts, planned: Plan) -> Iterator[str]:
+    """Yield sentences on what could not be observed."""
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple | Absent):
             yield vendor.devices.why
@@ -83,6 +84,6 @@ def _attribute(system: System, gpu: Gpu, name: str) -> str:
 
 
 def _pci_id(system: System, gpu: Gpu) -> str:
-    """Return vendor and device ID, as `lspci -d` takes them."""
+    """Return the PCI vendor and device id, in the form that `lspci -d` accepts; empty if they cannot be read."""
     numbers = [_attribute(system, gpu, name).removeprefix("0x") for name in ("vendor", "device")]
     return f"PCI ID {':'.join(numbers)}" if all(numbers) else ""

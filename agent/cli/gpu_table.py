@@ -1,7 +1,7 @@
-"""Finds who uses the GPUs of a list, and words the list for people or programs.
+"""Adds the users of the GPUs to a list of GPUs, and renders the list for people or programs.
 
-Where the service makes the list, the command's own process does only this, because the service's sandbox hides
-processes. So this imports little.
+If the service makes the list, the command's own process does this part, because the service's sandbox hides processes.
+Therefore this module imports little.
 """
 
 import json
@@ -32,12 +32,12 @@ class Entry:
     model: str = ""
     uuid: str = ""
     nodes: Sequence[tuple[str, int, int]] = ()
-    """Paths of its device nodes, with major and minor."""
+    """Path, major and minor number of each of the GPU's own device nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The list, without the GPUs' users."""
+    """The list of GPUs, without their users."""
 
     entries: Sequence[Entry]
     unknown: Sequence[str]
@@ -45,12 +45,12 @@ class Listing:
     for_programs: bool
 
     def as_text(self) -> str:
-        """Return the list for another process of the same version."""
+        """Return the list as JSON, for `lines_of` in another process of the same version."""
         return json.dumps(asdict(self))
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines that this process prints for the text of a list. Raises OSError as `lines` does."""
+    """Return the lines to print for the text of a list (Listing.as_text). Raises OSError as `lines` does."""
     content = json.loads(text)
     entries = [Entry(**each) for each in content.pop("entries")]
     return lines(Listing(entries, **content), System(_no_program))
@@ -61,7 +61,7 @@ def _no_program(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def lines(listing: Listing, system: System) -> list[str]:
-    """Return the lines to print. Raises OSError if processes cannot be listed."""
+    """Search the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed."""
     wanted = {(major, minor): path for each in listing.entries for path, major, minor in each.nodes}
     held = find_holders(system, wanted)
     users = [(each, list(_users(each, held.holders))) for each in listing.entries]
@@ -69,10 +69,10 @@ def lines(listing: Listing, system: System) -> list[str]:
         gpus = [_as_object(each, holders, held) for each, holders in users]
         return [document("gpus", time.time(), {"gpus": gpus, "unknown": listing.unknown})]
     if users:
-        found = list(_table([_row(each, holders, held) for each, holders in users]))
+        rows = list(_table([_row(each, holders, held) for each, holders in users]))
     else:
-        found = ["no GPU was found" if listing.unknown else "this host has no GPU"]
-    return [*found, *(f"unknown: {each}" for each in listing.unknown)]
+        rows = ["no GPU was found" if listing.unknown else "this host has no GPU"]
+    return [*rows, *(f"unknown: {each}" for each in listing.unknown)]
 
 
 def _users(entry: Entry, holders: Iterable[Holder]) -> Iterator[Holder]:
@@ -96,13 +96,13 @@ def _as_object(entry: Entry, users: Sequence[Holder], held: Held) -> dict[str, o
         "machines": entry.machines,
         "processes": len(users),
         "pods": _pods(users),
-        # If not all processes could be searched, there may be more of them.
+        # If some processes could not be searched, there may be more users.
         "usersKnown": not held.unseen,
     }
 
 
-def _table(found: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    rows = [HEADINGS, *found]
+def _table(body: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    rows = [HEADINGS, *body]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -10,6 +10,7 @@ from agent.model.facts import Absent, DeviceNode, Facts, MachineFacts
 from agent.model.granted import Granted
 
 STOPPED = ("inactive", "failed")
+"""The values of ActiveState of a machine's unit while the machine does not run."""
 
 
 def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
@@ -18,11 +19,11 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
-        held = machine.name in planned.held and machine.unit_state not in STOPPED
-        unaffected = isinstance(machine.granted, Absent) or (
+        cannot_change = machine.name in planned.held and machine.unit_state not in STOPPED
+        without_gpu = isinstance(machine.granted, Absent) or (
             isinstance(machine.granted, Granted) and address not in machine.granted.gpus
         )
-        if held and not unaffected:
+        if cannot_change and not without_gpu:
             raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     granted = {
         machine.name
@@ -37,7 +38,7 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
 
 
 def device_numbers(nodes: Iterable[DeviceNode]) -> set[str]:
-    """Return the nodes as rules of device cgroups name them."""
+    """Return the nodes' numbers in the form of DeviceAllow= entries."""
     return {node_by_number(node.number) for node in nodes}
 
 

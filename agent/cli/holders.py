@@ -15,7 +15,7 @@ UNSEEN_SHOWN = 10
 
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Return one line for each process that has the GPU open. Without an address, return lines for every GPU."""
+    """Return a line for each process that has the GPU at `address` open; with an empty address, for all GPUs."""
     facts = reconciler.preview()[0]
     gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
     lines: list[str] = []
@@ -23,8 +23,8 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         nodes = gpu_nodes(facts, gpu.pci_address)
         held = users(reconciler.system, nodes)
         unknown = why_unknown(gpu, nodes)
-        found = describe(held, gpu) if held or unknown else (no_holder(held), *describe(held, gpu))
-        lines += [f"{gpu.pci_address}: {line}" for line in (*found, unknown) if line]
+        described = describe(held, gpu) if held or unknown else (no_holder(held), *describe(held, gpu))
+        lines += [f"{gpu.pci_address}: {line}" for line in (*described, unknown) if line]
     return tuple(lines)
 
 
@@ -57,7 +57,7 @@ def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
 
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
-    """Return why the processes that use the GPU cannot be found by its nodes' device numbers; empty if they can be."""
+    """Return why the users of the GPU cannot be found by the numbers of its nodes; empty if they can be found."""
     if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (
@@ -78,7 +78,7 @@ def no_holder(held: Held) -> str:
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """Return one line per process. Only some of those that cannot be inspected are listed: any user may start many."""
+    """Return a line per process. Of those that cannot be inspected, at most UNSEEN_SHOWN: users may start many."""
     more = len(held.unseen) - UNSEEN_SHOWN
     counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)

@@ -9,7 +9,7 @@ from agent.model.errors import ConfigError
 from agent.system.files import System
 
 DIRECTORY = f"{os.path.dirname(agent.__file__)}/manifests"
-"""The manifests, each a file NAME.yaml whose first line says in a comment what it is."""
+"""The directory with the manifests: files NAME.yaml, each of which begins with a comment that says what it is."""
 SUFFIX = ".yaml"
 
 

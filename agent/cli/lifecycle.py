@@ -1,4 +1,4 @@
-"""`unbounded-agent start`, `stop` and `restart`: a machine, with its pods moved away before it stops."""
+"""`unbounded-agent start`, `stop` and `restart`: start or stop a machine, and move its pods away before it stops."""
 
 import argparse
 
@@ -15,6 +15,7 @@ from agent.model.paths import cordoned_file, machine_unit
 DRAIN_LIMIT = 600.0
 """Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
 ANSWER_LIMIT = 60.0
+"""Seconds for a run of kubectl, in addition to those for pods."""
 
 
 def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
@@ -72,7 +73,7 @@ def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
 
 
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
-    """Keep new pods off the node, and move its pods. A note says that the next start has to undo the first."""
+    """Cordon the node and move its pods to other nodes. A note makes the next `start` uncordon the node."""
     node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system
     query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")

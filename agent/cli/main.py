@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a command that needs the host. Each command imports its own modules; the imports above are small ones."""
-    # Loading the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
+    """Run a command that needs the host. Each command imports its own modules; the imports above are cheap."""
+    # To load the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
     # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
     match options.command:
         case "plan":
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_for_units(options: argparse.Namespace) -> int:
-    """Run a command that is run by a unit."""
+    """Run a command that systemd units run."""
     match options.command:
         case "prepare":
             from agent.cli.prepare import prepare

@@ -1,4 +1,4 @@
-"""What several commands print about machines and their host."""
+"""Prints what several commands show about machines and their host."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from agent.model.text import rfc3339
 
 
 def style(*, whole: bool = True) -> Style:
-    """Return how to print to standard output."""
+    """Return the style for standard output. `whole` is as in Style."""
     return Style(*terminal(), whole)
 
 
@@ -32,7 +32,7 @@ def print_tables(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> 
 
 
 def print_no_machines(reconciler: Reconciler) -> None:
-    """Print a line if the configuration has no machine, because nothing else would explain an empty result."""
+    """If the configuration has no machine, print a line that explains the empty result."""
     if not reconciler.config.machines:
         say([NO_MACHINES])
 

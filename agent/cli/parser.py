@@ -15,17 +15,20 @@ VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
 ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
-"""Columns of descriptions. We wrap them ourselves, because argparse would wrap the list of exit codes as well."""
+"""Columns of descriptions. They are wrapped here, because argparse would wrap the list of exit codes as well."""
 ADDRESS_OPTIONAL = ("forget", "holders")
-"""Subcommands whose address is optional."""
+"""Subcommands of `gpus` whose address is optional."""
 WAIT_LIMIT = 300.0
+"""Default of `status --wait`, in seconds."""
 WATCH_INTERVAL = 2.0
+"""Default of `status --watch`, in seconds."""
 SHORTEST_INTERVAL = 0.5
+"""Shortest interval of `status --watch`, in seconds."""
 JSON = "print JSON (docs/json.md)"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser. Its result has `config`, `command`, and the command's own arguments, by name."""
+    """Return the parser. The parsed options are `config`, `command`, and the command's own arguments."""
     parser = argparse.ArgumentParser(
         prog="unbounded-agent",
         description=textwrap.fill(

@@ -15,7 +15,7 @@ from agent.model.facts import Facts, Unseen
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
-    """Print the steps, and why some machines get none. Return 1 if a machine cannot get its settings."""
+    """Print the steps, and for which machines there are none and why. Return 1 if a machine cannot get its settings."""
     facts, planned, difference = reconciler.preview()
     stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
     exceptions = tuple(_exceptions(planned, difference, facts))
@@ -43,7 +43,7 @@ def _steps(
 
 
 def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield each machine whose settings are not written, or may not be, with the reason."""
+    """Yield each machine whose settings are not written, or perhaps not written, with the reason."""
     for machine in facts.machines:
         if isinstance(machine.root, Unseen):
             yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"

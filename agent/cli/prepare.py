@@ -17,11 +17,11 @@ from agent.system.damage import write_record
 from agent.system.files import System
 
 POLL = 1.0
-"""Seconds between two checks for a late driver, or for the unit's state."""
+"""Seconds between two checks for a driver that loads late, or for the unit's state."""
 LOCK_WAIT = 60.0
 """Seconds to wait for another pass to end: the service may be staging a driver root."""
 RETRY_LIMIT = 20.0
-"""Seconds to retry when the unit's state cannot be observed."""
+"""Seconds for which to try again if the unit's state cannot be observed."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 STOPPED = ("inactive", "failed", "activating")
@@ -40,20 +40,20 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return reconciler.reconcile(LOCK_WAIT)
     system = reconciler.system
-    # Before taking the lock: if another pass holds the lock too long, this command fails, the machine starts anyway,
+    # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
     _forget_live(name, system)
     # The unit also tries to mount an empty directory over the report.
     clear_report(system, name)
     with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
-        # Once more: the pass that held the lock may have found the machine running, and recorded its settings again.
+        # Again, because the pass that held the lock may have found the machine running, and recorded its settings.
         _forget_live(name, system)
         # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
         # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
     _wait_for_driver(name, settings.driver_wait, reconciler)
-    return _settle(name, reconciler)
+    return _write_settings(name, reconciler)
 
 
 def _forget_live(name: str, system: System) -> None:
@@ -62,7 +62,7 @@ def _forget_live(name: str, system: System) -> None:
         system.remove(live_file(name))
 
 
-def _settle(name: str, reconciler: Reconciler) -> Outcome:
+def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
     """Make passes until the machine's files match the goal, then record the settings that the machine starts with.
 
     One pass may not be enough, because nodes may appear during a pass. If a node were in the record but not in the

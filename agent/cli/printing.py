@@ -1,4 +1,4 @@
-"""Prints what a command has to say. The only module that prints; it loads quickly, because even errors need it."""
+"""Prints the output of commands. No other module prints. It imports little, because even errors need it."""
 
 import os
 import sys
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 LISTING = "gpus"
-"""Not a stream of output, but the text of a list that the other process completes (agent.cli.gpu_table)."""
+"""In place of a stream's name: marks the list of GPUs, which the process that asked completes (agent.cli.gpu_table)."""
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
-"""The output so far, as streams and texts, of a command whose output another process prints; otherwise None."""
+"""The output so far of a command that the service runs for another process, as pairs of stream and text. None in a
+command's own process, which prints at once."""
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print the lines of a command's result. A program that reads them from a pipe gets them at once."""
+    """Print the lines of a command's result, and flush them, so that a program that reads a pipe gets them at once."""
     captured = CAPTURED.get()
     for line in lines:
         if captured is None:
@@ -24,7 +25,7 @@ def say(lines: Iterable[str]) -> None:
 
 
 def hand_over(stream: str, text: str) -> bool:
-    """Leave the rest of the work to the other process that prints the output. Return False if there is none."""
+    """Leave the rest of the work to the process that asked for the command. Return False if no process asked."""
     captured = CAPTURED.get()
     if captured is None:
         return False
@@ -43,13 +44,13 @@ def report(sentence: str) -> None:
 
 
 def progress(sentence: str) -> None:
-    """Report that a step begins. An empty text means that a part of a step is done: nothing is printed then."""
+    """Report that a step begins. An empty sentence is only a sign of life of a long step, and is not printed."""
     if sentence:
         report(sentence)
 
 
 def ignore_broken_pipe() -> None:
-    """Discard what is still to be printed. `unbounded-agent status | head`: the reader has all that it wants."""
+    """Discard the rest of the output, after its reader has closed the pipe, as in `unbounded-agent status | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -18,18 +18,18 @@ from agent.system.network import HostNetwork, NetworkSource
 
 
 def reset(options: argparse.Namespace) -> int:
-    """Remove the node of this name, which may still be configured or not. Return the exit code."""
+    """Remove the node of this name, whether or not it is still configured. Return the exit code."""
     system = this_host()
     try:
         loaded = load(options, system)
     except NoMachinesError:
-        # The last machine may have been taken out of the configuration, and the file with it.
+        # The configuration file may have been removed together with its last machine.
         loaded = Loaded(Config(machines={}))
     return reset_machine(options.machine, make_reconciler(loaded, system), HostNetwork())
 
 
 def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) -> int:
-    """Remove the node, and say what is left to do. Return 1 if the host differs from the host as it was found."""
+    """Remove the node, and print what is left to do. Return 1 if the host still differs from how it was found."""
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
     without = Reconciler(
         reconciler.config.model_copy(update={"machines": others}),

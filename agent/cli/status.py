@@ -1,4 +1,4 @@
-"""`unbounded-agent status`: prints whether each machine is ready, and why not; waits for it, or repeats it."""
+"""`unbounded-agent status`: prints whether each machine is ready, and why not; can wait until it is, or repeat."""
 
 import sys
 import time
@@ -20,14 +20,14 @@ from agent.model.text import rfc3339
 NOT_READY, UNKNOWN = 3, 4
 """Exit codes of --check and --wait. 1 and 2 mean that the command failed."""
 POLL = 1.0
-"""Seconds between two looks while waiting."""
+"""Seconds between two observations while waiting."""
 CLEAR = "\x1b[H\x1b[2J"
 """Clears a terminal (ECMA-48)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to print."""
+    """What to print, and whether to wait or repeat."""
 
     machine: str = ""
     """The only machine to print; empty for all."""
@@ -36,9 +36,9 @@ class Request:
     check: bool = False
     """Whether the exit code says if the machines are ready."""
     wait: float | None = None
-    """Seconds to wait until the machines are ready."""
+    """Seconds to wait until the machines are ready; None to print at once."""
     watch: float | None = None
-    """Seconds between two prints."""
+    """Seconds between two prints; None to print once."""
 
 
 def status(reconciler: Reconciler, request: Request = Request()) -> int:
@@ -48,7 +48,7 @@ def status(reconciler: Reconciler, request: Request = Request()) -> int:
         raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
     if request.watch is not None:
         return _watch(reconciler, request, request.watch)
-    facts, machines = _look(reconciler, request)
+    facts, machines = _observe(reconciler, request)
     if request.wait is not None:
         facts, machines = _wait(reconciler, request, request.wait)
     report_problems(facts)
@@ -56,16 +56,16 @@ def status(reconciler: Reconciler, request: Request = Request()) -> int:
     return _exit_code(machines) if request.check or request.wait is not None else 0
 
 
-def _look(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
+def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
     facts, planned, difference = reconciler.preview()
     machines = reconciler.evaluate(facts, planned, difference)
     recorded = read_history(reconciler.system)
-    found = (each for each in machines if request.machine in ("", each.name))
-    return facts, tuple(each if each.name in recorded else _undated(each) for each in found)
+    requested = (each for each in machines if request.machine in ("", each.name))
+    return facts, tuple(each if each.name in recorded else _undated(each) for each in requested)
 
 
 def _undated(machine: MachineOutcome) -> MachineOutcome:
-    """Return the machine without the times of changes: no pass has recorded them, so they are unknown."""
+    """Return the machine without the times of its conditions: no pass has recorded them, so they are unknown."""
     return replace(machine, conditions=tuple(replace(each, last_transition=0.0) for each in machine.conditions))
 
 
@@ -85,43 +85,43 @@ def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tup
 
 def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Facts, tuple[MachineOutcome, ...]]:
     """Wait until all machines are ready, or time is up."""
-    deadline, said = time.monotonic() + seconds, ""
+    deadline, last_sentence = time.monotonic() + seconds, ""
     while True:
-        facts, machines = _look(reconciler, request)
+        facts, machines = _observe(reconciler, request)
         waiting = [each for each in machines if each.ready.status is not Status.TRUE]
         if not waiting or time.monotonic() >= deadline:
             return facts, machines
         sentence = "; ".join(f"{each.name}: waiting: {each.ready.reason}" for each in waiting)
-        if sentence != said:
+        if sentence != last_sentence:
             reconciler.progress(sentence)
-            said = sentence
+            last_sentence = sentence
         time.sleep(POLL)
 
 
 def _watch(reconciler: Reconciler, request: Request, interval: float) -> int:
-    """Print again and again until interrupted. On a terminal, clear it before; elsewhere, print only what changed."""
+    """Print again and again until interrupted. On a terminal, clear it first; elsewhere, print only after a change."""
     before: Sequence[object] = ()
     while True:
         now = time.time()
-        found: Sequence[object]
+        current: Sequence[object]
         try:
-            _, machines = _look(reconciler, request)
-            found = [(each.name, *causes(each.conditions)) for each in machines]
+            _, machines = _observe(reconciler, request)
+            current = [(each.name, *causes(each.conditions)) for each in machines]
             lines = [*summaries(machines, now, style(whole=len(machines) == 1))] or [NO_MACHINES]
         except AgentError as error:
-            found = lines = [str(error)]
+            current = lines = [str(error)]
         if sys.stdout.isatty():
             say([f"{CLEAR}{rfc3339(now)}", *lines])
-        elif found != before:
+        elif current != before:
             say([rfc3339(now), *lines])
         sys.stdout.flush()
-        before = found
+        before = current
         time.sleep(interval)
 
 
 def _exit_code(machines: Iterable[MachineOutcome]) -> int:
-    found = {each.ready.status for each in machines}
-    return NOT_READY if Status.FALSE in found else UNKNOWN if Status.UNKNOWN in found else 0
+    statuses = {each.ready.status for each in machines}
+    return NOT_READY if Status.FALSE in statuses else UNKNOWN if Status.UNKNOWN in statuses else 0
 
 
 def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str:

@@ -1,4 +1,4 @@
-"""Describes machines in a few lines: whether each is ready, and each cause once. Pure."""
+"""Summarises machines in a few lines: whether each is ready, and each cause once if it is not. Pure."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +11,8 @@ from agent.model.reasons import Reason
 
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
-FOLLOWING = frozenset({Reason.MACHINE_NOT_RUNNING})
-"""Reasons that follow from another condition, which says why."""
+CONSEQUENCES = frozenset({Reason.MACHINE_NOT_RUNNING})
+"""Reasons that are only consequences of another condition, which has the cause."""
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready", Status.UNKNOWN: "unknown"}
 COLOURS = {Status.TRUE: "32", Status.FALSE: "1;31", Status.UNKNOWN: "1;33"}
@@ -42,7 +42,7 @@ def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> I
 
 
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
-    """Return the conditions that are not True, in groups with the same cause: those that Ready needs first.
+    """Return the conditions that are not True, grouped by cause. Groups that Ready needs come first.
 
     If a cause makes some conditions False and others Unknown, its group has only the former.
     """
@@ -50,8 +50,8 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
     for each in conditions:
         if each.status is not Status.TRUE and each.type is not ConditionType.READY:
             groups.setdefault((each.reason, each.message), []).append(each)
-    # What follows from another cause is listed only if that other cause is not known.
-    own = [group for (reason, _), group in groups.items() if reason not in FOLLOWING] or list(groups.values())
+    # Consequences are listed only if their cause is not known.
+    own = [group for (reason, _), group in groups.items() if reason not in CONSEQUENCES] or list(groups.values())
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
     return tuple(tuple(group) for group in sorted(worst, key=_rank))
 

@@ -1,22 +1,22 @@
-"""The form of the terminal that a command prints to, which may be another process's."""
+"""Returns the width and colours of the terminal that a command prints to, which may be another process's."""
 
 import os
 import sys
 from contextvars import ContextVar
 
 WIDTH = 80
-"""Columns of an output that is not a terminal."""
+"""Columns for output that does not go to a terminal."""
 NARROWEST, WIDEST = 60, 120
-"""Columns: text in longer lines is hard to read."""
+"""Columns that are used at least and at most. Text in longer lines is hard to read."""
 
-OTHER: ContextVar[tuple[int, bool] | None] = ContextVar("terminal", default=None)
-"""The result of `terminal` in the process that asked the service for an answer."""
+ASKING_TERMINAL: ContextVar[tuple[int, bool] | None] = ContextVar("terminal", default=None)
+"""The result of `terminal` in the process that asked the service to run a command; None in a command's own process."""
 
 
 def terminal() -> tuple[int, bool]:
-    """Return the columns to use, and whether to use colours, unless NO_COLOR is set (no-color.org)."""
-    if other := OTHER.get():
-        return other
+    """Return the columns to use, and whether to use colours: not if NO_COLOR is set (no-color.org)."""
+    if asking := ASKING_TERMINAL.get():
+        return asking
     if not sys.stdout.isatty():
         return WIDTH, False
     try:

@@ -21,8 +21,10 @@ from agent.system.network import HostNetwork, NetworkSource
 
 SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = 30.0
+"""Seconds for systemd to reload the service."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 LOCK_WAIT = 5.0
+"""Seconds to wait for that lock."""
 
 
 class Output:
@@ -46,14 +48,14 @@ class Output:
             say([in_words(check)])
 
     def remark(self, sentence: str) -> None:
-        """Report what the user should know, although nothing failed."""
+        """Report something that the user should know although nothing has failed."""
         if self._for_programs:
             self._event("remark", message=sentence)
         else:
             report(f"note: {sentence}")
 
     def result(self, outcome: Outcome, watch: Watch, failures: Iterable[str]) -> None:
-        """Report how it ended."""
+        """Report the final state of the machines, and what failed."""
         machines, failures = watch.machines(outcome), list(failures)
         if self._for_programs:
             states = {
@@ -78,7 +80,7 @@ class Output:
 
 
 def as_object(check: Check) -> dict[str, object]:
-    """Return a check for programs."""
+    """Return a check as a JSON object for programs (docs/json.md)."""
     return {
         "check": check.name,
         "machine": check.machine,
@@ -119,22 +121,22 @@ def up(
     network: NetworkSource | None = None,
     ask: Asking = ask,
 ) -> int:
-    """Make the nodes that are not made yet, and wait until they are ready and have joined. Return the exit code."""
+    """Make the nodes that do not exist yet, and wait until they are ready and have joined. Return the exit code."""
     if rebuild and not name:
-        raise ConfigError("--rebuild needs the name of a machine", "it removes all that is in the node")
+        raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
     names, output = chosen(reconciler, name), Output(for_programs=for_programs)
     reconciler.progress = output.step
     with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
-        again = frozenset(names) if rebuild else frozenset[str]()
+        rebuilt = frozenset(names) if rebuild else frozenset[str]()
         network = network or HostNetwork()
-        provisioner = Provisioner(reconciler.config, reconciler.system, network, output.step, ask, again)
+        provisioner = Provisioner(reconciler.config, reconciler.system, network, output.step, ask, rebuilt)
         previews = []
 
-        def look() -> Work:
+        def check_all() -> Work:
             previews.append(reconciler.preview())
             return provisioner.work(names, previews[-1][0])
 
-        work = wait_for_servers(provisioner, look, output.step)
+        work = wait_for_servers(provisioner, check_all, output.step)
         facts, planned, difference = previews[-1]
         for check in work.checks:
             if not check.passed:
@@ -166,7 +168,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     host = work.host
     for node in work.nodes:
         if node.make:
-            # The host's settings change while the first image is pulled.
+            # The host's settings are changed only once, while the first image is pulled.
             provisioner.make_root(node, host)
             host = ()
         provisioner.replace_token(node)
@@ -174,14 +176,14 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     _reload_service(provisioner.system, output)
     outcome, failures = watch.start()
     for node in work.nodes:
-        # Not before: a machine that starts with the host needs its settings.
+        # Only now, because a machine that starts at the host's boot needs its settings.
         provisioner.enable(node.machine)
     output.result(outcome, watch, failures)
     return 0 if not failures and watch.all_ready(outcome) else 1
 
 
 def _reload_service(system: System, output: Output) -> None:
-    """Let the service read the configuration: a machine that it does not know would lose its settings again."""
+    """Make the service read the configuration. It removes the settings of machines that it does not know."""
     if observe_units([SERVICE], system)[SERVICE].state == "active":
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:

@@ -1,4 +1,4 @@
-"""Waits: for API servers that are not there yet, and for machines that report and, if they are nodes, join."""
+"""Waits until API servers answer, and until machines have reported and, if they are nodes, have joined the cluster."""
 
 import time
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from agent.system.https import ask
 JOIN_LIMIT = 300.0
 """Seconds to wait for machines to boot, report and join, in addition to their longest driver_wait."""
 SERVER_LIMIT = 900.0
-"""Seconds to wait for an API server that does not answer: clusters and their nodes are often made at the same time."""
+"""Seconds to wait for an API server that does not answer. Often a cluster and its nodes are made at the same time."""
 SERVER_POLL = 5.0
-"""Seconds between two questions to an API server."""
+"""Seconds between two requests to an API server."""
 PASS_WAIT = 60.0
 """Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLL = 0.5
@@ -26,36 +26,36 @@ POLL = 0.5
 MOST = f"`up` waits {SERVER_LIMIT / 60:.0f} minutes at most"
 
 
-def wait_for_servers(provisioner: Provisioner, look: Callable[[], Work], progress: Callable[[str], None]) -> Work:
-    """Return what `look` returns when all API servers answer; at once if another check fails.
+def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], progress: Callable[[str], None]) -> Work:
+    """Call `check_all` until all API servers answer, or another check fails, and return its result.
 
-    After SERVER_LIMIT, the checks of the servers stay failed.
+    After SERVER_LIMIT seconds, the result has the failed checks of the servers.
     """
-    started, said = time.monotonic(), ""
+    started, last_sentence = time.monotonic(), ""
     while True:
-        work = look()
+        work = check_all()
         late = tuple(check for check in work.failed if check.late)
         if not late or late != work.failed:
             return work
         while late:
             if time.monotonic() - started > SERVER_LIMIT:
-                return replace(work, checks=tuple(_waited(check) for check in work.checks))
+                return replace(work, checks=tuple(_gave_up(check) for check in work.checks))
             sentence = f"waiting: {'; '.join(dict.fromkeys(check.message for check in late))}; {MOST}"
-            if sentence != said:
+            if sentence != last_sentence:
                 progress(sentence)
-                said = sentence
+                last_sentence = sentence
             time.sleep(SERVER_POLL)
             late = provisioner.late(work)
 
 
-def _waited(check: Check) -> Check:
+def _gave_up(check: Check) -> Check:
     message = f"{check.message}, and did not for {SERVER_LIMIT / 60:.0f} minutes"
     return replace(check, message=message) if check.late else check
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Some of the configured machines."""
+    """Some of the configured machines, which are started and waited for."""
 
     reconciler: Reconciler
     names: tuple[str, ...]
@@ -71,14 +71,14 @@ class Watch:
         return observe_joined(name, self.reconciler.system)
 
     def waiting(self, outcome: Outcome) -> dict[str, str]:
-        """Return why machines are waited for, by name."""
-        found = {}
+        """Return the machines that are not finished yet, with the reasons, by name."""
+        reasons = {}
         for machine in self.machines(outcome):
             if machine.pending or machine.stopped:
-                found[machine.name] = machine.ready.message
+                reasons[machine.name] = machine.ready.message
             elif not self._joined(machine.name):
-                found[machine.name] = NOT_JOINED
-        return found
+                reasons[machine.name] = NOT_JOINED
+        return reasons
 
     def all_ready(self, outcome: Outcome) -> bool:
         """Return whether all are ready and have joined."""
@@ -86,7 +86,7 @@ class Watch:
         return all(each.ready.status is Status.TRUE and self._joined(each.name) for each in machines)
 
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
-        """Make a pass, start what is stopped, and wait. Return the last outcome, and failures."""
+        """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed."""
         outcome = self.reconciler.reconcile(PASS_WAIT)
         failures = outcome.failures
         for machine in self.machines(outcome):
@@ -98,8 +98,8 @@ class Watch:
 
     def _wait(self) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
-        started = counted = time.monotonic()
-        said, servers = "", _Servers(self.reconciler, self.ask)
+        started = limit_since = time.monotonic()
+        last_sentence, servers = "", _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile(PASS_WAIT)
@@ -109,15 +109,15 @@ class Watch:
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
             if silent and now - started <= SERVER_LIMIT:
-                # When the API server answers, the kubelet has as much time as if it had always answered.
-                counted = now
-            elif silent or now - counted > limit:
+                # The limit counts only from when the API server answers, because the kubelet needs it to join.
+                limit_since = now
+            elif silent or now - limit_since > limit:
                 late = (_late(name, why, problems.get(name), now - started) for name, why in waiting.items())
                 return outcome, tuple(late)
             sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
-            if sentence != said:
+            if sentence != last_sentence:
                 self.reconciler.progress(sentence)
-                said = sentence
+                last_sentence = sentence
 
     def _joined(self, name: str) -> bool:
         """Return whether the machine has joined, and has no bootstrap token any longer."""
@@ -131,21 +131,21 @@ NOT_JOINED = "its kubelet has not joined the cluster yet"
 
 @dataclass(slots=True)
 class _Servers:
-    """The API servers of machines that have not joined, asked from time to time."""
+    """The results of checks of the API servers of machines that have not joined, renewed every SERVER_POLL seconds."""
 
     reconciler: Reconciler
     ask: Asking
-    asked: dict[str, float] = field(default_factory=dict)
-    found: dict[str, Check | None] = field(default_factory=dict)
+    asked_at: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, Check | None] = field(default_factory=dict)
 
     def problem(self, name: str) -> Check | None:
         """Return what keeps a machine from joining, as far as this host can see it."""
         node, now = self.reconciler.config.machines[name].node, time.monotonic()
-        if node and now - self.asked.get(name, now - SERVER_POLL) >= SERVER_POLL:
+        if node and now - self.asked_at.get(name, now - SERVER_POLL) >= SERVER_POLL:
             checks = check_server(node, self.reconciler.system, self.ask)
-            self.asked[name] = now
-            self.found[name] = next((check for check in checks if not check.passed), None)
-        return self.found.get(name)
+            self.asked_at[name] = now
+            self.problems[name] = next((check for check in checks if not check.passed), None)
+        return self.problems.get(name)
 
 
 def _progress(name: str, why: str, problem: Check | None) -> str:

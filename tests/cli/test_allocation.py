@@ -1,4 +1,4 @@
-"""`kube allocation`: the steps in their order, those that it takes itself, and where it stops."""
+"""`kube allocation`: which steps it prints, in which order, which ones it takes itself, and where it stops."""
 
 import json
 import shlex
@@ -125,7 +125,7 @@ def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: py
 
 
 def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each run takes what it can, and stops where somebody else has to do something."""
+    """Each run takes the steps that it can, and stops at the first one that the user must take."""
     cluster.pods = [pod("train"), pod("done", phase="Succeeded"), pod("web", "cpu"), pod("new", claim=True)]
     assert cluster.run("dra") == 1
     printed = capsys.readouterr().out

@@ -160,7 +160,7 @@ def test_a_gpu_whose_users_cannot_be_determined_is_left_as_it_is(site: Site) -> 
 
 
 def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:
-    """Otherwise a new pod would get a node that does not open."""
+    """In the other order, a new pod could get a node that does not open."""
     order: list[tuple[tuple[str, ...], bool]] = []
     site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
     assert detach(SECOND, site.agent, FAST).done
@@ -180,7 +180,7 @@ def test_refuse_changes_nothing(site: Site) -> None:
 
 
 def test_the_message_says_that_the_device_plugin_needs_a_restart(site: Site) -> None:
-    """It has every GPU open, so `refuse` would always refuse. A program of that name on the host is a different one."""
+    """The device plugin has every GPU open, so `refuse` would always refuse. On the host, the name means nothing."""
     directory = site.hold(group=POD_GROUP, command=b"nvidia-device-p")
     advice = 'machines.NAME.restart_device_plugin = true and on_detach = "drain-wait"'
     assert advice in text(detach(SECOND, site.agent, FAST))
@@ -332,7 +332,7 @@ def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
 
 
 def test_a_machine_with_unknown_settings_may_still_open_the_gpu(site: Site) -> None:
-    """Nothing can be withdrawn from a machine if it is unknown what it was started with."""
+    """Devices can be withdrawn from a machine only if a record says which ones it was started with."""
     site.host.remove_file(live_file(MACHINE))
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
@@ -357,7 +357,7 @@ def test_attach_returns_a_detached_gpu(site: Site) -> None:
 
 
 def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:
-    """This holds even if no pass ran while it was unplugged."""
+    """The GPU is granted even if no pass ran while it was unplugged."""
     assert detach(SECOND, site.agent, FAST).done
     site.agent.reconcile()
     assert site.granted() == (FIRST,)
@@ -378,7 +378,7 @@ def test_an_unknown_address_is_bad_input(site: Site) -> None:
 
 
 def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
-    """Its changes are blocked because something else could not be observed."""
+    """The machine cannot be changed, because something else could not be observed."""
     agent = site.configure(gpus="count=2")
     site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):

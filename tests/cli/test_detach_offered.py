@@ -63,7 +63,7 @@ def test_refuse_returns_a_gpu_that_a_pod_got_meanwhile(site: Site) -> None:
 
 
 def test_pods_that_have_it_keep_it_while_drain_wait_waits(site: Site) -> None:
-    """Their containers may restart, for which they need its name in the CDI specification."""
+    """The pods' containers may restart, and then need the GPU's name in the CDI specification."""
     agent = site.configure(allocation="dra", on_detach="drain-wait", drain_wait=0)
     directory = site.hold()
     ending = detach(SECOND, agent, FAST)

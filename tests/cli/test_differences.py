@@ -47,7 +47,7 @@ def test_a_file_that_not_everybody_may_read_is_not_shown(host: Host) -> None:
 def test_what_may_not_be_read_is_unknown(host: Host) -> None:
     host.file(PATH, "one\n")
     host.failing[PATH] = PermissionError(errno.EACCES, os.strerror(errno.EACCES), PATH)
-    assert shown(host, WriteFile(PATH, b"two\n")) == [f"# what changes is unknown: {PATH}: Permission denied"]
+    assert shown(host, WriteFile(PATH, b"two\n")) == [f"# cannot show the difference: {PATH}: Permission denied"]
 
 
 def test_a_file_cannot_write_to_the_terminal(host: Host) -> None:

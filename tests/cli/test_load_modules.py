@@ -250,7 +250,7 @@ def _reserved(host: Host) -> None:
 
 @pytest.mark.parametrize("take", [_vfio, _reserved])
 def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, take: Callable[[Host], None]) -> None:
-    """This includes a GPU that is only reserved for another driver, and has none at the moment."""
+    """A GPU that is only reserved for another driver, and has none now, is left alone too."""
     take(host)
     messages = load(host)
     assert f"GPU {GPU} is left to its driver vfio-pci" in messages
@@ -271,7 +271,7 @@ def test_no_gpu(host: Host) -> None:
 
 
 def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
-    """Its administrator may be about to give it to another driver."""
+    """The administrator may be about to give the GPU to another driver."""
     host.remove_file(f"/sys/bus/pci/devices/{GPU}/driver_override")
     (Path(host.root) / f"sys/bus/pci/devices/{GPU}").rmdir()
     host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
@@ -281,7 +281,7 @@ def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
 
 
 def test_a_bus_that_cannot_be_listed(host: Host) -> None:
-    """Then the GPUs' drivers are unknown."""
+    """If the bus cannot be listed, the GPUs' drivers are unknown."""
     host.pci = Unseen("udev: cannot list pci devices")
     with pytest.raises(ObservationError, match="cannot list pci"):
         load(host)

@@ -82,7 +82,7 @@ def test_several_machines_have_one_line_for_each_cause() -> None:
 
 
 def test_long_names_are_not_broken() -> None:
-    """They are copied from here."""
+    """Users copy paths and commands from the output."""
     unit = "usr-lib-unbounded\\x2dagent-with-a-name-that-is-longer-than-a-whole-line-of-a-terminal.mount"
     fault = false(ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED, f"see `systemctl status '{unit}'` on the host")
     (_, _, *message) = lines(machine("a", fault))

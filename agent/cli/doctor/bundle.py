@@ -1,4 +1,4 @@
-"""`unbounded-agent doctor --bundle`: an archive with everything that helps to understand a fault, without secrets."""
+"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without known secrets."""
 
 import io
 import json
@@ -33,12 +33,13 @@ from agent.model.text import rfc3339
 from agent.system.files import System
 
 FILE_LIMIT = 2 << 20
-"""Bytes of one file in the archive; of a longer text, the end is kept."""
+"""Bytes of the largest file in the archive. Of a longer text, only the end is kept."""
 TOTAL_LIMIT = 32 << 20
 """Bytes of all files together, before compression."""
 COMMAND_LIMIT = 30.0
 """Seconds for one command."""
 LINES = "5000"
+"""Lines of a log that are kept."""
 
 FILES = (
     "/etc/os-release",
@@ -78,7 +79,7 @@ MACHINE_COMMANDS = {
     "kubelet.log": ("journalctl", "-M", "{machine}", "-b", "-u", "kubelet", "-n", LINES, "--no-pager"),
 }
 DIRECTORIES = (CONFIG_DIRECTORY, STATE)
-"""Directories whose files are included, but not what is in their subdirectories."""
+"""Directories whose files are included, without their subdirectories."""
 
 
 def default_name(host: str, now: float) -> str:
@@ -87,7 +88,7 @@ def default_name(host: str, now: float) -> str:
 
 
 def write_bundle(path: str, report: Report, reconciler: Reconciler) -> tuple[str, ...]:
-    """Write the archive, readable for its owner only. Return what was left out, a sentence each. Raises OSError."""
+    """Write the archive, which only its owner may read. Return sentences on what was left out. Raises OSError."""
     now = time.time()
     left_out: list[str] = []
     buffer, total = io.BytesIO(), 0
@@ -154,7 +155,7 @@ def _machine_contents(machine: str, system: System) -> Iterator[tuple[str, Calla
 
 
 def _text(system: System, path: str) -> str:
-    # Any process in a machine may write what is in its report.
+    # Read as untrusted, because processes in the machine can write the report.
     data, _ = system.read_untrusted(path)
     return data.decode(errors="replace")
 

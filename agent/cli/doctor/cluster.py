@@ -1,4 +1,4 @@
-"""Reads what concerns GPUs from a cluster, through kubectl. Changes nothing there."""
+"""Reads the objects that concern GPUs from a cluster, with kubectl. Changes nothing there."""
 
 import json
 import time
@@ -10,16 +10,17 @@ from agent.model.errors import CommandError
 from agent.system.files import System
 
 QUERY_LIMIT = 60.0
-"""Seconds for one query."""
+"""Seconds for one run of kubectl."""
 LOGS = 5
-"""Of how many failing pods logs are read."""
+"""Number of failing pods whose logs are read."""
 LOG_LINES = 50
+"""Last lines of each log that are read."""
 NODES_QUERIED = 20
-"""For how many nodes pods are queried one node at a time; for more, pods of all nodes are queried."""
+"""For up to this number of nodes, pods are listed node by node; for more, the pods of all nodes are listed at once."""
 
 
 def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Cluster:
-    """Return what the user of this kubeconfig may read. `nodes` are the machines' nodes; without any, all nodes."""
+    """Return the objects that the user of this kubeconfig may read; those of all nodes if `nodes` is empty."""
     kubectl = _Kubectl(system, kubeconfig)
     found_nodes = kubectl.items("nodes", *nodes, "--show-managed-fields")
     pods = kubectl.items("pods", "--all-namespaces", "--field-selector=status.phase=Pending")
@@ -39,12 +40,12 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
 
 
 def _failing(pods: Iterable[KubernetesObject]) -> list[KubernetesObject]:
-    # Device plugins first: many other pods may fail for reasons of their own.
+    # Device plugins come first, because many other pods may fail for reasons that have nothing to do with GPUs.
     return sorted(filter(crashes, pods), key=lambda pod: "device-plugin" not in name(pod))[:LOGS]
 
 
 class _Kubectl:
-    """Runs kubectl, and collects what could not be read."""
+    """Runs kubectl, and collects sentences on what could not be read."""
 
     def __init__(self, system: System, kubeconfig: str) -> None:
         self._system, self._kubeconfig = system, kubeconfig
@@ -57,12 +58,12 @@ class _Kubectl:
         except (CommandError, ValueError) as error:
             self.unknown.append(f"{arguments[0]} of the cluster: {error}")
             return []
-        # Of a single name, kubectl prints the object itself.
+        # For a single name, kubectl prints the object itself instead of a list.
         items = found.get("items", [found] if found.get("metadata") else [])
         return [each for each in items if isinstance(each, dict)]
 
     def log(self, pod: KubernetesObject) -> str:
-        """Return the end of the log of the pod's failed containers; what can be read of it."""
+        """Return the end of the logs of the pod's failed containers; kubectl's error if they cannot be read."""
         namespace, _, pod_name = name(pod).rpartition("/")
         try:
             return self._run(

@@ -1,4 +1,4 @@
-"""Finds faults of a cluster that concern GPUs of all vendors. Pure."""
+"""Finds faults of a cluster that keep pods from GPUs of any vendor. Pure."""
 
 import re
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from agent.model.cluster import Cluster, KubernetesObject, labels, name, pod_spe
 from agent.model.finding import Finding
 
 RECENT = 1200.0
-"""Seconds. The API server keeps events for an hour, also of faults that are gone; controllers try again each 17 minutes
-at the latest (the limit of client-go's back-off is 1000 seconds)."""
+"""Seconds after which an event no longer counts. The API server keeps events for an hour, even if the fault is gone. A
+fault that lasts has newer events, because controllers try again at least every 1000 seconds (client-go's back-off)."""
 EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
     (
         re.compile(r'violates PodSecurity "[^"]*"'),
@@ -35,14 +35,14 @@ EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""Patterns in events, with cause and fix."""
+"""Patterns of events' messages, each with its cause and the commands that fix it."""
 
 
 def findings(cluster: Cluster) -> tuple[Finding, ...]:
     """Return what is wrong in the cluster."""
     vendors = (each for vendor in HOST_VENDORS for each in vendor.cluster_findings(cluster))
     found = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
-    # Many pods of one DaemonSet have the same fault: one finding is enough.
+    # Only the first finding of each fault: all pods of a DaemonSet may have the same one.
     return tuple({(each.cause, each.fix): each for each in reversed(found)}.values())[::-1]
 
 
@@ -52,14 +52,14 @@ def _from_events(cluster: Cluster) -> Iterator[Finding]:
             continue
         involved = event.get("involvedObject") or {}
         for pattern, cause, fix in EVENTS:
-            if found := pattern.search(str(event.get("message", ""))):
+            if match := pattern.search(str(event.get("message", ""))):
                 namespace, pod = str(involved.get("namespace", "")), str(involved.get("name", ""))
-                evidence = f"{str(involved.get('kind', 'object')).lower()} {namespace}/{pod}: {found[0]}"
+                evidence = f"{str(involved.get('kind', 'object')).lower()} {namespace}/{pod}: {match[0]}"
                 yield Finding(cause, evidence, tuple(each.format(namespace=namespace) for each in fix))
 
 
 def _last(event: KubernetesObject) -> float:
-    """Return when the event happened last, in seconds since the epoch; 0 if it does not say."""
+    """Return when the event last happened, in seconds since the epoch; 0 if it has no time."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     return max(seconds(each) for each in times)

@@ -1,4 +1,4 @@
-"""`unbounded-agent doctor`: lists what is wrong with host, machines and cluster, with evidence and what fixes it."""
+"""`unbounded-agent doctor`: lists the faults of host, machines and cluster, with evidence and commands to fix them."""
 
 import os
 import time
@@ -19,9 +19,10 @@ from agent.host.reconcile import Reconciler
 def doctor(
     reconciler: Reconciler, *, for_programs: bool = False, kubeconfig: str = "", bundle: str | None = None
 ) -> int:
-    """Print the diagnoses in words, or as JSON for programs. Return 1 if there is a fault or a machine is not ready.
+    """Print the diagnoses as text, or as JSON for programs. Return 1 if there is a fault or a machine is not ready.
 
-    With `bundle`, write them into that archive instead; an empty path means a new file in the current directory.
+    With `bundle`, write an archive to that path instead, and return 0. An empty path means a new file in the current
+    directory.
     """
     report = examine(reconciler, kubeconfig)
     if bundle is not None:

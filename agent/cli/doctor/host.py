@@ -17,31 +17,32 @@ from agent.vendors.host_vendor import DriverForPods
 
 SERVICE = "unbounded-agent.service"
 SOCKET = "unbounded-agent.socket"
-"""If it is active, systemd listens for the service, perhaps on another address than the configured one."""
+"""While this unit is active, systemd listens for the service, perhaps on another address than the configured one."""
 START_SERVICE = "systemctl enable --now unbounded-agent"
 PLAIN_IMAGE = "agent-ubuntu2404"
-"""An image in containerfiles/ for machines without GPUs, or whose GPUs need no programs of their vendor."""
+"""The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
-"""Values that the kubelet requires (setupKernelTunables) and cannot set in a machine, where /proc/sys is read-only."""
+"""Values in /proc/sys that the kubelet requires (setupKernelTunables), but cannot set in a machine: there they are
+read-only."""
 SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
-"""Bytes that must be free: a driver root takes half a gigabyte, kubelets evict pods for lack of disk, and each pass
-writes some files in /run."""
+"""Bytes that must be free, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is nearly
+full, and each pass writes some files in /run."""
 RELEASE = "/proc/sys/kernel/osrelease"
 MODULES = "/sys/module"
 
 
 @dataclass(frozen=True, slots=True)
 class HostDiagnosis:
-    """What `doctor` says about the host itself."""
+    """The findings of the host itself."""
 
     findings: tuple[Finding, ...] = ()
     """Faults that keep machines, kubelets or the service from running."""
     drivers: tuple[DriverForPods, ...] = ()
-    """The drivers that pods get. Users choose pods' images by the drivers' versions."""
+    """The drivers that pods get. Users need their versions to choose the pods' images."""
     image: str = PLAIN_IMAGE
     """The image in containerfiles/ that machines of this host need."""
     remarks: tuple[str, ...] = ()
-    """What was refused, discarded or not understood, a sentence each. It may be as somebody wants it."""
+    """Sentences on what was refused, discarded or not understood. These are not faults: somebody may want it so."""
 
 
 def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis:
@@ -56,8 +57,8 @@ def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis
     )
     drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
     template = facts.template_device_allow
-    said = {template.why} if not isinstance(template, tuple) else set()
-    remarks = tuple(each for each in facts.all_problems() if each not in said)
+    in_findings = {template.why} if not isinstance(template, tuple) else set()
+    remarks = tuple(each for each in facts.all_problems() if each not in in_findings)
     return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
 
 
@@ -137,7 +138,7 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
 
 
 def _modules(facts: Facts, system: System) -> Iterator[Finding]:
-    """Yield GPUs whose driver the running kernel does not have: the kernel was upgraded, and the module not built."""
+    """Yield GPUs for which the running kernel has no module: none was built when the kernel was upgraded."""
     release = read_seen(system.read_text, RELEASE)
     if not isinstance(release, str):
         return
@@ -145,7 +146,7 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
     lists = [read_seen(system.read_text, f"/lib/modules/{kernel}/modules.{each}") for each in ("dep", "builtin")]
     if not all(isinstance(each, str) for each in lists):
         return
-    # Debian calls NVIDIA's file nvidia-current.ko.
+    # On Debian, the file of NVIDIA's module is nvidia-current.ko.
     known = {
         re.split(r"\.ko|-current\.ko", each)[0] for each in re.findall(r"[^/\s:]+\.ko", "\n".join(map(str, lists)))
     }
@@ -165,7 +166,7 @@ def _space(system: System) -> Iterator[Finding]:
         try:
             free = system.free_bytes(path)
         except OSError:
-            # Missing, or not to be seen: passes report that.
+            # The path is missing or cannot be read, which passes report.
             continue
         if free < wanted:
             yield Finding(

@@ -21,7 +21,7 @@ NOTABLE = frozenset(
         Reason.GPU_DETACHED,
     }
 )
-"""Reasons of True conditions that still ask for something. They are listed, but are no faults."""
+"""Reasons of True conditions that still call for an action. They are listed, but are not faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class MachineFinding:
     status: Status
     reason: str
     message: str
-    """The conditions' message: the evidence."""
+    """The message of the conditions, which is the evidence."""
     symptoms: str = ""
     """The symptoms that users see; empty if unknown."""
     fix: tuple[str, ...] = ()
+    """The commands that fix the fault; empty if there is nothing to do but wait."""
 
     @property
     def prevents_ready(self) -> bool:
@@ -49,12 +50,12 @@ class Diagnosis:
     machine: str
     ready: Condition
     findings: tuple[MachineFinding, ...]
-    """In the order in which a machine becomes ready: the first may be the cause of the others."""
+    """In the order in which a machine becomes ready, because the first may be the cause of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the commands for a machine's faults depend on."""
+    """The facts on which the symptoms and commands for a machine's faults depend."""
 
     vendors: tuple[VendorFacts, ...] = ()
     modules: Set[str] = frozenset()
@@ -68,36 +69,36 @@ def surroundings(facts: Facts, modules: Set[str], node: str) -> Surroundings:
     return Surroundings(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
 
 
-NOWHERE = Surroundings()
+NO_SURROUNDINGS = Surroundings()
 
 
-def diagnose(machine: MachineOutcome, around: Surroundings = NOWHERE) -> Diagnosis:
+def diagnose(machine: MachineOutcome, environment: Surroundings = NO_SURROUNDINGS) -> Diagnosis:
     """Return the findings in the machine's conditions. Those with the same cause are one finding."""
-    notable = (each for each in machine.conditions if each.status is Status.TRUE and _asks(each))
+    notable = (each for each in machine.conditions if each.status is Status.TRUE and _needs_action(each))
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
     if machine.ready.status is not Status.TRUE and not any(group[0].status is not Status.TRUE for group in groups):
         # Ready may be False for a reason of its own, such as a host without GPUs.
         groups.append((machine.ready,))
     order = list(ConditionType)
     groups.sort(key=lambda group: order.index(group[0].type))
-    findings = tuple(_finding(group, machine.name, around) for group in groups)
+    findings = tuple(_finding(group, machine.name, environment) for group in groups)
     return Diagnosis(machine.name, machine.ready, findings)
 
 
-def _asks(condition: Condition) -> bool:
-    """Return whether the condition asks for something although it is True."""
+def _needs_action(condition: Condition) -> bool:
+    """Return whether the condition calls for an action although it is True."""
     return condition.reason in NOTABLE or bool(_remarks(condition))
 
 
 def _remarks(condition: Condition) -> list[str]:
     """Return the commands for the remarks in a condition's message."""
-    # Messages of other conditions have names that pods choose.
+    # The messages of other conditions may contain names that users of pods choose, and so any word.
     if condition.type is not ConditionType.CDI_SPEC_CURRENT:
         return []
     return [command for word, command in REMARKS.items() if word in condition.message]
 
 
-def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> MachineFinding:
+def _finding(group: Sequence[Condition], machine: str, environment: Surroundings) -> MachineFinding:
     first, kinds = group[0], tuple(each.type for each in group)
     return MachineFinding(
         kinds,
@@ -105,14 +106,14 @@ def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> 
         first.reason,
         first.message,
         # An Unknown condition has no known symptoms.
-        _symptoms(kinds, first.reason, around) if first.status is Status.FALSE else "",
-        _fix(first, machine, around),
+        _symptoms(kinds, first.reason, environment) if first.status is Status.FALSE else "",
+        _fix(first, machine, environment),
     )
 
 
-def _symptoms(kinds: Iterable[ConditionType], reason: str, around: Surroundings) -> str:
+def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Surroundings) -> str:
     """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
-    vendors = [host_vendor(each.vendor) for each in around.vendors] or HOST_VENDORS
+    vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
     reported = [
         text
         for kind in kinds
@@ -122,17 +123,18 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, around: Surroundings)
     return "; ".join(dict.fromkeys(reported))
 
 
-def _fix(condition: Condition, machine: str, around: Surroundings) -> tuple[str, ...]:
+def _fix(condition: Condition, machine: str, environment: Surroundings) -> tuple[str, ...]:
     kind, reason = condition.type, condition.reason
     special: list[str] = []
-    for vendor in around.vendors:
-        special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, around.modules)
+    for vendor in environment.vendors:
+        special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, environment.modules)
     general = () if special and kind in REPLACED else remedy(kind, reason)
     return tuple(
-        each.replace("{machine}", machine).replace("{node}", around.node)
+        each.replace("{machine}", machine).replace("{node}", environment.node)
         for each in dict.fromkeys((*special, *general, *_remarks(condition)))
     )
 
 
 REPLACED = frozenset({ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED})
-"""Conditions about drivers: a vendor's own commands replace the general ones. Elsewhere they come first."""
+"""Conditions about drivers, for which a vendor's own commands replace the general ones. For other conditions, the
+vendor's commands come first, and the general ones follow."""

@@ -1,7 +1,7 @@
-"""Removes secrets from texts that go to other people. Pure.
+"""Removes secrets from texts that are sent to other people. Pure.
 
-It removes what is known to be secret by its form or by the name before it. It cannot know every secret: people should
-read a bundle before they send it.
+A secret is recognised by its form, or by the name before it. Others stay, so people should read a bundle before they
+send it.
 """
 
 import re
@@ -26,10 +26,11 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         rf"\1\2{REMOVED}",
     ),
 )
-"""What is removed, with its replacement."""
+"""Regular expressions of secrets, with their replacements. The last one finds secrets by the name before them."""
 NAMES_FILE = re.compile(r"(?i)(?:file|path|directory)$")
 PATH = re.compile(r"""^["']?/[^\s]*$""")
-"""The path of a file with a secret is none, but a secret may begin with a slash: the name before it decides."""
+"""A value that looks like a path stays only after a name that matches NAMES_FILE: a secret may begin with a slash
+too."""
 
 
 def redacted(text: str) -> str:

@@ -1,6 +1,6 @@
-"""The commands that fix the faults that conditions report, for all vendors. Pure.
+"""The commands that fix the faults that conditions report, for GPUs of all vendors. Pure.
 
-Vendors have their own for what concerns their drivers (HostVendor.remedies).
+Each vendor adds the commands for its own drivers (HostVendor.remedies).
 """
 
 from collections.abc import Mapping
@@ -190,15 +190,15 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),
     (ConditionType.NODE_CONDITION_SET, Reason.AGENT_SILENT): ("systemctl enable --now unbounded-agent",),
 }
-"""By condition and reason; None means any condition that has no entry of its own."""
+"""By condition and reason. None stands for every condition that has no entry of its own for the reason."""
 
 REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
     "ModeNotServed": REPORT,
 }
-"""By a word in the message of CDISpecCurrent, whatever its status is (docs/conditions.md)."""
+"""By a word in the message of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
 
 
 def remedy(kind: ConditionType, reason: str) -> tuple[str, ...]:
-    """Return the commands, with `{machine}` and `{node}` in them; none if there is nothing to do but wait."""
+    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there is nothing to do but wait."""
     return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()

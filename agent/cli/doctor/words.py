@@ -17,11 +17,11 @@ STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
 
 @dataclass(frozen=True, slots=True)
 class ClusterDiagnosis:
-    """What `doctor` says about a cluster."""
+    """The findings of a cluster."""
 
     findings: tuple[Finding, ...] = ()
     unknown: tuple[str, ...] = ()
-    """What the kubeconfig's user may not read, or what failed; a sentence each."""
+    """Sentences on what could not be read, for example because the kubeconfig's user may not read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Report:
     machines: tuple[Diagnosis, ...]
     host: HostDiagnosis
     cluster: ClusterDiagnosis | None = None
-    """None if nobody asked for it."""
+    """None if the command had no kubeconfig."""
 
     @property
     def sound(self) -> bool:
@@ -83,7 +83,7 @@ def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
 
 
 def _fix(commands: Sequence[str]) -> Iterator[str]:
-    """Yield each command on a line of its own, however long it is: users copy it."""
+    """Yield each command on a line of its own, however long it is, so that users can copy it."""
     for heading, command in zip(("    fix:      ", *[" " * 14] * len(commands)), commands, strict=False):
         yield f"{heading}{command}"
 
