@@ -62,36 +62,36 @@ def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) ->
 
 def parse_holders(pods: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[str, ...]:
     """Return the pods that have GPUs of a device plugin, from a list of the node's pods. Raises KeyError."""
-    found = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, prefixes))
-    return tuple(sorted(f"{each['namespace']}/{each['name']}" for each in found))
+    metadata = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, prefixes))
+    return tuple(sorted(f"{each['namespace']}/{each['name']}" for each in metadata))
 
 
 def _has_plugin_gpu(pod: Mapping[str, Any], prefixes: Sequence[str]) -> bool:
-    """Return whether a pod has GPUs of a device plugin: it asked for them, and the scheduler made no claim for it."""
+    """Return whether a pod has GPUs of a device plugin: it requests them, and the scheduler made no claim for it."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed") or status.get("extendedResourceClaimStatus"):
         return False
     spec = pod["spec"]
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
-    asked = {
+    requested = {
         name
         for each in containers
         for kind in ("limits", "requests")
         for name in ((each.get("resources") or {}).get(kind) or {})
     }
-    return any(name.startswith(tuple(prefixes)) for name in asked)
+    return any(name.startswith(tuple(prefixes)) for name in requested)
 
 
 def parse_claimants(claims: Mapping[str, Any], node: str) -> tuple[str, ...]:
     """Return the pods that have a device of the node, from a list of all claims. Raises KeyError or TypeError."""
-    found = set()
+    claimants = set()
     for claim in claims["items"]:
         status = claim.get("status") or {}
         results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or ()
         if any(each["driver"] == DRA_DRIVER and each["pool"] == node for each in results):
             consumers = status.get("reservedFor") or ()
-            found |= {f"{claim['metadata']['namespace']}/{each['name']}" for each in consumers}
-    return tuple(sorted(found))
+            claimants |= {f"{claim['metadata']['namespace']}/{each['name']}" for each in consumers}
+    return tuple(sorted(claimants))
 
 
 def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], advertised: bool) -> tuple[Step, ...]:

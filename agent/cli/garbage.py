@@ -1,4 +1,4 @@
-"""Sets how often Python collects garbage. Each time, it would search the hundred thousand objects of our modules."""
+"""Sets how often Python collects garbage. Each time, it searches the hundred thousand objects of all modules."""
 
 import gc
 

@@ -99,16 +99,16 @@ class Inventory:
 
     def _ask(self, each: AllocatableVendor) -> None:
         vendor = dra_vendor(each.vendor)
-        found: Mapping[AllocatableDevice, DeviceFacts] = {}
+        new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
         why = ""
         try:
-            found = vendor.read_facts(self._system, each.devices, each.driver_version) if vendor is not None else {}
+            new_facts = vendor.read_facts(self._system, each.devices, each.driver_version) if vendor is not None else {}
         except (AgentError, OSError) as error:
             why = f": {error}"
         with self._lock:
             for device in each.devices:
                 key = (device, each.driver_version)
-                before, new = self._facts.get(key), found.get(device, DeviceFacts(complete=vendor is None))
+                before, new = self._facts.get(key), new_facts.get(device, DeviceFacts(complete=vendor is None))
                 # Facts from an earlier attempt stay if this one found less.
                 self._facts[key] = new if new.complete or before is None else before
             missing = [device for device in each.devices if not self._facts[device, each.driver_version].complete]

@@ -101,10 +101,10 @@ class Service:
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
         while not self._stopping:
-            found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
-            if isinstance(found, Identity):
-                return found
-            self._report(DraStatus(0.0, reason=found.reason, message=found.message))
+            identity = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+            if isinstance(identity, Identity):
+                return identity
+            self._report(DraStatus(0.0, reason=identity.reason, message=identity.message))
             self._wake.wait(NO_KUBELET_PAUSE)
         return None
 
@@ -173,10 +173,10 @@ class Service:
 
     def _identity_changed(self, identity: Identity) -> bool:
         """Return whether the kubelet now has another name, kubeconfig or directory; False while no kubelet runs."""
-        found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
-        if isinstance(found, Condition) or found == identity:
+        current = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+        if isinstance(current, Condition) or current == identity:
             return False
-        log.warning("the kubelet has another identity, so this service starts again: %s", found.node)
+        log.warning("the kubelet has another identity, so this service starts again: %s", current.node)
         return True
 
     def _report(self, status: DraStatus) -> None:

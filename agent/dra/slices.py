@@ -99,8 +99,8 @@ def content(item: Object) -> Object:
 
 def generation(item: Object) -> int:
     """Return the generation of the slice's pool; 0 without one."""
-    found = item["spec"].get("pool", {}).get("generation")
-    return found if isinstance(found, int) else 0
+    number = item["spec"].get("pool", {}).get("generation")
+    return number if isinstance(number, int) else 0
 
 
 def is_current(

@@ -106,13 +106,13 @@ def _advertised(
     if context.handoff.allocation == DRA:
         return ()
     kind = ConditionType.GPUS_ADVERTISED
-    found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
-    if not context.handoff.restart_device_plugin or found.reason not in FIXED_BY_RESTART:
-        return (found,)
+    condition = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
+    if not context.handoff.restart_device_plugin or condition.reason not in FIXED_BY_RESTART:
+        return (condition,)
     # Imported only if a restart is configured and needed.
     from agent.machine.kubelet.plugin_restart import restart_plugin
 
-    return (attempt(kind, lambda: restart_plugin(context, vendor, found)),)
+    return (attempt(kind, lambda: restart_plugin(context, vendor, condition)),)
 
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:

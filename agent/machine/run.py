@@ -112,8 +112,8 @@ def settle(context: Context) -> Outcome:
     requests = (*context.handoff.requests, *withdrawn_requests(context))
     outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
     node_condition = _node_condition(context)
-    found = (*unknown_nodes, *(condition for outcome in outcomes for condition in outcome.conditions))
-    conditions = _merged((*found, *_offered(context, outcomes)))
+    all_conditions = (*unknown_nodes, *(condition for outcome in outcomes for condition in outcome.conditions))
+    conditions = _merged((*all_conditions, *_offered(context, outcomes)))
     if any(request.gpus for request in context.handoff.requests):
         conditions = with_remark_from(
             conditions,

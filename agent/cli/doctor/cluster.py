@@ -54,12 +54,12 @@ class _Kubectl:
     def items(self, *arguments: str) -> list[KubernetesObject]:
         """Return the objects of `kubectl get`; none if they cannot be read."""
         try:
-            found: Any = json.loads(self._run("get", *arguments, "--ignore-not-found", "--output=json") or "{}")
+            answer: Any = json.loads(self._run("get", *arguments, "--ignore-not-found", "--output=json") or "{}")
         except (CommandError, ValueError) as error:
             self.unknown.append(f"{arguments[0]} of the cluster: {error}")
             return []
         # For a single name, kubectl prints the object itself instead of a list.
-        items = found.get("items", [found] if found.get("metadata") else [])
+        items = answer.get("items", [answer] if answer.get("metadata") else [])
         return [each for each in items if isinstance(each, dict)]
 
     def log(self, pod: KubernetesObject) -> str:

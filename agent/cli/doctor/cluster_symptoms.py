@@ -41,9 +41,9 @@ EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
 def findings(cluster: Cluster) -> tuple[Finding, ...]:
     """Return what is wrong in the cluster."""
     vendors = (each for vendor in HOST_VENDORS for each in vendor.cluster_findings(cluster))
-    found = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
+    all_findings = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
     # Only the first finding of each fault: all pods of a DaemonSet may have the same one.
-    return tuple({(each.cause, each.fix): each for each in reversed(found)}.values())[::-1]
+    return tuple({(each.cause, each.fix): each for each in reversed(all_findings)}.values())[::-1]
 
 
 def _from_events(cluster: Cluster) -> Iterator[Finding]:

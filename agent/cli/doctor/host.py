@@ -107,7 +107,7 @@ def _metrics(config: Config, system: System) -> Iterator[Finding]:
 
 def _listens(port: int, system: System) -> Seen[bool]:
     """Return whether a TCP socket of this network namespace listens on the port (proc_net_tcp.rst in the kernel)."""
-    found = False
+    listens = False
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         text = read_seen(system.read_text, path)
         if isinstance(text, Absent) and path.endswith("6"):
@@ -116,8 +116,8 @@ def _listens(port: int, system: System) -> Seen[bool]:
         if not isinstance(text, str):
             return text
         fields = (line.split() for line in text.splitlines()[1:])
-        found |= any(len(each) > 3 and each[3] == "0A" and each[1].endswith(f":{port:04X}") for each in fields)
-    return found
+        listens |= any(len(each) > 3 and each[3] == "0A" and each[1].endswith(f":{port:04X}") for each in fields)
+    return listens
 
 
 def _plain_roots(facts: Facts) -> Iterator[Finding]:

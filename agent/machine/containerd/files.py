@@ -51,15 +51,15 @@ def _load(system: System, path: str) -> Table:
 
 def _glob(system: System, pattern: str) -> list[str]:
     """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
-    found = [""]
+    paths = [""]
     for part in pattern.split("/")[1:]:
         wild = any(character in part for character in "*?[")
-        directories = [each for each in found if system.is_directory(each or "/")]
+        directories = [each for each in paths if system.is_directory(each or "/")]
         names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
-        found = [
+        paths = [
             f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
         ]
-    return [path for path in found if system.exists(path)]
+    return [path for path in paths if system.exists(path)]
 
 
 def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:

@@ -25,10 +25,10 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
         for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
-            found = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(context.system, pattern)} - known
-            if found:
-                _note(context, vendor, found)
-                known |= found
+            unknown = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(context.system, pattern)} - known
+            if unknown:
+                _note(context, vendor, unknown)
+                known |= unknown
         # Nodes of GPUs are recognised by their names. Only the host knows which other nodes it bound.
         withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
         if withdrawn - known:

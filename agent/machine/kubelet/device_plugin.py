@@ -91,8 +91,8 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     known = _known_gpus(context.notes, vendor, request, plugin)
     outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
     registered = plugin.registered or {}
-    found = _compare(vendor, request, granted, registered, known if outdated else None)
-    return replace(found, count=len(granted & _gpus(vendor, request, registered)))
+    condition = _compare(vendor, request, granted, registered, known if outdated else None)
+    return replace(condition, count=len(granted & _gpus(vendor, request, registered)))
 
 
 def _known_gpus(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:

@@ -29,8 +29,8 @@ def settle_markers(
     configured = context.handoff.validation_markers
     if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
         return ()
-    found = attempt(KIND, lambda: _settle(context, vendor, request, conditions))
-    return (found,) if configured else ()
+    condition = attempt(KIND, lambda: _settle(context, vendor, request, conditions))
+    return (condition,) if configured else ()
 
 
 def _settle(context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]) -> Condition:

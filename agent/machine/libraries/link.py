@@ -70,11 +70,11 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         context, request, directories, ldconfig_pending=ldconfig_pending, conflicts=plan.conflicts
     )
     if plan.conflicts:
-        found = ", ".join(_describe(system, path) for path in plan.conflicts)
+        in_the_way = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(
             KIND,
             Reason.CONFLICT,
-            f"in the way of the driver's files, but not made by the agent: {found}; "
+            f"in the way of the driver's files, but not made by the agent: {in_the_way}; "
             f"remove it, or the package that contains it (`dpkg -S {plan.conflicts[0]}`)",
         )
     if faults.missing:

@@ -110,15 +110,15 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
 
 def soname_links(request: Request, directories: LinkDirectories) -> frozenset[str]:
     """Return the paths of links that must be in the loader cache: those named like a SONAME, such as `libcuda.so.1`."""
-    found = set()
+    links = set()
     for file in request.files:
         path = directories.link_to(file.target)
         name = posixpath.basename(file.target)
         if path and file.link and name.partition(".so.")[2].isdecimal() and posixpath.dirname(path) in set(
             directories.by_root_directory.values()
         ):  # fmt: skip
-            found.add(path)
-    return frozenset(found)
+            links.add(path)
+    return frozenset(links)
 
 
 def _points_into_driver_root(path: str, target: str) -> bool:
