@@ -48,7 +48,7 @@ class Checkpoint:
             os.close(self._lock)
             raise AgentError(
                 f"{LOCK}: another process offers this node's GPUs",
-                "stop it, or leave it to `systemctl status unbounded-agent-dra`",
+                "stop that process: only unbounded-agent-dra.service may offer them",
             ) from error
         except OSError as error:
             raise AgentError(f"{LOCK}: {error.strerror}", "check that root can write there") from error

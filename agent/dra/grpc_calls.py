@@ -64,7 +64,7 @@ class Calls:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
 
     def sent(self, connection: Connection, stream: int) -> None:
-        """Note that all responses that a call has made so far were sent."""
+        """Note that all responses that a call has made so far have been sent."""
         job = self._jobs.get((connection, stream))
         if job:
             job.ready.set()

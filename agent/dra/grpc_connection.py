@@ -81,7 +81,7 @@ class Caller(Protocol):
         """Run a call whose request is complete. Raises RpcError if it cannot."""
 
     def sent(self, connection: "Connection", stream: int) -> None:
-        """Note that all responses that a call has made so far were sent."""
+        """Note that all responses that a call has made so far have been sent."""
 
     def ended(self, connection: "Connection", stream: int) -> None:
         """Note that the client no longer waits for responses of a call."""

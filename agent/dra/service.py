@@ -130,6 +130,7 @@ class Service:
             plugin.stop()
 
     def _pass_until_stopped(self, parts: Parts) -> None:
+        """Make passes until `stop`, or until the kubelet's identity has changed."""
         due, retry, checked, evicted = 0.0, FIRST_RETRY, time.monotonic(), 0.0
         while not self._stopping:
             parts.checkpoint.sync()

@@ -126,7 +126,7 @@ class Owned:
             self._save()
 
     def remove(self, path: str) -> bool:
-        """Remove a file, and its record, if it is the agent's. Return False if it is not, or did not exist."""
+        """Remove a file that is recorded as the agent's, with its record. Return whether there was a file to remove."""
         if path not in self._known():
             return False
         removed = self._system.exists(path)

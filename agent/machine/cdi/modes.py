@@ -100,7 +100,7 @@ class _Publisher:
         self._context, self._vendor = context, vendor
         self._system, self._notes, self._owned = context.system, context.notes, context.owned
         self._deadline = time.monotonic() + LIMIT
-        self._others: tuple[ForeignSpec, ...] | None = None
+        self._foreign_specs: tuple[ForeignSpec, ...] | None = None
         self.remarks: dict[str, None] = {}
         """Remarks on the modes, in order. A remark on several modes is made only once. The values have no meaning."""
 
@@ -114,9 +114,9 @@ class _Publisher:
                 f"{mode.spec_path} exists and was not written by the agent, so it was left unchanged",
                 "move it away if nothing needs it",
             )
-        if self._others is None:
-            self._others = foreign_specs.foreign_specs(self._context, self._vendor)
-        foreign = foreign_specs.with_same_kind(self._others, mode)
+        if self._foreign_specs is None:
+            self._foreign_specs = foreign_specs.foreign_specs(self._context, self._vendor)
+        foreign = foreign_specs.with_same_kind(self._foreign_specs, mode)
         noted = self._current(mode) or self._publish(mode, foreign)
         self.remarks |= dict.fromkeys(noted["remarks"])
         condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")

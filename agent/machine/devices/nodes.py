@@ -110,7 +110,7 @@ def withdraw_nodes(
     """
     try:
         return _withdraw_nodes(context, request, newest)
-    # Any exception, because none, such as that of a full /run, may keep the report from being written.
+    # Any exception: the report must be written even if, for example, /run is full.
     except Exception as error:
         return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
 
@@ -160,6 +160,7 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
     for path in paths:
         try:
             for _ in range(STACKED):
+                # Only a removed source has a link count of 0.
                 if not system.is_mount(path) or system.link_count(path):
                     break
                 system.run("umount", "--lazy", path)

@@ -18,7 +18,7 @@ PAUSE = 0.002
 
 
 def main(arguments: list[str]) -> None:
-    """Fork a child that opens each node in its own thread, print the results, and kill the child but do not wait."""
+    """Open the nodes in threads of a child process, print the results, and kill the child without waiting for it."""
     deadline, paths = time.monotonic() + float(arguments[0]), arguments[1:]
     reader, writer = os.pipe()
     child = os.fork()
