@@ -46,8 +46,8 @@ COMMANDS = {
     ),
     "status": Command(
         "print whether each machine is ready, and why not",
-        "Prints for each machine whether it is ready, and each cause once if it is not; machines that are not ready "
-        "come first. Needs no root rights, but what may not be read without them is unknown.",
+        "Prints whether each machine is ready and, if it is not, each cause once. Machines that are not ready come "
+        "first. Needs no root rights; what only root may read is then unknown.",
         (
             "unbounded-agent status",
             "unbounded-agent status gpu-node --wait=600",
@@ -63,9 +63,9 @@ COMMANDS = {
     ),
     "doctor": Command(
         "diagnose: list each fault with its evidence and the commands that fix it",
-        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. Faults "
-        "of a machine come in the order in which it becomes ready: begin with the first. With a kubeconfig, also looks "
-        "in the cluster for what keeps pods from GPUs. Works without a configuration too.",
+        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
+        "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
+        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too.",
         (
             "unbounded-agent doctor",
             "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
@@ -93,27 +93,28 @@ COMMANDS = {
     "reset": Command(
         "remove a node, and restore the host as it was found",
         "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
-        "one, restores the host's settings and network as they were before the first `up`, and compares them.",
+        "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
+        "what still differs.",
         "sudo unbounded-agent reset gpu-node",
         {0: "the machine is removed", 1: "a step failed, or the host differs from the host as it was found"},
     ),
     "start": Command(
         "start a machine, and wait until it is ready",
-        "Starts a machine and waits until it is ready and, if `up` made it, has joined. Lets pods run there again if "
-        "`stop` had cordoned its node.",
+        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. Uncordons the "
+        "node if `stop` cordoned it.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
         {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
     ),
     "stop": Command(
         "drain a machine's node, and stop the machine",
-        "Moves the pods of a machine's node to other nodes, if a kubeconfig is given, and stops the machine. It stays "
-        "stopped until `start`, `apply` or the host's next boot.",
+        "Drains a machine's node, if a kubeconfig is given, and stops the machine. The machine stays stopped until "
+        "`start`, `apply` or the host's next boot.",
         "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is stopped", 1: "the pods could not be moved, or the machine could not be stopped"},
+        {0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
     ),
     "restart": Command(
         "drain, stop and start a machine",
-        "Does what `stop` and then `start` do.",
+        "Stops a machine as `stop` does, then starts it as `start` does.",
         "sudo unbounded-agent restart gpu-node --no-drain",
         {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
     ),
@@ -127,7 +128,7 @@ COMMANDS = {
     "kube": Command(
         "print Kubernetes manifests; choose who offers a node's GPUs",
         "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
-        "test pods. Moves a node from the device plugin to Dynamic Resource Allocation.",
+        "test pods. Moves a node from the device plugin to Dynamic Resource Allocation, or back.",
         "unbounded-agent kube manifests",
         {0: "done", 1: "failed"},
         root=False,
@@ -166,7 +167,8 @@ GPU_COMMANDS = {
     "list": Command(
         "list the GPUs, with the machines that have them and the pods that use them",
         "Lists the GPUs of the host, and those that were lost: address, state, machine, kernel driver, number of pods "
-        "that have it open, model and UUID. A `?` means that not all processes could be searched: as root they can.",
+        "that have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
+        "search all.",
         ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
         {0: "the GPUs are listed", 1: "some could not be observed"},
         root=False,
@@ -200,7 +202,7 @@ GPU_COMMANDS = {
 }
 KUBE_COMMANDS = {
     "manifests": Command(
-        "list the manifests; with a name: print it; with --out: write them",
+        "list, print or write the Kubernetes manifests that come with the agent",
         "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
         "writes them into a directory. Needs no root rights, no cluster and no configuration.",
         "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
@@ -209,9 +211,9 @@ KUBE_COMMANDS = {
     ),
     "allocation": Command(
         "move a running node to Dynamic Resource Allocation, or back to the device plugin",
-        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, it "
-        "takes the steps that it can, and stops at the first one that you have to take: repeat it then. Without one, "
-        "it prints the steps.",
+        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, takes "
+        "the steps that kubectl can take, and stops at the first one that you have to take: take it, then run the "
+        "command again. Without a kubeconfig, only prints the steps.",
         "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
         {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
     ),

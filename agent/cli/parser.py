@@ -39,12 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
     parser.add_argument(
-        "--config", default=CONFIG_FILE, metavar="FILE", help=f"default: {CONFIG_FILE} and config.d next to it"
+        "--config", default=CONFIG_FILE, metavar="FILE", help=f"instead of {CONFIG_FILE} and config.d next to it"
     )
     commands = _add(parser, "command", COMMANDS)
     _add_observing(commands)
     _add_nodes(commands)
-    commands["prepare"].add_argument("machine", metavar="MACHINE", help="its name in the configuration")
+    commands["prepare"].add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
     commands["gpus"].add_argument("--json", action="store_true", help=JSON)
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False).items():
         if name == "list":
@@ -59,12 +59,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     manifests, allocation = commands["manifests"], commands["allocation"]
-    manifests.add_argument("names", metavar="NAME", nargs="*", help="a manifest, as in the list")
-    manifests.add_argument("--out", metavar="DIR", help="write NAME.yaml into this directory; without NAME: all")
-    allocation.add_argument("to", choices=("dra", "device-plugin"), help="who is to offer the GPUs")
-    allocation.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="if there are several")
-    allocation.add_argument("--node", default="", metavar="NODE", help="the Node object's name")
-    allocation.add_argument("--kubeconfig", default="", metavar="FILE", help="of an administrator")
+    manifests.add_argument("names", metavar="NAME", nargs="*", help="a manifest's name (without a name: list them)")
+    manifests.add_argument("--out", metavar="DIR", help="write each NAME.yaml into this directory (without NAME: all)")
+    text = "who offers the GPUs from then on: the node itself, or a device plugin"
+    allocation.add_argument("to", choices=("dra", "device-plugin"), help=text)
+    text = "the machine (may be left out if the configuration has only one)"
+    allocation.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
+    text = "the Node object's name (default: the one that `up` recorded)"
+    allocation.add_argument("--node", default="", metavar="NODE", help=text)
+    allocation.add_argument("--kubeconfig", default="", metavar="FILE", help="an administrator's kubeconfig")
 
 
 def _add_observing(commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -73,19 +76,21 @@ def _add_observing(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified diff")
     form.add_argument("--json", action="store_true", help=JSON)
-    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this one, with full messages")
+    text = "only this machine, with full messages"
+    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
     form = status.add_mutually_exclusive_group()
     form.add_argument("--wide", action="store_true", help="print a table of all conditions")
     form.add_argument("--json", action="store_true", help=JSON)
     text = f"repeat every SECONDS (default: {WATCH_INTERVAL:.0f}) until interrupted"
     _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
-    status.add_argument("--check", action="store_true", help="exit with 3 or 4 if a machine is not ready")
+    text = "exit with 3 if a machine is not ready, or with 4 if that is unknown"
+    status.add_argument("--check", action="store_true", help=text)
     text = f"wait until ready, for at most SECONDS (default: {WAIT_LIMIT:.0f}); exit codes as for --check"
     _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
     doctor.add_argument("--json", action="store_true", help=JSON)
     text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
     doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
-    text = "also check the cluster, as a user who may read nodes, pods, DaemonSets, events and logs"
+    text = "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
     doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
 
 
@@ -103,16 +108,18 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
 
 def _add_nodes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Add the arguments of commands that make, remove, start and stop nodes."""
-    commands["up"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this one")
-    commands["up"].add_argument("--rebuild", action="store_true", help="make the root file system again")
+    commands["up"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this machine")
+    text = "make the root file system again; everything in the old one is lost"
+    commands["up"].add_argument("--rebuild", action="store_true", help=text)
     commands["up"].add_argument("--json", action="store_true", help="print JSON, one object per line (docs/json.md)")
     commands["preflight"].add_argument("--json", action="store_true", help=JSON)
     for name in ("reset", "start", "stop", "restart"):
-        commands[name].add_argument("machine", metavar="MACHINE", help="its name")
+        commands[name].add_argument("machine", metavar="MACHINE", help="the machine's name")
     for name in ("start", "stop", "restart"):
-        commands[name].add_argument("--kubeconfig", default="", metavar="FILE", help="of a user who may drain nodes")
+        text = "kubeconfig of a user who may drain nodes"
+        commands[name].add_argument("--kubeconfig", default="", metavar="FILE", help=text)
     for name in ("stop", "restart"):
-        commands[name].add_argument("--no-drain", action="store_true", help="do not move the pods first")
+        commands[name].add_argument("--no-drain", action="store_true", help="do not drain the node first")
 
 
 def _add(

@@ -54,16 +54,17 @@ class ImageSettings(NodeModel):
     tag: Tag = "latest"
     """The tag of the image in `repository`."""
     credentials: SecretFile | Literal[""] = ""
-    """Where the registry's user names and passwords are, in the format of containers-auth.json(5)."""
+    """The registry's user names and passwords, in the format of containers-auth.json(5): the path of a file that only
+    root may read, or `credential:NAME` (docs/bootstrap.md#secrets)."""
     ca_directory: AbsolutePath | Literal[""] = ""
     """A directory with the registry's CA certificates, in files `*.crt`. It may also have a client's certificate in
     `*.cert` with its key in `*.key` (containers-certs.d(5))."""
     mirror: Repository | Literal[""] = ""
-    """A repository to pull from instead. The image must have the same digest there. The digest comes from `name` or, if
-    that has none, from the registry itself."""
+    """A repository to pull from instead. The image must have the same digest there as `name` pins or, without a pinned
+    digest, as the image has in the registry itself."""
     signature_policy: AbsolutePath | Literal[""] = ""
-    """A signature policy, containers-policy.json(5). Without it the host's /etc/containers/policy.json applies, and if
-    that is missing too, the digest alone is verified."""
+    """A signature policy, containers-policy.json(5). Without one, the host's `/etc/containers/policy.json` applies. If
+    that is missing too, only the digest is verified."""
 
     @model_validator(mode="after")
     def _one_image(self) -> Self:
@@ -78,16 +79,17 @@ class BinariesSettings(NodeModel):
     version: Version | Literal[""] = ""
     """Kubernetes' version, such as `1.36.3`, for the kubelet and `kubectl`."""
     mirror: Url = "https://dl.k8s.io"
-    """Where `release/vVERSION/bin/linux/ARCHITECTURE/kubelet` is."""
+    """The URL below which `release/vVERSION/bin/linux/ARCHITECTURE/kubelet` is."""
     crictl_version: Version | Literal[""] = ""
     """The version of `crictl`, from cri-tools."""
     cni_plugins_version: Version | Literal[""] = ""
     """The version of the standard CNI plugins. They replace the image's in `containerd.cni_binaries`."""
     github_mirror: Url = "https://github.com"
-    """Where `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their releases, for
-    `crictl` and the CNI plugins."""
+    """The URL below which `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their
+    releases, for `crictl` and the CNI plugins."""
     bundle: AbsolutePath | Literal[""] = ""
-    """A directory with the same files by their base names, used instead of the mirrors (hosts without a network)."""
+    """A directory on the host with the same files by their base names, used instead of the mirrors (for hosts without a
+    network: docs/air-gap.md#a-node-from-files)."""
     sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
     `crictl` and `cni_plugins`. Only these are fetched."""
@@ -112,8 +114,8 @@ class KubeletSettings(NodeModel):
     gpu_labels: bool = False
     """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
     `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
-    versions are those of the node's registration: later only GPU Feature Discovery or an administrator changes them
-    (docs/autoscaling.md#the-node)."""
+    versions are as old as the node's registration: after that, only GPU Feature Discovery or an administrator changes
+    them (docs/autoscaling.md#the-node)."""
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
     startup_taint: StartupTaint = ""
@@ -126,8 +128,8 @@ class KubeletSettings(NodeModel):
     cluster_domain: NodeName = "cluster.local"
     """The cluster's DNS domain."""
     configuration: dict[str, Any] = {}
-    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), laid over the agent's. Tables are merged; other
-    values replace the agent's."""
+    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), which override the agent's. Tables are merged;
+    other values replace the agent's."""
 
 
 class ContainerdSettings(NodeModel):
@@ -149,7 +151,7 @@ class HostNodeSettings(NodeModel):
     kernel_modules: list[KernelModule] = ["overlay", "br_netfilter"]
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
-    """Whether swap is turned off, as the kubelet wants by default."""
+    """Whether swap is turned off, as the kubelet requires by default."""
 
 
 class NodeSettings(NodeModel):
@@ -162,7 +164,8 @@ class NodeSettings(NodeModel):
     ca_file: AbsolutePath
     """A file with the CA certificate of the API server, in PEM format."""
     bootstrap_token: SecretFile | Literal[""] = ""
-    """Where the bootstrap token (`ID.SECRET`) is. It is removed from the machine after the node has joined."""
+    """The path of a file with the bootstrap token (`ID.SECRET`) that only root may read, or `credential:NAME`
+    (docs/bootstrap.md#secrets). After the node has joined, the token is removed from the machine."""
     exec_credential: list[str] = []
     """A program in the machine, with arguments, that prints an ExecCredential, instead of a bootstrap token."""
     image: ImageSettings

@@ -78,7 +78,7 @@ class MachineSettings(Model):
     """Grant the IMEX channels, through which GPUs of several hosts in one NVLink domain share memory
     (docs/hardware/mig.md#imex-channels)."""
     sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
-    """Driver daemons on the host. The machine, and all its pods with GPUs, get their sockets. Each daemon serves the
+    """Driver daemons on the host whose sockets the machine, and all its pods with GPUs, get. Each daemon serves the
     whole host (docs/drivers/files.md#sockets-of-daemons)."""
     pod_environment: PodEnvironment = {}
     """Environment variables, by vendor: every container that gets one of that vendor's GPUs through the agent's CDI

@@ -81,7 +81,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         name = ", ".join(f"**{each}**" for each in action.option_strings)
-        value = "" if action.nargs == 0 else f"*{action.metavar or action.dest.upper()}*"
+        value = "" if action.nargs == 0 else f"*{action.metavar or '|'.join(action.choices or [action.dest.upper()])}*"
         yield f"{' '.join(each for each in (name, value) if each)}\n:   {action.help}\n\n"
 
 

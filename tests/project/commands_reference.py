@@ -84,7 +84,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         name = ", ".join(action.option_strings)
-        value = str(action.metavar or "") if action.nargs != 0 else ""
+        value = str(action.metavar or f"{{{','.join(action.choices or ())}}}") if action.nargs != 0 else ""
         value = f"[={value}]" if name and action.nargs == "?" else f" {value}" if name and value else value
         yield f"| `{name}{value}` | {_linked(action.help or '')} |\n"
 

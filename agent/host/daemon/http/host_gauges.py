@@ -33,7 +33,7 @@ def host_families(outcome: Outcome) -> Iterator[Metric]:
 def _gpu_families(outcome: Outcome) -> Iterator[Metric]:
     info = gauge(
         "gpu_info",
-        "Constant 1, with what is known of a GPU on the PCI bus, or of one that machines have lost.",
+        "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
         *("gpu", "vendor", "model", "uuid", "machine", "state"),
     )
     for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines)):
@@ -77,7 +77,7 @@ def _versions(driver: Driver) -> tuple[str, str]:
 
 def _storage_families(facts: Facts) -> Iterator[Metric]:
     yield value("driver_roots", "Driver roots on disk.", len(facts.staged))
-    yield value("driver_root_bytes", "Sizes of the files in all driver roots.", sum(map(_size, facts.staged)))
+    yield value("driver_root_bytes", "Total size of the files in all driver roots.", sum(map(_size, facts.staged)))
     if isinstance(facts.state_free, int):
         yield value("state_free_bytes", "Free space in the file system of /var/lib/unbounded-agent.", facts.state_free)
 

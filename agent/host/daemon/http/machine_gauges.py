@@ -108,7 +108,7 @@ def _gpu_counts(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     granted = gauge("machine_gpus", "GPUs granted to the machine.", "machine")
     expected = gauge(
         "machine_gpus_expected",
-        "GPUs that the machine's settings ask for. With all: granted ones and lost ones.",
+        'GPUs that the machine\'s settings ask for. With `gpus = "all"`: granted and lost GPUs.',
         "machine",
     )
     advertised = gauge(

@@ -61,7 +61,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._passes = self._counter(
             "reconcile_total",
-            "Reconcile passes, by result: nothing to do, something done, not all done or observed, not finished.",
+            "Reconcile passes, by result: converged (nothing to do), changed, partial or failed.",
             "result",
             RESULTS,
         )
