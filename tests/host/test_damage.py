@@ -259,7 +259,7 @@ def newer(host: Host) -> None:
 
 
 def test_releases_that_follow_each_other_leave_a_running_machine_alone(gpu_host: Host) -> None:
-    """After an upgrade, records are only completed; after a downgrade, they lose only what this release does not know."""
+    """After an upgrade, records are only completed; after a downgrade, they lose only what this release lacks."""
     prepare(MACHINE, reconciler(gpu_host))
     device_allow = [("char-pts", "rw"), *allowed(gpu_host)]
     units(gpu_host, "active", device_allow=device_allow)
