@@ -194,7 +194,7 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     if not binary.archive:
         writer.copy(system.place(path), binary.path, 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
-    # Loaded where it is used: most images have these programs.
+    # Imported only here, because most images have these programs.
     from agent.host.provision.archives import put_programs
 
     programs = put_programs(binary, system.place(path), writer)

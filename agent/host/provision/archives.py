@@ -1,7 +1,8 @@
 """Puts the programs of an archive into a root file system: crictl, and the standard CNI plugins.
 
-The archives are those of the projects' releases: tar with gzip, and the programs at the top. Nothing is unpacked on the
-host, and an archive decides only the programs' contents, and the names of CNI plugins in their own directory.
+The archives are those of the projects' releases: tar files compressed with gzip, with the programs at the top level.
+Nothing is unpacked on the host. An archive determines only the contents of programs and, in the directory of the CNI
+plugins, their names.
 """
 
 import gzip
@@ -19,19 +20,20 @@ from agent.system import opening
 from agent.system.root_writer import RootWriter
 
 NAME = re.compile(r"(?:\./)?([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
-"""A program at the top of an archive; with `./` where tar packed a directory. Others are left out."""
+"""An entry's name at the top level of an archive, which begins with `./` if tar packed a directory. Entries with any
+other name are left out."""
 UNPACKED_LIMIT = 1 << 30
-"""Bytes. The CNI plugins of 2026 have 90 million, crictl 40 million."""
+"""Bytes of all entries together. The CNI plugins of 2026 have 90 million, crictl 40 million."""
 ENTRIES_LIMIT = 1000
 DESCRIPTION_LIMIT = 1 << 16
-"""Bytes before an entry's content, in which its long name, times and the like are."""
+"""Bytes before an entry's content, which describe the entry: a long name, times and the like."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
 
 
 class _Metered:
-    """What is left of an archive, of which the library may read only `allowance` bytes at present.
+    """An archive of which tarfile may read only `allowance` further bytes.
 
-    It keeps in memory what describes an entry, however long that is.
+    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is.
     """
 
     def __init__(self, content: gzip.GzipFile) -> None:
@@ -69,7 +71,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
 def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield the names and contents of the programs. Each must be read before the next one."""
     size, metered = 0, _Metered(content)
-    # As a stream: it is read once, whatever its entries say.
+    # Read the archive as a stream: once, whatever its entries say.
     with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:
         for number, entry in enumerate(archive):
             size += entry.size

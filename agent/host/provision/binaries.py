@@ -24,7 +24,7 @@ DIRECTORY = "/usr/local/bin"
 """The directory of the programs in the machine."""
 CRICTL = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
 CNI_PLUGINS = "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
-"""Archives on GitHub."""
+"""Paths of the projects' release archives on GitHub."""
 CHUNK = 1 << 20
 SILENCE_LIMIT = 30.0
 """Seconds for which a mirror may send nothing."""

@@ -23,10 +23,8 @@ NOT_IN_ROOT = (
 """Settings that decide how a node is made, but not what is in it. If one of them changes, no rebuild is needed."""
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
-
-
 UNSET = json.dumps("")
-"""A record of an older release lacks newer settings, which are empty unless somebody sets them."""
+"""The value of settings that the record of an older release lacks: new settings are empty unless somebody sets them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class NodeRecord:
     inode: int
     """Inode number of the root directory. A directory with another number was not made by `up`."""
     binaries: dict[str, str]
-    """SHA-256 digests by path in the machine: of programs, or of the archive of a directory's."""
+    """SHA-256 digests of the fetched files, which are programs or archives of programs, by path in the machine."""
     files: dict[str, str]
     """SHA-256 digests by path in the machine."""
     settings: dict[str, str]
