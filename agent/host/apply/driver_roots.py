@@ -172,6 +172,6 @@ def make_way(path: str, system: System) -> None:
 
 
 def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
-    """Remove trees that a machine may have filled. Raises AgentError, also if `limit` seconds are not enough."""
+    """Remove trees that a machine may have filled. Raises AgentError, for example if it takes over `limit` seconds."""
     # Not shutil, because rm(1) handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
     system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

@@ -66,7 +66,7 @@ class Timing:
     pending_watched: float = 15.0
     """The same delay if reports are watched. Passes are still needed, because some changes cause no event."""
     pending_limit: float = 120.0
-    """After this time without an answer, `interval` applies: an image without our machine half never answers."""
+    """After this time without an answer, `interval` applies: an image without the machine half never answers."""
     back_off: float = 5.0
     """Delay after a failed pass. Each further failure doubles it, up to `interval`."""
     jitter: float = 0.1

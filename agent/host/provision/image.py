@@ -148,7 +148,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         others = ", ".join(sorted({f"{system}/{kind}" for system, kind, _ in found if kind and kind != "unknown"}))
         raise ObservationError(
-            f"{name} is not there for linux/{architecture}, but for {others[:200]!a}",
+            f"{name} has no image for linux/{architecture}, only for {others[:200]!a}",
             "use an image for this host's architecture",
         )
     return digest

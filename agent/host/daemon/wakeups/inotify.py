@@ -21,7 +21,7 @@ FILES = NODES | flags.CLOSE_WRITE
 ANY = ""
 """Stands for any name: the directory was replaced, or events were lost."""
 MOUNTS = "/proc/self/mountinfo"
-"""For this file, poll(2) returns POLLERR and POLLPRI after a change of mounts in our mount namespace (proc(5))."""
+"""poll(2) reports POLLERR and POLLPRI for this file after mounts in this mount namespace have changed (proc(5))."""
 
 
 class Directories:
