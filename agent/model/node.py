@@ -33,7 +33,8 @@ class NodeBinary:
     path: str
     """The program's path in the machine. For an archive of several programs, their directory."""
     archive: Archive = ""
-    """Whether the file is a tar archive, compressed by gzip: with the program `name`, or with any programs."""
+    """Empty if the file is the program itself; otherwise the file is a tar archive compressed by gzip, which has the
+    program `name` (`program`) or several programs (`programs`)."""
 
 
 @dataclass(frozen=True, slots=True)
