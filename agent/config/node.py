@@ -99,10 +99,10 @@ class BinariesSettings(NodeModel):
         for name in self.sha256:
             key = f"{name}_version" if name in ARCHIVES else "version"
             if not getattr(self, key):
-                raise ValueError(f"{key} is missing: which version of {name} has the digest sha256.{name}?")
+                raise ValueError(f"{key} is missing: set the version of the file that has the digest sha256.{name}")
         for name in ARCHIVES:
             if getattr(self, f"{name}_version") and name not in self.sha256:
-                raise ValueError(f"sha256.{name} is missing: which digest has {name} of {name}_version?")
+                raise ValueError(f"sha256.{name} is missing: set the digest of the archive, or remove {name}_version")
         return self
 
 

@@ -74,8 +74,8 @@ def test_errors_name_the_key(tmp_path: Path, key: str, value: str, message: str)
 @pytest.mark.parametrize(
     ("binaries", "message"),
     [
-        (f'sha256.kubelet = "{"a1" * 32}"', "binaries: version is missing: which version of kubelet"),
-        (f'sha256.crictl = "{"a1" * 32}"', "binaries: crictl_version is missing: which version of crictl"),
+        (f'sha256.kubelet = "{"a1" * 32}"', "binaries: version is missing: set the version"),
+        (f'sha256.crictl = "{"a1" * 32}"', "binaries: crictl_version is missing: set the version"),
         ('cni_plugins_version = "1.9.1"\nsha256 = {}', "binaries: sha256.cni_plugins is missing"),
         ('version = "1.36"\nsha256 = {}', "binaries.version: "),
     ],
