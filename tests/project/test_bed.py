@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.bed.cluster.cluster_command import what_to_try
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.processes
@@ -137,3 +139,10 @@ def test_the_cluster_command_explains_itself_before_anything_is_set_up(tmp_path:
     finished = run("integration/cluster", "down", XDG_CACHE_HOME=str(tmp_path))
     assert finished.returncode == 2
     assert "integration/cluster up --dra " in finished.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--dra"]])
+def test_the_cluster_command_says_what_to_try(options: list[str]) -> None:
+    printed = what_to_try(options)
+    assert "kubectl wait --for=jsonpath='{.status.phase}'=Succeeded" in printed
+    assert ("get resourceslices" in printed) == bool(options)

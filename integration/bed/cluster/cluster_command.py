@@ -34,7 +34,7 @@ The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
     integration/cluster kubectl get nodes
     integration/cluster kubectl describe node gpu-node{slices}
     integration/cluster kubectl apply -f integration/bed/cluster/manifests/gpu-test.yaml
-    integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded --timeout=3m pod/gpu-test
+    integration/cluster kubectl wait --for=jsonpath='{{.status.phase}}'=Succeeded --timeout=3m pod/gpu-test
     integration/cluster kubectl logs gpu-test
     integration/cluster down
 """
@@ -79,7 +79,11 @@ def up(options: list[str]) -> None:
         print(log.read(), end="", flush=True)
     if server.returncode is not None:
         raise SystemExit(f"error: the cluster did not start; see the lines above and {LOG}")
-    print(TRY.format(slices=SLICES if DRA in options else ""))
+    print(what_to_try(options))
+
+
+def what_to_try(options: list[str]) -> str:
+    return TRY.format(slices=SLICES if DRA in options else "")
 
 
 def down() -> None:
