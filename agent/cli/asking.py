@@ -1,4 +1,4 @@
-"""Asks the running service to run a command. A command of its own would spend most of its time on imports.
+"""Asks the running service to run a command. A new process would spend most of its time on imports.
 
 The service runs the same code on the same files (agent.cli.answering), so the answer is the same. This module imports
 little, because it runs before everything else.
@@ -68,7 +68,7 @@ def installation() -> list[str | int]:
 
 
 def _completed(stream: str, text: str) -> tuple[str, str]:
-    """Return a stream and the text to print there. Raises OSError if the users of listed GPUs cannot be searched."""
+    """Return a stream and the text to print there. For LISTING, find the GPUs' users first, which may raise OSError."""
     if stream != LISTING:
         return stream, text
     from agent.cli.gpu_table import lines_of

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 LISTING = "gpus"
-"""In place of a stream's name: marks the list of GPUs, which the process that asked completes (agent.cli.gpu_table)."""
+"""In place of a stream's name: the text is the list of GPUs as JSON, without the GPUs' users. The process that asked
+searches for those, and prints the list (agent.cli.gpu_table)."""
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
 """The output so far of a command that the service runs for another process, as pairs of stream and text. None in a
 command's own process, which prints at once."""

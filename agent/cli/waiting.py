@@ -86,7 +86,10 @@ class Watch:
         return all(each.ready.status is Status.TRUE and self._joined(each.name) for each in machines)
 
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
-        """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed."""
+        """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed.
+
+        After any failure, return without waiting.
+        """
         outcome = self.reconciler.reconcile(PASS_WAIT)
         failures = outcome.failures
         for machine in self.machines(outcome):

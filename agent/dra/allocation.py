@@ -73,8 +73,8 @@ def _result(where: str, item: dict[str, Any]) -> Allocated:
         get(where, item, "driver", str),
         get(where, item, "pool", str),
         get(where, item, "device", str),
-        # As kubeletplugin of k8s.io/dynamic-resource-allocation does: containers refer to the request, not to the
-        # alternative.
+        # `REQUEST/ALTERNATIVE` if the request has alternatives. Containers refer to the request alone, so the rest is
+        # cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does.
         get(where, item, "request", str).partition("/")[0],
         get(where, item, "shareID", str) if item.get("shareID") else "",
         get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,

@@ -90,6 +90,8 @@ class Checkpoint:
         """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
         if self._durable.is_set():
             return
+        # Before the sync: a `save` in another thread meanwhile clears it again. After an error it stays set, because a
+        # later fsync(2) of the same data may succeed without writing them. The next `save` writes a new file.
         self._durable.set()
         try:
             self._system.sync(CHECKPOINT)
@@ -98,7 +100,7 @@ class Checkpoint:
 
 
 def render_checkpoint(claims: Prepared) -> bytes:
-    """Return the document."""
+    """Return the content of the file."""
     items = [
         {**asdict(claim), "devices": [asdict(device) for device in devices]}
         for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)

@@ -9,7 +9,7 @@ from agent.dra.api_errors import ApiError
 from agent.model.errors import AgentError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
-"""Seconds between attempts. After each failure the pause doubles."""
+"""Seconds from the end of one attempt to the next. After each failure the pause doubles, up to the longest."""
 
 
 class Watcher(threading.Thread):
@@ -47,6 +47,8 @@ class Watcher(threading.Thread):
         if not isinstance(version, str):
             raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
         for event in self._client.watch(self._path, version, fieldSelector=self._selector):
+            # The first event is empty: the server has accepted the watch. It counts as a change, because the caller may
+            # have read the objects before.
             self.problem = None
             # A bookmark is no change: it only has a newer resourceVersion.
             if event.get("type") != "BOOKMARK" and not self._stopped.is_set():

@@ -19,7 +19,7 @@ LIMIT = 1024
 
 
 def given_token(machine: str, system: System) -> str | None:
-    """Return the token that the machine has: None if it has none, an empty text if the token cannot be read."""
+    """Return the token that the machine has: None if it has none, an empty string if the token cannot be read."""
     found = read_seen(lambda path: system.read_untrusted(path, LIMIT)[0], token_file(machine))
     if isinstance(found, Absent):
         return None

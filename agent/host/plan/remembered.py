@@ -15,8 +15,8 @@ def remember(
 ) -> Seen[Remembered]:
     """Return the record as it should be. `held` contains the machines that keep what they have.
 
-    A GPU in the record that is no longer on the PCI bus is lost, unless it is in another slot, or the settings of its
-    machines no longer request it. A GPU that was withdrawn from all machines leaves the record.
+    A GPU in the record whose address is gone from the PCI bus is lost, unless its UUID is now at another address, or
+    the settings of its machines no longer request it. A GPU that was withdrawn from all machines leaves the record.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):
@@ -74,4 +74,5 @@ def _is_requested(gpu: RememberedGpu, machine: str, config: Config) -> bool:
     if machine not in config.machines:
         return False
     wanted = config.machines[machine].gpus
+    # A text, `all` or `count=N`, names no GPU: any that the machine had is one that it asks for.
     return isinstance(wanted, str) or gpu.pci_address in wanted or gpu.uuid in wanted

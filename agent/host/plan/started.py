@@ -67,12 +67,14 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
         for path, number in goal.live.nodes.items()
         if bind_lines[path] in nspawn and f"/dev/char/{number}" in numbers
     }
-    # All permissions by number are the agent's. Their owners are not recorded, so those that are no longer granted are
-    # withdrawn at once.
+    # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
+    # drop-in. All permissions by number are the agent's. Their owners are not recorded, so those that are no longer
+    # granted are withdrawn at once.
     permitted = (*machine.device_allow, *allowed)
     by_agent = [entry for entry in permitted if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(by_agent))
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
+    # Unsure, because no record says which of these permissions are in force: the next pass sets the whole list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
 
 
