@@ -1,7 +1,8 @@
 """Reports the devices' health to the kubelet, which puts it into the status of the pods that have a device.
 
-The kubelet forgets a device's health if no response has repeated it for TIMEOUT seconds, and that of all devices when
-the stream ends; it opens another stream 5 seconds later (pkg/kubelet/cm/dra of k8s.io/kubernetes).
+The kubelet forgets a device's health if no response has repeated it for TIMEOUT seconds. When the stream ends, as at a
+restart of agent.dra, the kubelet forgets the health of all devices; it opens another stream 5 seconds later, and gets
+the health again (pkg/kubelet/cm/dra of k8s.io/kubernetes).
 """
 
 import threading
@@ -15,8 +16,7 @@ from agent.dra.messages import DeviceHealth, HealthStatus, encode_health
 REPEAT = 10.0
 """Seconds after which the same health is sent again."""
 TIMEOUT = 60
-"""Seconds after which the kubelet considers the health unknown. A restart of agent.dra takes less, so it changes no
-pod's status."""
+"""Seconds after which the kubelet considers the health unknown: several times REPEAT, as a response may be late."""
 METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
 """The paths of the same method in Kubernetes 1.37 and in 1.36."""
 
@@ -44,7 +44,7 @@ class HealthService:
         return {method: Streaming(self._watch) for method in METHODS}
 
     def publish(self, pool: str, devices: Iterable[Device]) -> None:
-        """Set the health of all devices of a pool, and send it to the kubelet if it has changed."""
+        """Publish the health of all devices, which are in `pool`, instead of what was published before."""
         health = tuple(DeviceHealth(pool, each.name, STATUSES[each.health], each.health_message) for each in devices)
         with self._changed:
             if health != self._devices:

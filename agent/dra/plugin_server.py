@@ -42,7 +42,7 @@ class DriverPlugin:
         endpoint = f"{kubelet}/plugins/{driver}/dra.sock"
         self._claims, self._health = claims, health
         self._registration = Registration(driver, endpoint)
-        # The endpoint comes first: the kubelet connects to it as soon as it has registered the driver.
+        # Serve the endpoint first: the kubelet connects to it right after registration.
         self._sockets = (
             (endpoint, self._services | health.services),
             (f"{kubelet}/plugins_registry/{driver}-reg.sock", self._registration.services),

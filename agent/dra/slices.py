@@ -56,7 +56,9 @@ def slice_name(node: str, index: int) -> str:
 
 
 def make_slices(node: Node, devices: Sequence[Device], generation: int) -> list[Object]:
-    """Return the slices with all devices, in the order of their names; none without a device."""
+    """Return the slices that list the devices, sorted by name; no slice if there is no device."""
+    # All slices have the same limit, so that only the first taint, and the removal of the last one, move devices to
+    # other slices.
     size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
     ordered = sorted(devices, key=lambda each: each.name)
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]

@@ -136,7 +136,11 @@ class _Connection:
         return None
 
     def _send(self, call: Message, sender: str, deadline: float) -> Message:
-        """Send the call, and return the reply from `sender` or the bus's error. Other messages are dropped."""
+        """Send the call, and return the reply from `sender` or the bus's error. Other messages are dropped.
+
+        Raises OSError.
+        """
+        # `received` counts per message, not per call: anybody may send any number of signals before the reply comes.
         serial, received = next(self._serials), 0
         self._socket.settimeout(_seconds_until(deadline))
         self._socket.sendall(call.serialise(serial=serial))

@@ -16,11 +16,11 @@ ROOT = 0
 def untrusted_component(
     system: System, path: str, *, any_last_owner: bool = False, trusted: Collection[int] = (ROOT,)
 ) -> str:
-    """Return a sentence on the first component of a path that root does not control alone; empty if there is none.
+    """Say which component of a path, the first from / on, users other than root control; empty if there is none.
 
-    Links are followed. With `any_last_owner`, the last component may have any owner if only root can replace it.
-    `trusted` has the ids of users who count as root. The search ends at a missing component, and at a file, which is
-    not checked here (see `file_fault`). Raises OSError if a component could not be observed.
+    Links are followed. With `any_last_owner`, the owner of the last component does not matter, if only root can replace
+    it. `trusted` has the ids of users who count as root. The walk ends without a fault at a missing component, and at a
+    file, which `file_fault` checks. Raises OSError if a component could not be observed.
     """
     shared = ""
     try:
@@ -38,7 +38,8 @@ def untrusted_component(
             shared = ""
             if not link and _others_write(system, here, mode, gid):
                 shared = f"users other than root can write in {here} (mode {stat.S_IMODE(mode):04o})"
-                # In a sticky directory such as /nix/store, other users cannot replace root's directories.
+                # In a sticky directory such as /nix/store, other users cannot replace root's directories. But they may
+                # have made a link there, so a link in it is refused above.
                 if last or not mode & stat.S_ISVTX:
                     return shared
     except OSError as error:
@@ -90,7 +91,11 @@ class PathTrust:
         """The directories that were refused, by reason."""
 
     def permits(self, directory: str, link: str = "") -> bool:
-        """Return whether only root controls a directory or, if given, the path `link` in it. Raises OSError."""
+        """Return whether only root controls a directory or, if given, `link`, the path of an entry of that directory.
+
+        Otherwise, record the refusal: of the whole directory, or only of its links, if the directory itself is fine.
+        Raises OSError.
+        """
         why = untrusted_component(self._system, link or directory) if self._checked else ""
         if why:
             whole_directory = not link or untrusted_component(self._system, directory)

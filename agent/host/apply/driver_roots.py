@@ -159,13 +159,14 @@ def _move(path: str, to: str, system: System) -> None:
 
 
 def make_way(path: str, system: System) -> None:
-    """Move away a directory that is in the place of one of the agent's files. Raises OSError.
+    """Move away a directory that occupies the path of one of the agent's files, or of its temporary file.
 
     Root in a machine can put such a directory into the handoff directory, and fill it so that its removal takes long.
     So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other directory
-    can be moved away from the same path; only that machine suffers.
+    can be moved away from the same path; only that machine suffers. Raises OSError.
     """
     for each in (path, temporary_path(path)):
+        # A link to a directory may stay: the write replaces the link itself.
         if system.is_directory(each) and system.read_link(each) is None:
             system.make_directory(REMOVED)
             system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")

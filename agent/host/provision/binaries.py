@@ -117,6 +117,7 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
 
 
 def _digest_of(path: str, system: System) -> str:
+    """Return the SHA-256 digest of the file in the cache; empty if there is none. Raises ApplyError or OSError."""
     try:
         with opening.plain(system.place(path)) as file:
             return _copy(path, _chunks(file), None)

@@ -18,7 +18,7 @@ def read_history(system: System) -> History:
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
-    """Write the history, world-readable for `status`. Return failures, one sentence each."""
+    """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
         if _RECORD.read_seen(CONDITIONS, system) != history:
             _RECORD.write(CONDITIONS, history, system)

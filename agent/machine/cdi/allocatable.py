@@ -1,6 +1,6 @@
-"""Publishes the document with the devices of verified CDI specifications that pods may get by claims.
+"""Publishes which devices of the verified CDI specifications pods may get by claims.
 
-agent.dra reads it, and offers only these devices. The document exists only while the host's settings ask for Dynamic
+agent.dra reads the document, and offers only these devices. It exists only while the host's settings ask for Dynamic
 Resource Allocation.
 """
 

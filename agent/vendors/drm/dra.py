@@ -13,7 +13,7 @@ PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 class DrmDra(DraVendor):
-    """The base class of these vendors. The files below are in the GPU's directory in PCI_DEVICES."""
+    """The base class of vendors whose GPUs need only DRM nodes. The files are in the GPU's directory in PCI_DEVICES."""
 
     product = ""
     """The file with the product's name; empty if the driver has none."""

@@ -142,7 +142,8 @@ def check_version(
 def _version(system: System) -> tuple[int, ...]:
     """Return nvidia-ctk's version. Raises CommandError, DocumentError or OSError.
 
-    Pods cannot use a new driver before this returns, so the version is cached until the program or the boot changes.
+    Pods cannot use a new driver before this returns, so the version is cached. The cache is in /run; it is valid until
+    a reboot, or until the program changes.
     """
     identity = list(astuple(system.identity(NVIDIA_CTK))) if system.exists(NVIDIA_CTK) else []
     try:
@@ -156,6 +157,7 @@ def _version(system: System) -> tuple[int, ...]:
         case _:
             pass
     version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
+    # An error ends the run: if nothing can be written to /run, the specification cannot be written either.
     system.write(VERSION_CACHE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
     return version
 

@@ -183,8 +183,10 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], exp
 
 
 def _arguments(hook: str, expected: Expectations) -> str:
-    """Return the pattern that the arguments of one of OTHER_HOOKS must match (internal/discover: hooks.go,
-    compat_libs.go)."""
+    """Return the pattern that the arguments of one of OTHER_HOOKS, joined by spaces, must match.
+
+    It is what nvidia-ctk writes (internal/discover in the toolkit's source: hooks.go, compat_libs.go).
+    """
     match hook:
         case "enable-cuda-compat":
             return f"(--host-driver-version={re.escape(expected.driver_version)})?"
@@ -201,10 +203,10 @@ def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
 
 
 def _link_allowed(argument: str, nodes: Collection[str], expected: Expectations) -> bool:
-    """Return whether a hook may create the link in `TARGET::LINK`.
+    """Return whether a hook may make the link that `argument` describes: `TARGET::LINK`.
 
-    A by-path link must lead to a granted DRM node in the same edits. Any other link must be one of the driver root's
-    links or of MADE_LINKS, and its target must be in a directory with driver libraries.
+    A link in /dev/dri/by-path must lead to a granted DRM node whose path is in `nodes`, those of the same edits. Any
+    other link must be one of the driver root's links or of MADE_LINKS, and lead into a directory with driver libraries.
     """
     target, separator, link = argument.partition("::")
     if not separator or not target or posixpath.normpath(link) != link:
