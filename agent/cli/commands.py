@@ -25,14 +25,20 @@ class Command:
         `codes` are the exit codes except 2 (bad input), which is the same for all commands. `root` commands need root
         rights; the others work as any user.
         """
-        self.summary, self.text, self.codes, self.hidden, self.root = summary, text, codes, hidden, root
+        self.summary, self.codes, self.hidden, self.root = summary, codes, hidden, root
+        self.text = f"{text} Run as: {self.user}."
         self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
+
+    @property
+    def user(self) -> str:
+        """Who may run the command."""
+        return "root" if self.root else "any user"
 
 
 COMMANDS = {
     "plan": Command(
         "print what apply would do",
-        "Prints each step that `apply` would take. Changes nothing and needs no root rights.",
+        "Prints each step that `apply` would take. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
         {0: "the plan is printed, or there is nothing to do", 1: "a machine cannot get its settings"},
         root=False,
@@ -47,7 +53,7 @@ COMMANDS = {
     "status": Command(
         "print whether each machine is ready, and why not",
         "Prints whether each machine is ready and, if it is not, each cause once. Machines that are not ready come "
-        "first. Needs no root rights; what only root may read is then unknown.",
+        "first. What only root may read is unknown to other users.",
         (
             "unbounded-agent status",
             "unbounded-agent status gpu-node --wait=600",
@@ -100,15 +106,16 @@ COMMANDS = {
     ),
     "start": Command(
         "start a machine, and wait until it is ready",
-        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. Uncordons the "
-        "node if `stop` cordoned it.",
+        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If `stop` "
+        "cordoned the node: with --kubeconfig, uncordons it; without, prints the `kubectl uncordon` command, and exits "
+        "with 1 even if the machine is ready.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+        {0: "the machine is ready", 1: "a step failed, the machine is not ready, or its node is still cordoned"},
     ),
     "stop": Command(
         "drain a machine's node, and stop the machine",
-        "Drains a machine's node, if a kubeconfig is given, and stops the machine. The machine stays stopped until "
-        "`start`, `apply` or the host's next boot.",
+        "Stops a machine. With --kubeconfig, drains its node first; without, the node's pods end with the machine. The "
+        "machine stays stopped until `start`, `apply` or the host's next boot.",
         "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
         {0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
     ),
@@ -116,7 +123,7 @@ COMMANDS = {
         "drain, stop and start a machine",
         "Stops a machine as `stop` does, then starts it as `start` does.",
         "sudo unbounded-agent restart gpu-node --no-drain",
-        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+        {0: "the machine is ready", 1: "a step failed, the machine is not ready, or its node is still cordoned"},
     ),
     "gpus": Command(
         "list, detach and attach GPUs, and show who uses them",
@@ -144,7 +151,7 @@ COMMANDS = {
         "print the version",
         "Prints the version, like --version.",
         "unbounded-agent version",
-        {0: "always"},
+        {0: "the version is printed"},
         root=False,
     ),
     "load-modules": Command(
@@ -175,8 +182,8 @@ GPU_COMMANDS = {
     ),
     "detach": Command(
         "take a GPU from its machines; exit code 0 when you may remove it",
-        "Takes a GPU from the machines that have it. machines.NAME.on_detach decides whether the command waits for "
-        "processes that use the GPU.",
+        "Takes a GPU from the machines that have it. While processes use the GPU, machines.NAME.on_detach decides "
+        "whether the command refuses, waits, or takes the GPU anyway.",
         "sudo unbounded-agent gpus detach 0000:01:00.0",
         {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
     ),
@@ -204,7 +211,7 @@ KUBE_COMMANDS = {
     "manifests": Command(
         "list, print or write the Kubernetes manifests that come with the agent",
         "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
-        "writes them into a directory. Needs no root rights, no cluster and no configuration.",
+        "writes them into a directory. Needs no cluster and no configuration.",
         "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
         {0: "the manifests are printed or written", 1: "a file cannot be written"},
         root=False,

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,13 @@ SHORTEST_INTERVAL = 0.5
 JSON = "print JSON (docs/json.md)"
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows an optional value as `--wait[=SECONDS]`: after a space, argparse would take the machine for the value."""
+
+    def format_help(self) -> str:
+        return re.sub(r"(--[a-z-]+) \[([A-Z]+)\]", r"\1[=\2]", super().format_help())
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser. The parsed options are `config`, `command`, and the command's own arguments."""
     parser = argparse.ArgumentParser(
@@ -46,7 +54,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_nodes(commands)
     commands["prepare"].add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
     commands["gpus"].add_argument("--json", action="store_true", help=JSON)
-    for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False).items():
+    added = _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False)
+    # After the subcommands are added, because their own usage begins with this one. argparse would show COMMAND as
+    # required.
+    commands["gpus"].usage = "%(prog)s [-h] [--json] [COMMAND ...]"
+    for name, command in added.items():
         if name == "list":
             # With a default, it would overwrite the value of `gpus --json list`.
             command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
@@ -98,9 +110,15 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
     """Add an option with an optional number of seconds; without the number, it has the default."""
 
     def parse(number: str) -> float:
-        seconds = float(number)
+        try:
+            seconds = float(number)
+        except ValueError:
+            seconds = math.nan
         if not math.isfinite(seconds) or seconds < minimum:
-            raise argparse.ArgumentTypeError(f"{number}: not a number of seconds of at least {minimum:g}")
+            raise argparse.ArgumentTypeError(
+                f"{number!r} is not a number of seconds of at least {minimum:g}; write {option}=SECONDS, or the "
+                f"machine before {option}"
+            )
         return seconds
 
     parser.add_argument(option, type=parse, nargs="?", const=default, default=None, metavar="SECONDS", help=text)
@@ -116,10 +134,10 @@ def _add_nodes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     for name in ("reset", "start", "stop", "restart"):
         commands[name].add_argument("machine", metavar="MACHINE", help="the machine's name")
     for name in ("start", "stop", "restart"):
-        text = "kubeconfig of a user who may drain nodes"
+        text = "kubeconfig of a user who may cordon and drain nodes"
         commands[name].add_argument("--kubeconfig", default="", metavar="FILE", help=text)
     for name in ("stop", "restart"):
-        commands[name].add_argument("--no-drain", action="store_true", help="do not drain the node first")
+        commands[name].add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
 
 
 def _add(
@@ -134,7 +152,7 @@ def _add(
             name,
             description=textwrap.fill(command.text, WIDTH, break_on_hyphens=False),
             epilog=_epilog(command.examples, command.codes),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
         )
     return added
 

@@ -158,7 +158,7 @@ class MachineSettings(Model):
         return value
 
     @model_validator(mode="after")
-    def _modes_have_devices(self) -> Self:
+    def _cdi_modes_have_their_settings(self) -> Self:
         for mode in self.cdi_modes:
             match CDI_MODES[mode]:
                 case ("devices", name) if name not in self.devices:

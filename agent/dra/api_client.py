@@ -16,6 +16,7 @@ from typing import Any
 from agent.dra.api_errors import ApiError, OutdatedError, api_error
 from agent.dra.credentials import Credentials, Session
 from agent.model.errors import AgentError
+from agent.model.json_document import in_json
 
 REQUEST_LIMIT = 10.0
 """Seconds that each read or write on the connection may take."""
@@ -178,7 +179,7 @@ def _object(what: str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ApiError(what, f"the answer is not JSON: {error}") from error
     if not isinstance(answer, dict):
-        raise ApiError(what, f"the answer is not an object but {type(answer).__name__}")
+        raise ApiError(what, f"the answer is not an object but {in_json(answer)}")
     return answer
 
 

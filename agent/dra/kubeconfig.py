@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.model.errors import AgentError, DocumentError
-from agent.model.json_document import parse_object
+from agent.model.json_document import in_json, parse_object
 from agent.system.files import System
 
 SIZE_LIMIT = 1 << 18
@@ -80,9 +80,9 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     Raises AgentError.
     """
     document = parse_object(where, data)
-    context = _named(where, document, "context", _text(where, document, "current-context"))
-    cluster = _named(where, document, "cluster", _text(where, context, "cluster"))
-    user = _named(where, document, "user", _text(where, context, "user"))
+    context = _named(where, document, "context", _text(where, document, "current-context"), "current-context")
+    cluster = _named(where, document, "cluster", _text(where, context, "cluster"), "the current context's cluster")
+    user = _named(where, document, "user", _text(where, context, "user"), "the current context's user")
     _refuse(where, cluster, user)
     server = _text(where, cluster, "server")
     try:
@@ -122,19 +122,21 @@ def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
             raise AgentError(f"{where}: it uses {meaning} ({key}), which is not supported here", hint)
 
 
-def _named(where: str, document: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
-    """Return the entry with this name in a list such as `clusters`. Raises DocumentError."""
+def _named(where: str, document: dict[str, Any], kind: str, name: str, key: str) -> dict[str, Any]:
+    """Return the entry with this name in a list such as `clusters`. `key` has the name. Raises DocumentError."""
+    if not name:
+        raise DocumentError(f"{where}: {key} is not set")
     listed = document.get(f"{kind}s")
     for each in listed if isinstance(listed, list) else ():
         if isinstance(each, dict) and each.get("name") == name and isinstance(found := each.get(kind), dict):
             return found
-    raise DocumentError(f"{where}: there is no {kind} {name[:100]!a} (of the current context)")
+    raise DocumentError(f"{where}: {key} is {name[:100]!a}, which is not in `{kind}s`")
 
 
 def _text(where: str, document: dict[str, Any], key: str) -> str:
     value = document.get(key) or ""
     if not isinstance(value, str):
-        raise DocumentError(f"{where}: key {key} must be a string, not {type(value).__name__}")
+        raise DocumentError(f"{where}: key {key} must be a string, not {in_json(value)}")
     return value
 
 

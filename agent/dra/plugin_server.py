@@ -37,15 +37,15 @@ class Claims(Protocol):
 class DriverPlugin:
     """The driver's two servers. `keep_serving` must be called regularly."""
 
-    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet: str = KUBELET) -> None:
-        """Start serving. `kubelet` is the kubelet's root directory. Raises AgentError."""
-        endpoint = f"{kubelet}/plugins/{driver}/dra.sock"
+    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str = KUBELET) -> None:
+        """Start serving. `kubelet_root` is the kubelet's root directory. Raises AgentError."""
+        endpoint = f"{kubelet_root}/plugins/{driver}/dra.sock"
         self._claims, self._health = claims, health
         self._registration = Registration(driver, endpoint)
         # Serve the endpoint first: the kubelet connects to it right after registration.
         self._sockets = (
             (endpoint, self._services | health.services),
-            (f"{kubelet}/plugins_registry/{driver}-reg.sock", self._registration.services),
+            (f"{kubelet_root}/plugins_registry/{driver}-reg.sock", self._registration.services),
         )
         self._servers: list[Server] = []
         try:

@@ -94,9 +94,9 @@ def _allocatable(
 ) -> "AllocatableVendor | None":
     if context.handoff.allocation != DRA:
         return None
-    from agent.machine.cdi.allocatable import allocatable
+    from agent.machine.cdi.allocatable import allocatable_vendor
 
-    return allocatable(context, vendor, request, names, spec_condition)
+    return allocatable_vendor(context, vendor, request, names, spec_condition)
 
 
 def _advertised(

@@ -10,6 +10,16 @@ from typing import Any, TypeVar
 from agent.model.errors import DocumentError
 
 V = TypeVar("V")
+WORDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a decimal number",
+    type(None): "null",
+}
+"""JSON's words for the types of parsed values: people who read an error have the document, not this code."""
 NAME_SHOWN = 100
 """Characters of a name in a document that an error shows."""
 
@@ -26,8 +36,17 @@ def parse_object(where: str, data: bytes) -> dict[str, Any]:
 def require_object(where: str, value: object) -> dict[str, Any]:
     """Return the value, which must be a JSON object."""
     if not isinstance(value, dict):
-        raise DocumentError(f"{where}: must be an object, not {type(value).__name__}")
+        raise DocumentError(f"{where}: must be an object, not {in_json(value)}")
     return value
+
+
+def in_json(value: object) -> str:
+    """Return what JSON calls the type of a parsed value."""
+    return _word(type(value))
+
+
+def _word(kind: type) -> str:
+    return WORDS.get(kind, kind.__name__)
 
 
 def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:
@@ -46,7 +65,7 @@ def get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
         raise DocumentError(f"{where}: key {key} is missing")
     value = document[key]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DocumentError(f"{where}: key {key} must be {kind.__name__}, not {type(value).__name__}")
+        raise DocumentError(f"{where}: key {key} must be {_word(kind)}, not {in_json(value)}")
     return value
 
 
@@ -65,7 +84,7 @@ def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> di
     for name, value in found.items():
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             shown = f"{key}[{name[:NAME_SHOWN]!a}]"
-            raise DocumentError(f"{where}: key {shown} must be {kind.__name__}, not {type(value).__name__}")
+            raise DocumentError(f"{where}: key {shown} must be {_word(kind)}, not {in_json(value)}")
     return found
 
 
@@ -74,5 +93,5 @@ def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
     items = get(where, document, key, list)
     for index, item in enumerate(items):
         if not isinstance(item, str):
-            raise DocumentError(f"{where}: key {key}[{index}] must be str, not {type(item).__name__}")
+            raise DocumentError(f"{where}: key {key}[{index}] must be a string, not {in_json(item)}")
     return tuple(items)

@@ -153,7 +153,7 @@ class _Connection:
                 if not data:
                     raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
                 if received > REPLY_LIMIT:
-                    raise _TooLargeError(errno.EMSGSIZE, f"a message of more than {REPLY_LIMIT} bytes")
+                    raise _TooLargeError(errno.EMSGSIZE, f"a message of more than {REPLY_LIMIT >> 20} MiB")
                 self._parser.add_data(data)
             elif _is_reply(message, serial, sender):
                 return message

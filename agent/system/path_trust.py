@@ -22,26 +22,26 @@ def untrusted_component(
     it. `trusted` has the ids of users who count as root. The walk ends without a fault at a missing component, and at a
     file, which `file_fault` checks. Raises OSError if a component could not be observed.
     """
-    shared = ""
+    writable_by_others = ""
     try:
         for here, mode, uid, gid, last in _walk(system, path):
             link = stat.S_ISLNK(mode)
             if any_last_owner and last and not link:
-                return shared if uid not in trusted else ""
+                return writable_by_others if uid not in trusted else ""
             if not link and not stat.S_ISDIR(mode):
                 return ""
-            if shared and link:
-                return shared
+            if writable_by_others and link:
+                return writable_by_others
             # A link's owner cannot change it without write permission in its directory.
             if uid not in trusted and not link:
                 return f"{here} belongs to user {uid}, not to root"
-            shared = ""
+            writable_by_others = ""
             if not link and _others_write(system, here, mode, gid):
-                shared = f"users other than root can write in {here} (mode {stat.S_IMODE(mode):04o})"
+                writable_by_others = f"users other than root can write in {here} (mode {stat.S_IMODE(mode):04o})"
                 # In a sticky directory such as /nix/store, other users cannot replace root's directories. But they may
                 # have made a link there, so a link in it is refused above.
                 if last or not mode & stat.S_ISVTX:
-                    return shared
+                    return writable_by_others
     except OSError as error:
         if error.errno not in NOT_FOUND:
             raise
@@ -90,15 +90,15 @@ class PathTrust:
         self.refused: dict[str, dict[str, None]] = {}
         """The directories that were refused, by reason."""
 
-    def permits(self, directory: str, link: str = "") -> bool:
-        """Return whether only root controls a directory or, if given, `link`, the path of an entry of that directory.
+    def permits(self, directory: str, entry: str = "") -> bool:
+        """Return whether only root controls a directory or, if given, `entry`, a path in that directory.
 
         Otherwise, record the refusal: of the whole directory, or only of its links, if the directory itself is fine.
         Raises OSError.
         """
-        why = untrusted_component(self._system, link or directory) if self._checked else ""
+        why = untrusted_component(self._system, entry or directory) if self._checked else ""
         if why:
-            whole_directory = not link or untrusted_component(self._system, directory)
+            whole_directory = not entry or untrusted_component(self._system, directory)
             self.refused.setdefault(why, {})[directory if whole_directory else f"links in {directory}"] = None
         return not why
 

@@ -109,6 +109,12 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     assert capsys.readouterr().err.startswith("usage: unbounded-agent")
 
 
+def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--wait", "gpu-node"])
+    assert "'gpu-node' is not a number of seconds of at least 0; write --wait=SECONDS" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "status", "doctor"])
 def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     file = tmp_path / "config.toml"

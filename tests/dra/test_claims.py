@@ -68,7 +68,7 @@ def test_an_alternative_is_named_as_its_whole_request(node: Node) -> None:
         ({"metadata": {"uid": "uid-of-a"}, "status": []}, "is not allocated"),
         ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": 5}}, "must be an object"),
         ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {"devices": {"results": [[]]}}}}, "an object"),
-        (claim("a", GPUS[0], adminAccess="yes"), "key adminAccess must be bool"),
+        (claim("a", GPUS[0], adminAccess="yes"), "key adminAccess must be a boolean"),
     ],
 )
 def test_what_cannot_be_prepared_is_an_error_and_not_noted(node: Node, document: dict[str, Any], why: str) -> None:

@@ -67,7 +67,7 @@ def test_the_server_may_have_a_prefix_another_name_and_the_usual_port() -> None:
         ({"token": "x", "as": "y"}, {}, "impersonation"),
         ({}, {}, "neither a client certificate with its key nor a token"),
         ({"client-certificate": "x"}, {}, "neither a client certificate with its key nor a token"),
-        ({"token": 1}, {}, "key token must be a string, not int"),
+        ({"token": 1}, {}, "key token must be a string, not a whole number"),
         ({"token": "x", "client-key-data": "%%%"}, {}, "key client-key-data is not base64$"),
         (CERTIFICATE, {"server": "http://api"}, "the server must be an address https://..., not 'http://api'"),
         (CERTIFICATE, {"server": "https://api:port"}, "the server must be"),
@@ -83,10 +83,18 @@ def test_what_is_not_supported_is_refused_with_a_reason(
         parsed(user, **cluster)
 
 
-@pytest.mark.parametrize("key", ["clusters", "users", "contexts", "current-context"])
-def test_what_is_missing_is_named(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("clusters", "the current context's cluster is '.*', which is not in `clusters`"),
+        ("users", "the current context's user is '.*', which is not in `users`"),
+        ("contexts", "current-context is '.*', which is not in `contexts`"),
+        ("current-context", "current-context is not set"),
+    ],
+)
+def test_what_is_missing_is_named(key: str, message: str) -> None:
     broken = {name: value for name, value in document().items() if name != key}
-    with pytest.raises(AgentError, match=rf"{WHERE}: there is no (cluster|user|context) '"):
+    with pytest.raises(AgentError, match=f"{WHERE}: {message}"):
         parse_kubeconfig(WHERE, json.dumps(broken).encode())
 
 

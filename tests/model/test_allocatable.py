@@ -44,7 +44,7 @@ def test_keys_of_later_releases_are_ignored() -> None:
         ({"version": 2}, "allocatable.json: version 2 is unknown"),
         ({"vendors": 2}, "allocatable.json: vendor vendor is listed twice"),
         ({"vendor": "../x"}, r"vendors\[0\]: key vendor must be a vendor's name, not '../x'"),
-        ({"problem": None}, r"vendors\[0\]: key problem must be str, not NoneType"),
+        ({"problem": None}, r"vendors\[0\]: key problem must be a string, not null"),
         (
             {"pci_address": "01:00.0"},
             r"vendors\[0\]: devices\[0\]: key pci_address must be a PCI address, not '01:00.0'",

@@ -22,7 +22,7 @@ def test_a_document_is_read_back() -> None:
         ("version", 2, "dra-status.json: version 2 is unknown"),
         ("at", "now", "key at must be a time in seconds, not 'now'"),
         ("at", True, "key at must be a time"),
-        ("registered", 1, "key registered must be bool"),
+        ("registered", 1, "key registered must be a boolean"),
         ("offers", [1], r"offers\[0\]: must be an object"),
         ("offers", [{"vendor": "x"}], r"offers\[0\]: key gpus is missing"),
     ],

@@ -70,10 +70,10 @@ def test_the_limit_is_enough_for_a_large_host() -> None:
         ({"effect": "NoExecute"}, "a healthy GPU cannot have the effect NoExecute"),
         ({"reason": "Xid 79"}, "key reason has an unexpected form: 'Xid 79'"),
         ({"since": -1}, "key since must be a time in seconds, not -1"),
-        ({"since": 1.5}, "key since must be int, not float"),
+        ({"since": 1.5}, "key since must be a whole number, not a decimal number"),
         ({"pcie_root": "0000:00"}, "key pcie_root has an unexpected form"),
         ({"kernel_driver": "a b"}, "key kernel_driver has an unexpected form"),
-        ({"numa_node": None}, "key numa_node must be int"),
+        ({"numa_node": None}, "key numa_node must be a whole number"),
     ],
 )
 def test_errors_name_the_key(changed: dict[str, Any], message: str) -> None:

@@ -15,10 +15,10 @@ def test_a_note_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("roots", "named"),
     [
-        (b"[]", "key driver_roots must be dict"),
-        (b'{"nvidia": "3"}', r"key driver_roots\['nvidia'\] must be int, not str"),
-        (b'{"nvidia": true}', r"key driver_roots\['nvidia'\] must be int, not bool"),
-        (b'{"a\\u001b[2J": null}', r"key driver_roots\['a\\x1b\[2J'\] must be int"),
+        (b"[]", "key driver_roots must be an object"),
+        (b'{"nvidia": "3"}', r"key driver_roots\['nvidia'\] must be a whole number, not a string"),
+        (b'{"nvidia": true}', r"key driver_roots\['nvidia'\] must be a whole number, not a boolean"),
+        (b'{"a\\u001b[2J": null}', r"key driver_roots\['a\\x1b\[2J'\] must be a whole number"),
     ],
 )
 def test_errors_name_the_key(roots: bytes, named: str) -> None:

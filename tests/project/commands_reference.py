@@ -33,11 +33,11 @@ def page(text: str) -> str:
 
 
 def _overview() -> Iterator[str]:
-    yield "\n| command | what it does | rights |\n|---|---|---|\n"
+    yield "\n| command | what it does | run as |\n|---|---|---|\n"
     for name, command in _all(COMMANDS, ""):
         if not command.hidden:
             anchor = name.replace(" ", "-")
-            yield f"| [`{name}`](#{anchor}) | {_linked(command.summary)} | {_rights(command)} |\n"
+            yield f"| [`{name}`](#{anchor}) | {_linked(command.summary)} | {command.user} |\n"
 
 
 def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Command]]:
@@ -48,15 +48,11 @@ def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Co
         yield from _all(below, f"{name} ")
 
 
-def _rights(command: Command) -> str:
-    return "root" if command.root else "any user"
-
-
 def _sections(parser: argparse.ArgumentParser, commands: Mapping[str, Command], level: str) -> Iterator[str]:
     parsers = _children(parser)
     for name, command in commands.items():
         title = parsers[name].prog.removeprefix("unbounded-agent ")
-        text = textwrap.fill(f"{_linked(command.text)} Rights: {_rights(command)}.", 120, break_on_hyphens=False)
+        text = textwrap.fill(_linked(command.text), 120, break_on_hyphens=False)
         yield f"\n{level} `{title}`\n\n{text}\n\n"
         yield f"```\n{_usage(parsers[name])}\n```\n"
         if rows := list(_arguments(parsers[name])):

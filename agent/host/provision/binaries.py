@@ -117,11 +117,12 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
 
 
 def _digest_of(path: str, system: System) -> str:
-    """Return the SHA-256 digest of the file in the cache; empty if there is none. Raises ApplyError or OSError."""
+    """Return the SHA-256 digest of the file in the cache; empty if it is missing or unusable: it is then replaced."""
     try:
         with opening.plain(system.place(path)) as file:
             return _copy(path, _chunks(file), None)
-    except (FileNotFoundError, NotADirectoryError):
+    except (ApplyError, OSError):
+        # Whatever else is in its place, such as a directory or a huge file, is no fault of the mirror.
         return ""
 
 

@@ -23,5 +23,8 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
         if _RECORD.read_seen(CONDITIONS, system) != history:
             _RECORD.write(CONDITIONS, history, system)
     except OSError as error:
-        return (f"cannot write {CONDITIONS}: {error.strerror or error}",)
+        return (
+            f"cannot write {CONDITIONS}: {error.strerror or error}; commands may then show wrong times of changes: "
+            "see `df /run`",
+        )
     return ()

@@ -8,12 +8,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.json_document import accept_version, parse_object
+from agent.model.json_document import accept_version, in_json, parse_object
 from agent.system.damage import discard, write_record
 from agent.system.files import System
 from agent.system.seen import read_seen
 
 T = TypeVar("T")
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "a string",
+    "bool": "a boolean",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "frozen_set": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "dataclass": "an object",
+}
+"""JSON's words for the types in pydantic's errors."""
 
 
 class Record(Generic[T]):
@@ -79,5 +93,6 @@ def _first_problem(error: ValidationError) -> str:
     name, *inner = first["loc"] or ("",)
     key = f"key {name}{''.join(f'[{part!a}]' for part in inner)}" if name else "the document"
     if first["type"].endswith("_type"):
-        return f"{key} must be {first['type'].removesuffix('_type')}, not {type(first['input']).__name__}"
+        wanted = first["type"].removesuffix("_type")
+        return f"{key} must be {WORDS.get(wanted, wanted)}, not {in_json(first['input'])}"
     return f"{key}: {first['msg']}"

@@ -17,19 +17,20 @@ from agent.model.text import one_line
 from agent.vendors.machine_vendor import MachineVendor
 
 
-def allocatable(
-    context: Context, vendor: MachineVendor, request: Request, names: Collection[str], spec_condition: Condition
+def allocatable_vendor(
+    context: Context, vendor: MachineVendor, request: Request, verified: Collection[str], spec_condition: Condition
 ) -> AllocatableVendor:
     """Return the vendor's devices that pods can get from the published specification, and why some are missing.
 
-    `names` has the devices of the verified specification (empty without one); `spec_condition` is CDISpecCurrent.
+    `verified` has the names of the verified specification's devices (empty without one); `spec_condition` is
+    CDISpecCurrent.
     """
     problem = "" if spec_condition.status is Status.TRUE else one_line(spec_condition.message)
     devices: tuple[AllocatableDevice, ...] = ()
-    if names:
+    if verified:
         try:
             spec = json.loads(context.system.read(vendor.spec_path))
-            devices = vendor.allocatable(spec, request, frozenset(names))
+            devices = vendor.allocatable(spec, request, frozenset(verified))
         except (AgentError, OSError, ValueError) as error:
             # Somebody replaced the specification after it was verified. The next run repairs it.
             problem = f"{vendor.spec_path}: {one_line(str(error))}"

@@ -8,6 +8,6 @@ class AmdDra(DrmDra):
 
     name = "amd"
     resource_prefix = "amd.com/"
-    product = "product_name"
-    unique_id = "unique_id"
-    memory = ("mem_info_vram_total",)
+    product_file = "product_name"
+    unique_id_file = "unique_id"
+    memory_files = ("mem_info_vram_total",)

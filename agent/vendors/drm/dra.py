@@ -15,11 +15,11 @@ PCI_DEVICES = "/sys/bus/pci/devices"
 class DrmDra(DraVendor):
     """The base class of vendors whose GPUs need only DRM nodes. The files are in the GPU's directory in PCI_DEVICES."""
 
-    product = ""
+    product_file = ""
     """The file with the product's name; empty if the driver has none."""
-    unique_id = ""
+    unique_id_file = ""
     """The file with the GPU's permanent id; empty if the driver has none."""
-    memory: tuple[str, ...] = ()
+    memory_files: tuple[str, ...] = ()
     """Files that may have the size of the GPU's own memory in bytes. The first number other than 0 is used."""
 
     def read_facts(
@@ -32,10 +32,10 @@ class DrmDra(DraVendor):
         attributes: dict[str, Attribute] = {}
         if version := semantic_version(driver_version):
             attributes["driverVersion"] = version
-        for name, file in (("productName", self.product), ("uuid", self.unique_id), ("pciDevice", "device")):
+        for name, file in (("productName", self.product_file), ("uuid", self.unique_id_file), ("pciDevice", "device")):
             if text := _text(system, f"{directory}/{file}") if file else "":
                 attributes[name] = text
-        sizes = (whole_number(_text(system, f"{directory}/{file}")) for file in self.memory)
+        sizes = (whole_number(_text(system, f"{directory}/{file}")) for file in self.memory_files)
         memory = next((size for size in sizes if size), 0)
         return DeviceFacts(attributes, {"memory": memory} if memory else {})
 

@@ -10,5 +10,5 @@ class IntelDra(DrmDra):
     resource_prefix = "gpu.intel.com/"
     harmless_resources = ("gpu.intel.com/*_monitoring",)
     """Resources with which a pod can monitor all GPUs."""
-    memory = ("tile0/physical_vram_size_bytes",)
+    memory_files = ("tile0/physical_vram_size_bytes",)
     """A file of the driver xe (xe_vram.c in the kernel)."""

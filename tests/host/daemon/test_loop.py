@@ -470,7 +470,7 @@ def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Ser
     (service.root / "etc/ld.so.cache").write_bytes(b"")
     wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
     service.behave(error="simulated")
-    wait_for(lambda: service.statusz()["notObserved"] == "the last pass failed: simulated")
+    wait_for(lambda: service.statusz()["whyNotObserved"] == "the last pass failed: simulated")
     assert service.statusz()["machines"]["gpu-node"]["gpus"]
     assert service.get("/statusz")[0] == 404
 

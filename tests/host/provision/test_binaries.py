@@ -100,6 +100,11 @@ def test_a_damaged_cache_is_filled_again(host: Host, mirror: str) -> None:
     assert host.entries(CACHE) == (DIGEST,)
 
 
+def test_a_directory_in_place_of_a_cached_program_is_replaced(host: Host, mirror: str) -> None:
+    host.make_directory(f"{CACHE}/{DIGEST}/something")
+    assert host.read(fetch(program(f"{mirror}/kubelet"), CACHE, host)) == PROGRAM
+
+
 def test_a_program_from_a_bundle(host: Host) -> None:
     host.file("/media/usb/kubelet", PROGRAM)
     assert host.read(fetch(program("/media/usb/kubelet"), CACHE, host)) == PROGRAM

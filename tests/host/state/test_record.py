@@ -50,7 +50,7 @@ def test_a_record_is_read_back() -> None:
         (b'{"numbers": []}', "key version is missing"),
         (b'{"version": 3, "numbers": []}', "version 3 is unknown"),
         (b'{"version": 2}', "key numbers: Field required"),
-        (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be int, not str"),
+        (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be a whole number, not a string"),
         (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: the document: Invalid JSON"),
     ],
 )

@@ -374,9 +374,9 @@ def test_the_host_status_survives_a_round_trip() -> None:
         ({"judged": True}, "key judged must be a time"),
         ({"last_transition": None}, "key last_transition must be a time"),
         ({"status": "Maybe"}, "must be True, False or Unknown, not 'Maybe'"),
-        ({"status": 1}, "key status must be str"),
-        ({"reason": None}, "key reason must be str"),
-        ({"message": []}, "key message must be str"),
+        ({"status": 1}, "key status must be a string"),
+        ({"reason": None}, "key reason must be a string"),
+        ({"message": []}, "key message must be a string"),
     ],
 )
 def test_errors_in_the_host_status_name_the_key(change: dict[str, object], named: str) -> None:

@@ -53,7 +53,8 @@ def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     )
     losses = gauge(
         "machine_recent_ready_losses",
-        "How often the machine ceased to be ready in the last 10 minutes. After 4 times, it has to settle.",
+        "How often the machine ceased to be ready in the last 10 minutes. After 4 losses, Ready stays False "
+        "(Settling) until 60 s pass without a fault.",
         "machine",
     )
     for machine in machines:

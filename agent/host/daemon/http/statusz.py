@@ -50,7 +50,7 @@ def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts 
     document = {
         "version": knowledge.version,
         "written": rfc3339(knowledge.now),
-        "notObserved": knowledge.why_stale,
+        "whyNotObserved": knowledge.why_stale,
         "machines": {machine.name: _machine(machine, facts) for machine in machines},
         "facts": _facts(facts) if facts else None,
         "passes": [asdict(each) for each in reversed(knowledge.passes)],
@@ -68,7 +68,7 @@ def _machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
         "pending": machine.pending,
         "stopped": machine.stopped,
         "conditions": {each.type: _condition(each) for each in machine.conditions},
-        "seen": _observed(observed) if observed else None,
+        "observed": _observed(observed) if observed else None,
     }
 
 
@@ -94,7 +94,7 @@ def _facts(facts: Facts) -> dict[str, object]:
         "systemdVersion": _plain(facts.systemd_version),
         "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
         "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
-        "spoiledDriverRoots": facts.corrupt_roots,
+        "damagedDriverRoots": facts.corrupt_roots,
         "problems": facts.all_problems(),
     }
 

@@ -101,7 +101,10 @@ def choose(found: FoundLibraries, module: str) -> Seen[str]:
         )
         return Broken(f"no driver version has both libcuda and libnvidia-ml: found {found_versions}")
     if found.links:
-        return Broken("found libraries of NVIDIA's driver, but neither libcuda nor libnvidia-ml")
+        return Broken(
+            "found libraries of NVIDIA's driver, but no usable libcuda or libnvidia-ml; `unbounded-agent doctor` lists "
+            "files that were left out"
+        )
     return Absent("found no library of NVIDIA's driver")
 
 

@@ -49,10 +49,10 @@ def test_the_page_has_a_machine() -> None:
     assert machine["pending"] is True
     assert machine["conditions"]["Ready"]["reason"] == "AllConditionsTrue"
     assert machine["conditions"]["Ready"]["lastTransitionTime"] == "2023-11-14T22:13:20Z"
-    assert machine["seen"]["unitState"] == {"unseen": "the bus is away"}
-    assert machine["seen"]["handedDriverRoots"] == {"absent": "no record"}
+    assert machine["observed"]["unitState"] == {"unseen": "the bus is away"}
+    assert machine["observed"]["handedDriverRoots"] == {"absent": "no record"}
     assert isinstance(SEEN.report, Absent)
-    assert machine["seen"]["reportAgeSeconds"] is None
+    assert machine["observed"]["reportAgeSeconds"] is None
 
 
 def test_the_page_has_what_the_service_did_and_what_blocks_it() -> None:
@@ -66,5 +66,5 @@ def test_the_page_has_what_the_service_did_and_what_blocks_it() -> None:
 
 def test_the_page_exists_before_the_first_pass() -> None:
     document = shown(replace(KNOWLEDGE, why_stale="the first pass has not finished", passes=()), evidence=False)
-    assert document["notObserved"] == "the first pass has not finished"
-    assert document["facts"] is document["machines"]["gpu-node"]["seen"] is None
+    assert document["whyNotObserved"] == "the first pass has not finished"
+    assert document["facts"] is document["machines"]["gpu-node"]["observed"] is None
