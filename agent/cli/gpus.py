@@ -9,7 +9,7 @@ from agent.cli.holders import holders
 from agent.cli.printing import say
 from agent.host.reconcile import Reconciler
 
-LISTING = {"forget": forget, "holders": holders}
+PRINTED = {"forget": forget, "holders": holders}
 """Subcommands of `gpus` that return lines to print. Without an address they apply to all GPUs."""
 
 
@@ -19,9 +19,9 @@ def gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
     if command in (None, "list"):
         return list_gpus(reconciler, for_programs=options.json)
     address = options.address
-    if command in LISTING:
+    if command in PRINTED:
         # On a host without GPUs, `holders` returns no lines: print an empty one as the answer.
-        say(LISTING[command](address, reconciler) or [""])
+        say(PRINTED[command](address, reconciler) or [""])
         return 0
     ending = (detach if command == "detach" else attach)(address, reconciler)
     say(ending.sentences)

@@ -96,7 +96,10 @@ class Watch:
             if machine.stopped and machine.startable:
                 failures += self.reconciler.start(machine.name)
             elif machine.stopped:
-                failures += (f"{machine.name} was not started, because its settings are not written",)
+                failures += (
+                    f"{machine.name} was not started, because its settings files are missing or not the agent's, or "
+                    "systemd has not read them yet (see `unbounded-agent plan`)",
+                )
         return (outcome, failures) if failures else self._wait()
 
     def _wait(self) -> tuple[Outcome, tuple[str, ...]]:

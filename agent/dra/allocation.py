@@ -70,12 +70,12 @@ def _driver(where: str, item: dict[str, Any]) -> str:
 
 def _result(where: str, item: dict[str, Any]) -> Allocated:
     return Allocated(
-        get(where, item, "driver", str),
-        get(where, item, "pool", str),
-        get(where, item, "device", str),
+        driver=get(where, item, "driver", str),
+        pool=get(where, item, "pool", str),
+        device=get(where, item, "device", str),
         # `REQUEST/ALTERNATIVE` if the request has alternatives. Containers refer to the request alone, so the rest is
         # cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does.
-        get(where, item, "request", str).partition("/")[0],
-        get(where, item, "shareID", str) if item.get("shareID") else "",
-        get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,
+        request=get(where, item, "request", str).partition("/")[0],
+        share=get(where, item, "shareID", str) if item.get("shareID") else "",
+        admin=get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,
     )

@@ -96,7 +96,11 @@ class Checkpoint:
         try:
             self._system.sync(CHECKPOINT)
         except OSError as error:
-            log.error("%s may be lost if the kernel crashes: %s", CHECKPOINT, error.strerror)
+            log.error(
+                "cannot sync %s to disk: %s; if the host crashes before the next change, the last ones may be lost",
+                CHECKPOINT,
+                error.strerror,
+            )
 
 
 def render_checkpoint(claims: Prepared) -> bytes:

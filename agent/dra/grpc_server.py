@@ -167,8 +167,9 @@ class Server:
             return
         try:
             user = peer_user(stream)
-            if user != os.geteuid() or len(self._peers) >= self._limits.connections:
-                log.warning("refused a connection of user %s with %s connections open", user, len(self._peers))
+            refusal = self._refusal(user)
+            if refusal:
+                log.warning("refused a connection: %s", refusal)
                 stream.close()
                 return
             stream.setblocking(False)
@@ -181,6 +182,14 @@ class Server:
         except OSError as error:
             log.debug("connection closed: %s", error)
             stream.close()
+
+    def _refusal(self, user: int) -> str:
+        """Return why a user may not connect now; empty if the user may."""
+        if user != os.geteuid():
+            return f"it is from user {user}, and only user {os.geteuid()} may connect"
+        if len(self._peers) >= self._limits.connections:
+            return f"{len(self._peers)} are open, which is the limit"
+        return ""
 
     def _read(self, peer: _Peer) -> None:
         try:

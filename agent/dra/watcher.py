@@ -1,5 +1,6 @@
 """Watches objects at the API server. It reports only that something has changed: the caller reads the objects again."""
 
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -8,8 +9,13 @@ from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ApiError
 from agent.model.errors import AgentError
 
+log = logging.getLogger(__name__)
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 """Seconds from the end of one attempt to the next. After each failure the pause doubles, up to the longest."""
+
+LOGGED_FAILURE = 2
+"""The failure in a row that is logged. A single one is usual: servers and load balancers end watches."""
 
 
 class Watcher(threading.Thread):
@@ -20,8 +26,8 @@ class Watcher(threading.Thread):
         super().__init__(name=f"watch {path}", daemon=True)
         self._client, self._path, self._selector, self._changed = client, path, selector, changed
         self._stopped = threading.Event()
-        self.problem: AgentError | None = None
-        """Why the last attempt failed; None if it did not."""
+        self._failures = 0
+        """Attempts that have failed since the watch last began."""
 
     def run(self) -> None:
         pause = FIRST_PAUSE
@@ -30,7 +36,9 @@ class Watcher(threading.Thread):
                 self._watch()
                 pause = FIRST_PAUSE
             except AgentError as error:
-                self.problem = error
+                self._failures += 1
+                if self._failures == LOGGED_FAILURE:
+                    log.warning("changes of %s are noticed up to a minute late: %s", self._path, error)
                 pause = min(2 * pause, LONGEST_PAUSE)
             # All nodes lose the API server at the same moment. They should not all return at the same moment.
             self._stopped.wait(pause * random.uniform(0.5, 1.0))
@@ -49,7 +57,9 @@ class Watcher(threading.Thread):
         for event in self._client.watch(self._path, version, fieldSelector=self._selector):
             # The first event is empty: the server has accepted the watch. It counts as a change, because the caller may
             # have read the objects before.
-            self.problem = None
+            if self._failures >= LOGGED_FAILURE:
+                log.info("changes of %s are noticed at once again", self._path)
+            self._failures = 0
             # A bookmark is no change: it only has a newer resourceVersion.
             if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
                 self._changed()

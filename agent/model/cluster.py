@@ -56,13 +56,9 @@ def environment(container: KubernetesObject) -> Mapping[str, str]:
     }
 
 
-def limits(item: KubernetesObject) -> Mapping[str, str]:
-    """Return the resource limits of a pod's containers. If several limit the same resource, the last one counts."""
-    return {
-        key: str(value)
-        for each in containers(item)
-        for key, value in ((each.get("resources") or {}).get("limits") or {}).items()
-    }
+def limited_resources(item: KubernetesObject) -> set[str]:
+    """Return the names of the resources that any of a pod's containers limits."""
+    return {resource for each in containers(item) for resource in (each.get("resources") or {}).get("limits") or {}}
 
 
 def statuses(pod: KubernetesObject, *, init: bool = False) -> Iterator[KubernetesObject]:

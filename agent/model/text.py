@@ -21,10 +21,10 @@ def printable(text: str) -> str:
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
 
-def _visible(letter: str) -> str:
-    if letter.isprintable() and letter not in BLANK:
-        return letter
-    return " " if letter.isspace() else letter.encode("unicode_escape").decode()
+def _visible(character: str) -> str:
+    if character.isprintable() and character not in BLANK:
+        return character
+    return " " if character.isspace() else character.encode("unicode_escape").decode()
 
 
 def one_line(text: str) -> str:

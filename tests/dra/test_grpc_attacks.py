@@ -133,11 +133,12 @@ def test_a_silent_client_is_sent_away(server: Server) -> None:
         read_all(client)
 
 
-def test_too_many_connections_are_refused(server: Server) -> None:
+def test_too_many_connections_are_refused(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connected(server)) for _ in range(LIMITS.connections + 3)]
         for client in clients[LIMITS.connections :]:
             assert read_all(client) == b""
+    assert f"refused a connection: {LIMITS.connections} are open, which is the limit" in caplog.text
 
 
 def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
@@ -287,7 +288,7 @@ def test_time_limits(value: bytes, seconds: float) -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_other_users_are_refused(server: Server) -> None:
+def test_other_users_are_refused(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Other users are refused even if the modes of directory and socket let them connect by mistake."""
     path = server._listener.path
     os.chmod(path, 0o777)
@@ -296,3 +297,4 @@ def test_other_users_are_refused(server: Server) -> None:
     script += "s.settimeout(30); print(s.recv(100))"
     finished = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
     assert (finished.stdout, finished.stderr) == ("b''\n", "")
+    assert "refused a connection: it is from user 65534, and only user 0 may connect" in caplog.text

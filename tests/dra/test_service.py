@@ -160,6 +160,19 @@ def test_a_refusal_is_explained(api: ApiServer, joined: DraMachine) -> None:
     until("it is offered", lambda: offered(api) == ["01"])
 
 
+def test_a_watch_that_keeps_failing_is_logged_once(
+    api: ApiServer, joined: DraMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if path == NODES else None
+    joined.grant(GPUS[0])
+    joined.start()
+    until("it has failed often", lambda: sum(path == NODES for _, path, _, _ in api.requests) > 4)
+    assert caplog.text.count(f"changes of {NODES} are noticed up to a minute late: GET {NODES}: 403 Forbidden") == 1
+    api.answer = None
+    until("the log says so", lambda: f"changes of {NODES} are noticed at once again" in caplog.text)
+
+
 def test_a_node_that_is_not_registered_yet_is_waited_for(api: ApiServer, joined: DraMachine) -> None:
     node = api.objects[f"{NODES}/{NODE}"]
     api.drop(f"{NODES}/{NODE}")

@@ -71,9 +71,13 @@ def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
         return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
-    others = f" (GPUs for other machines: {len(usable) - len(free)})" if len(free) < len(usable) else ""
-    too_few = f"the configuration asks for {count} GPUs, but the host has {len(free)}{others}"
-    return Selection(chosen, () if len(chosen) == count else (too_few,))
+    if len(chosen) == count:
+        return Selection(chosen)
+    found = f"the host has {len(free)}"
+    if len(free) < len(usable):
+        others = len(usable) - len(free)
+        found = f"only {len(free)} of the host's {len(usable)} usable GPUs are free: {others} are for other machines"
+    return Selection(chosen, (f"the configuration asks for {count} GPUs, but {found}",))
 
 
 def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:

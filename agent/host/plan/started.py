@@ -57,9 +57,9 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     bind_lines = {path: _bind_line(path, number) for path, number in goal.live.nodes.items()}
     same = _fixed_lines(nspawn, bind_lines) == _fixed_lines(goal.nspawn.content.splitlines(), bind_lines)
     same = same and NOT_COMPARED.sub(b"", machine.started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
-    allowing = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
-    allowed = [DeviceAllow.parse(line.partition("=")[2]) for line in allowing]
-    numbers = {entry.node for entry in allowed}
+    lines = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
+    at_start = [DeviceAllow.parse(line.partition("=")[2]) for line in lines]
+    numbers = {entry.node for entry in at_start}
     # Daemons' directories are left out, because it is unknown which of them existed at the start. So they are bound
     # again.
     nodes = {
@@ -70,9 +70,9 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
     # drop-in. All permissions by number are the agent's. Their owners are not recorded, so those that are no longer
     # granted are withdrawn at once.
-    permitted = (*machine.device_allow, *allowed)
-    by_agent = [entry for entry in permitted if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
-    allow = tuple(dict.fromkeys(by_agent))
+    found = (*machine.device_allow, *at_start)
+    ours = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
+    allow = tuple(dict.fromkeys(ours))
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
     # Unsure, because no record says which of these permissions are in force: the next pass sets the whole list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)

@@ -140,19 +140,19 @@ def render(
                 "remove cri from disabled_plugins",
             )
     # containerd 1.x replaces a plugin's whole table by that of the last file; 2.0 merges the tables deeply.
-    replaces = containerd < (2, 0, 0)
+    last_file_wins = containerd < (2, 0, 0)
     later = [
         path for path in configuration.loaded_later if _at(configuration.imported[path], "plugins", cri_table(version))
     ]
-    if replaces and later:
+    if last_file_wins and later:
         raise UnsupportedError(
             f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
             "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
             "main file",
         )
-    effective = _combined_cri_table(configuration, cri_table(version), replaces=replaces)
-    table = copy.deepcopy(effective) if replaces else {}
-    if replaces:
+    effective = _combined_cri_table(configuration, cri_table(version), last_file_wins=last_file_wins)
+    table = copy.deepcopy(effective) if last_file_wins else {}
+    if last_file_wins:
         # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
@@ -212,14 +212,15 @@ def cdi_problems(dump: Table) -> Iterator[str]:
         yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
 
 
-def _combined_cri_table(configuration: Configuration, cri_name: str, *, replaces: bool) -> Table:
+def _combined_cri_table(configuration: Configuration, cri_name: str, *, last_file_wins: bool) -> Table:
     """Return the CRI table that results from all files.
 
-    With `replaces`, this is the table of the last file that has one; otherwise the files' tables are merged.
+    With `last_file_wins` (containerd 1.x), this is the table of the last file that has one; otherwise the files'
+    tables are merged.
     """
     documents = (configuration.main, *configuration.imported.values())
     tables = [_at(each, "plugins", cri_name) for each in documents]
-    if replaces:
+    if last_file_wins:
         return next((table for table in reversed(tables) if table), {})
     merged: Table = {}
     for table in tables:

@@ -11,7 +11,7 @@ from agent.model.cluster import (
     environment,
     kubelet_messages,
     labels,
-    limits,
+    limited_resources,
     name,
     pod_spec,
     seconds,
@@ -146,7 +146,7 @@ def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) ->
         return
     for pod in cluster.pods:
         running = (pod.get("status") or {}).get("phase") == "Running"
-        if running and RESOURCE in limits(pod) and not pod_spec(pod).get("runtimeClassName"):
+        if running and RESOURCE in limited_resources(pod) and not pod_spec(pod).get("runtimeClassName"):
             yield Finding(
                 "a pod has a GPU allocated, but no runtime class that gives it the GPU",
                 f"pod {name(pod)} has a limit {RESOURCE} and no runtimeClassName; the plugin's strategy is envvar",
