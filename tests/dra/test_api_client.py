@@ -152,7 +152,7 @@ def test_any_answer_becomes_one_line(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(b"[]", "is not an object but list"), (b"{", "is not JSON"), (b'"' * 9_000_000, "more than")]
+    ("answer", "said"), [(b"[]", "is not an object but a list"), (b"{", "is not JSON"), (b'"' * 9_000_000, "more than")]
 )
 def test_what_is_no_object_is_an_error(api: ApiServer, client: ApiClient, answer: bytes, said: str) -> None:
     api.answer = lambda *_: (200, answer)
