@@ -41,7 +41,7 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
     machine = _machine(options.machine, reconciler)
     if not options.kubeconfig:
-        node = Node(options.node or "NODE", False, True, {}, {}, (), (), ())
+        node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": 0}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0
     # The name that `up` recorded, not the one that the machine reports: root in the machine could name another node.

@@ -189,5 +189,5 @@ def _configuring(machine: str, wanted: str) -> tuple[str, ...]:
 
 
 def _counts_text(counts: Mapping[str, int]) -> str:
-    listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+    listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()) if count)
     return f" (the node's status still has {listed})" if listed else ""

@@ -1,4 +1,4 @@
-"""`python3 -m agent.machine`: the machine half, started by unbounded-agent-gpu.service."""
+"""The machine half's program: unbounded-agent-gpu.service calls `main`; `python3 -m agent.machine` does the same."""
 
 import gc
 import os

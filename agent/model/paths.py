@@ -159,7 +159,7 @@ def staged_prefix(machine: str) -> str:
 
 
 def staged_root(machine: str, digest: str) -> str:
-    """Return where the root file system from an image with this digest is completed before it gets its final name."""
+    """Return where a root file system is until it gets its final name; `digest` is of the image, or of all contents."""
     return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
 
 

@@ -120,6 +120,7 @@ def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: py
     assert [line[0] for line in lines if line[0] != " "] == list("1234567")
     assert f"     systemctl --machine={MACHINE} stop kubelet" in lines
     assert any(line.endswith("/manifests/device-class-nvidia.yaml") for line in lines)
+    assert [line for line in lines if "kubectl patch node" in line and '"RESOURCE":null' in line][1:]
     assert cluster.changes() == []
     assert cluster.run("device-plugin", kubeconfig="") == 0
 

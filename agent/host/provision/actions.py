@@ -54,14 +54,16 @@ class FetchBinaries:
 
 @dataclass(frozen=True, slots=True)
 class FillRoot:
-    """Put programs and files into the staged root file system."""
+    """Put programs and files into the unpacked root file system, which first gets the name `staged`."""
 
+    unpacked: str
     staged: str
     binaries: tuple[NodeBinary, ...]
     files: tuple[NodeFile, ...]
 
     def describe(self) -> str:
-        return f"put {len(self.binaries)} programs and {len(self.files)} files into the root file system"
+        programs = ", ".join(each.name for each in self.binaries) or "no programs"
+        return f"put {programs} and {len(self.files)} files into the root file system"
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,9 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 
 
 def _fill(action: FillRoot, system: System) -> None:
+    # Absent if an interrupted attempt has renamed it.
+    if system.link_inode(action.unpacked) is not None:
+        system.rename(action.unpacked, action.staged)
     writer = RootWriter(system.place(action.staged))
     listed: dict[str, tuple[str, int]] = {}
     for binary in action.binaries:

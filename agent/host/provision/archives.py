@@ -44,7 +44,11 @@ class _Metered:
         self.allowance -= size
         if self.allowance < 0:
             raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
-        return self._content.read(size)
+        try:
+            return self._content.read(size)
+        except gzip.BadGzipFile as error:
+            # It is an OSError, which the writer would take for one of the file that it writes.
+            raise tarfile.ReadError(str(error)) from error
 
 
 def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
@@ -63,7 +67,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
     except DAMAGED as error:
         raise ApplyError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
     if not found:
-        what = "no programs" if binary.archive == "programs" else f"no program {binary.name}"
+        what = "no programs" if binary.archive == "programs" else f"no executable file {binary.name}"
         raise ApplyError(f"{binary.source} has {what} at its top", _hint(binary))
     return found
 

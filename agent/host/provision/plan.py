@@ -1,5 +1,6 @@
 """Compares what is there with what a node needs: returns the steps of `up` and `reset`. Pure."""
 
+import hashlib
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -113,16 +114,27 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
 
 def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
     """Return the steps that make a root file system. A running machine is stopped only once the new one is complete."""
-    staged = staged_root(facts.machine, goal.image.digest)
-    stale = tuple(RemoveTree(path) for path in facts.staged if path != staged)
-    fetch: list[Action] = [] if staged in facts.staged else [StageRoot(goal.image, staged)]
+    unpacked, staged = staged_root(facts.machine, goal.image.digest), staged_root(facts.machine, _digest(goal))
+    usable = staged if staged in facts.staged else unpacked
+    stale = tuple(RemoveTree(path) for path in facts.staged if path != usable)
+    fetch: list[Action] = [] if usable in facts.staged else [StageRoot(goal.image, unpacked)]
     fetch += [FetchBinaries(goal.binaries)] if goal.binaries else []
-    last: list[Action] = [FillRoot(staged, goal.binaries, goal.files)]
+    last: list[Action] = [FillRoot(unpacked, staged, goal.binaries, goal.files)]
     if not isinstance(facts.root, Absent):
         last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
     # Give the token before the root file system gets its name, so that each existing node has a token or has joined.
     last += [GiveToken(facts.machine, goal.token)] if goal.token else []
     return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
+
+
+def _digest(goal: RootGoal) -> str:
+    """Return a digest of the image, the programs and the paths of files that a root file system is made from.
+
+    A root file system that has been filled, even in part, is only used by an attempt that fills it with the same.
+    """
+    programs = [(each.path, each.sha256) for each in goal.binaries]
+    contents = (goal.image.digest, programs, [each.path for each in goal.files])
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:

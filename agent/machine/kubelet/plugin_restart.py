@@ -63,7 +63,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         return "it is not restarted, because it is not running in a pod's container"
     program = system.find_program("crictl")
     if program is None:
-        return "it is not restarted: install crictl in the machine's image"
+        return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
     sentence = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
     # Noted before the restart: one that could not be noted afterwards would be repeated each minute.

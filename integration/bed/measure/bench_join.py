@@ -113,10 +113,11 @@ def up(directory: str, image: str, url: str) -> None:
         NodeBinary(name, f"{url}/{name}", digest, f"{PROGRAMS}/{name}")
         for digest, name in map(str.split, host.read_text("/programs").splitlines())
     )
-    staged, tools = staged_root(MACHINE, found.digest), Tools(host, HostNetwork(), settings)
-    run_together((StageRoot(found, staged), FetchBinaries(programs)), tools, _quiet)
+    unpacked, staged = staged_root(MACHINE, found.digest), staged_root(MACHINE, "filled")
+    tools = Tools(host, HostNetwork(), settings)
+    run_together((StageRoot(found, unpacked), FetchBinaries(programs)), tools, _quiet)
     record = make_record(node_settings(), "node", found, programs, files)
-    run((FillRoot(staged, programs, files), PublishRoot(MACHINE, staged, record)), tools, _quiet)
+    run((FillRoot(unpacked, staged, programs, files), PublishRoot(MACHINE, staged, record)), tools, _quiet)
 
 
 def _quiet(_: str) -> None:

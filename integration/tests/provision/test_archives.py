@@ -20,7 +20,7 @@ from agent.system.sh_runner import host_runner, tool_runner
 
 programs = wanted_binaries(NodeSettings.model_validate_json(sys.argv[1]), "amd64")
 tools = Tools(System(host_runner, sys.argv[2], tool_runner=tool_runner), HostNetwork())
-run((FetchBinaries(programs), FillRoot("/staged", programs, ())), tools, print)
+run((FetchBinaries(programs), FillRoot("/unpacked", "/staged", programs, ())), tools, print)
 """
 
 

@@ -103,8 +103,8 @@ def huge(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     ("tar", "message"),
     [
         (b"no archive" * 200, "not an archive that can be used"),
-        (packed(entry("LICENSE", mode=0o644)), "has no program crictl at its top"),
-        (packed(entry("bin/crictl")), "has no program crictl at its top"),
+        (packed(entry("LICENSE", mode=0o644)), "has no executable file crictl at its top"),
+        (packed(entry("bin/crictl")), "has no executable file crictl at its top"),
         (huge("crictl", UNPACKED_LIMIT + 1), "more than 1024 MiB"),
         (huge("crictl", 2 << 20), "unexpected end of data"),
         (huge("x", 4 << 30, tarfile.GNUTYPE_LONGNAME), "KiB describe an entry"),
@@ -127,5 +127,15 @@ def test_an_archive_without_its_end(root: Path, tmp_path: Path, cut: int) -> Non
     whole = gzip.compress(packed(entry("crictl"), content=os.urandom(1 << 10)), 1)
     (tmp_path / "archive").write_bytes(whole[:cut])
     with pytest.raises(ApplyError, match=r"crictl.tar.gz"):
+        put_programs(CRICTL, str(tmp_path / "archive"), RootWriter(str(root)))
+    assert there(root) == []
+
+
+def test_a_damaged_archive_is_named(root: Path, tmp_path: Path) -> None:
+    """The library reports damage by an OSError without a number: it must not be taken for one of the program's file."""
+    whole = bytearray(gzip.compress(packed(entry("crictl"), content=os.urandom(1 << 10))[: 512 + 1024], 1))
+    whole[-8] ^= 1
+    (tmp_path / "archive").write_bytes(whole)
+    with pytest.raises(ApplyError, match=r"crictl.tar.gz: not an archive that can be used"):
         put_programs(CRICTL, str(tmp_path / "archive"), RootWriter(str(root)))
     assert there(root) == []

@@ -1,6 +1,7 @@
 """The steps of up and reset follow from what is there: nothing foreign is touched, nothing unknown is guessed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ from tests.host.provision.test_durable import FOUND, NETWORK
 
 DIGEST = "sha256:" + "a1" * 32
 IMAGE = NodeImage(f"docker://registry.example.com/nodes/agent@{DIGEST}", DIGEST, "amd64", 100_000_000)
-STAGED = "/var/lib/machines/.gpu-node.unbounded-agent-a1a1a1a1a1a1a1a1"
+UNPACKED = "/var/lib/machines/.gpu-node.unbounded-agent-a1a1a1a1a1a1a1a1"
 RECORD = NodeRecord("node-1", IMAGE, 77, {}, {}, {}, 1.0)
 UNIT = "systemd-nspawn@gpu-node.service"
 NEW = NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True}, "")
@@ -54,6 +55,12 @@ HOST = HostFacts(FOUND.host, FOUND.units, NETWORK, FOUND, ())
 SETTINGS = HostSettings({"kernel.panic": "10"}, (), swap_off=True, files=())
 
 
+def filled_by(goal: RootGoal) -> str:
+    """Return where the root file system is while it is filled."""
+    (fill,) = (step for step in plan_root(goal, NEW).last if isinstance(step, FillRoot))
+    return fill.staged
+
+
 # ---- what up does to a root file system
 
 
@@ -61,15 +68,26 @@ def test_a_new_node_is_complete_before_it_has_its_name() -> None:
     assert needs_root(NEW) is True
     steps = plan_root(GOAL, NEW)
     assert steps.first == ()
-    assert steps.parallel == (StageRoot(IMAGE, STAGED), FetchBinaries(BINARIES))
-    assert steps.last == (FillRoot(STAGED, BINARIES, FILES), PublishRoot("gpu-node", STAGED, RECORD))
+    assert steps.parallel == (StageRoot(IMAGE, UNPACKED), FetchBinaries(BINARIES))
+    staged = filled_by(GOAL)
+    assert steps.last == (FillRoot(UNPACKED, staged, BINARIES, FILES), PublishRoot("gpu-node", staged, RECORD))
 
 
 def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
-    stale = f"{STAGED[:-16]}removed"
-    steps = plan_root(GOAL, replace(NEW, staged=(STAGED, stale)))
-    assert steps.first == (RemoveTree(stale),)
-    assert steps.parallel == (FetchBinaries(BINARIES),)
+    stale = f"{UNPACKED[:-16]}removed"
+    for usable in (UNPACKED, filled_by(GOAL)):
+        steps = plan_root(GOAL, replace(NEW, staged=(usable, stale)))
+        assert steps.first == (RemoveTree(stale),)
+        assert steps.parallel == (FetchBinaries(BINARIES),)
+
+
+@pytest.mark.parametrize("other", [{"binaries": ()}, {"files": ()}, {"binaries": (replace(BINARIES[0], sha256="c3"),)}])
+def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) -> None:
+    """Filling only adds programs and files: those of the earlier settings would stay."""
+    filled = filled_by(replace(GOAL, **other))
+    steps = plan_root(GOAL, replace(NEW, staged=(filled,)))
+    assert steps.first == (RemoveTree(filled),)
+    assert StageRoot(IMAGE, UNPACKED) in steps.parallel
 
 
 def test_a_finished_node_stays_as_it_is() -> None:
@@ -131,8 +149,8 @@ def test_a_lost_record_is_not_replaced_by_the_changed_host(found: Broken | Unsee
 
 
 def test_reset_removes_the_machine_before_anything_else() -> None:
-    facts = replace(MADE, enabled={UNIT: True, "machines.target": True}, staged=(STAGED,))
-    removed = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveRoot("gpu-node"), RemoveTree(STAGED))
+    facts = replace(MADE, enabled={UNIT: True, "machines.target": True}, staged=(UNPACKED,))
+    removed = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveRoot("gpu-node"), RemoveTree(UNPACKED))
     assert plan_removal(facts, "active") == removed
     assert plan_removal(MADE, "inactive") == (RemoveRoot("gpu-node"),)
 
