@@ -9,7 +9,7 @@ from agent.system.journal import WARNING, say
 NOTE = "repairs"
 
 
-def log_repair(notes: Notes, repair: Repair, problem: str) -> None:
+def record_repair(notes: Notes, repair: Repair, problem: str) -> None:
     """Log and count a repair. `problem` says what was wrong."""
     say(WARNING, f"repaired: {problem}")
     # A count that cannot be written does not matter.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from agent.model.errors import DocumentError
 
 V = TypeVar("V")
-WORDS: dict[type, str] = {
+JSON_TYPES: dict[type, str] = {
     dict: "an object",
     list: "a list",
     str: "a string",
@@ -46,7 +46,7 @@ def in_json(value: object) -> str:
 
 
 def _word(kind: type) -> str:
-    return WORDS.get(kind, kind.__name__)
+    return JSON_TYPES.get(kind, kind.__name__)
 
 
 def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from agent.config.node import BinariesSettings, ImageSettings
+from agent.config.node import ImageSettings
 from agent.host.apply.bootstrap_token import give_token
 from agent.host.apply.driver_roots import clear, remove_all
 from agent.host.provision.actions import (
@@ -80,7 +80,6 @@ class Tools:
     network: NetworkSource
     image: ImageSettings | None = None
     """Where images come from; None for `reset`, which needs none."""
-    binaries: BinariesSettings | None = None
 
 
 def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:

@@ -22,8 +22,10 @@ from agent.system.files import System, temporary_path
 
 DIRECTORY = "/usr/local/bin"
 """The directory of the programs in the machine."""
-CRICTL = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
-CNI_PLUGINS = "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
+CRICTL_RELEASE = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
+CNI_PLUGINS_RELEASE = (
+    "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
+)
 """Paths of the projects' release archives on GitHub."""
 CHUNK = 1 << 20
 SILENCE_LIMIT = 30.0
@@ -49,10 +51,10 @@ def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, 
         archive: Archive = ""
         match name:
             case "crictl":
-                release = CRICTL.format(version=settings.crictl_version, architecture=architecture)
+                release = CRICTL_RELEASE.format(version=settings.crictl_version, architecture=architecture)
                 source, archive = f"{github}/{release}", "program"
             case "cni_plugins":
-                release = CNI_PLUGINS.format(version=settings.cni_plugins_version, architecture=architecture)
+                release = CNI_PLUGINS_RELEASE.format(version=settings.cni_plugins_version, architecture=architecture)
                 source, archive, path = f"{github}/{release}", "programs", node.containerd.cni_binaries
             case _:
                 source = f"{kubernetes}/release/v{settings.version}/bin/linux/{architecture}/{name}"

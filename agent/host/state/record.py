@@ -14,7 +14,7 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 T = TypeVar("T")
-WORDS = {
+PYDANTIC_TYPES = {
     "int": "a whole number",
     "float": "a number",
     "string": "a string",
@@ -94,5 +94,5 @@ def _first_problem(error: ValidationError) -> str:
     key = f"key {name}{''.join(f'[{part!a}]' for part in inner)}" if name else "the document"
     if first["type"].endswith("_type"):
         wanted = first["type"].removesuffix("_type")
-        return f"{key} must be {WORDS.get(wanted, wanted)}, not {in_json(first['input'])}"
+        return f"{key} must be {PYDANTIC_TYPES.get(wanted, wanted)}, not {in_json(first['input'])}"
     return f"{key}: {first['msg']}"

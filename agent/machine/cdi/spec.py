@@ -17,7 +17,7 @@ from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.notes import remove_remains
-from agent.machine.repairs import log_repair
+from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.model.device import DeviceNumber
@@ -146,7 +146,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         system.write(vendor.spec_path, new.text)
         is_as_published = current is not None and noted.get("digest") == _digest(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
-            log_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
+            record_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
     condition = _condition(vendor, new.verdict, remarks)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}

@@ -11,7 +11,7 @@ from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
 from agent.machine.containerd.tables import MAIN, Configuration, Table
 from agent.machine.context import Context
-from agent.machine.repairs import log_repair
+from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -77,7 +77,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     faults = write_and_read_back(context, vendor, paths, planned, before)
     drop_in_digest = digest(files.read_optional(system, drop_in))
     if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
-        log_repair(notes, Repair.CONTAINERD, problem)
+        record_repair(notes, Repair.CONTAINERD, problem)
     state = _inputs_digest(context, program, vendor, drop_in)
     notes.save(name, {"state": state, "problem": faults, "drop_in": drop_in_digest, "path": drop_in})
     return _condition(faults, drop_in)
@@ -159,7 +159,7 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     if present is None or edited != text:
         system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
         if notes.load(name):
-            log_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+            record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
     notes.save(name, {"path": vendor.runtime_config})
 
 

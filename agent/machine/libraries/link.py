@@ -19,7 +19,7 @@ from agent.machine.libraries.plan import (
     wanted_links,
 )
 from agent.machine.notes import Notes
-from agent.machine.repairs import log_repair
+from agent.machine.repairs import record_repair
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.handoff import Repair, Request
 from agent.model.paths import STATE
@@ -63,7 +63,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     wanted = wanted_links(request, directories)
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
-    _log_repair(context.notes, request, wanted, plan)
+    _record_repair(context.notes, request, wanted, plan)
     if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
     faults = _refresh_loader_cache(
@@ -96,7 +96,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {request.driver_root or 'no driver root'}")
 
 
-def _log_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
+def _record_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
     """Log a repair if links had to change, although an earlier run had made exactly the links that are wanted now."""
     name = f"links-{request.vendor}"
     links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
@@ -104,7 +104,7 @@ def _log_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan:
     changed = (*plan.remove, *plan.make)
     if changed and notes.load(name) == made:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        log_repair(notes, Repair.LINKS, f"somebody changed {changed[0]}{more}")
+        record_repair(notes, Repair.LINKS, f"somebody changed {changed[0]}{more}")
     notes.save(name, made)
 
 
