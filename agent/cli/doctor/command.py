@@ -7,7 +7,7 @@ from agent.cli.doctor.bundle import default_name, write_bundle
 from agent.cli.doctor.cluster import read_cluster
 from agent.cli.doctor.cluster_symptoms import findings
 from agent.cli.doctor.host import diagnose_host, loaded_modules
-from agent.cli.doctor.machines import diagnose, surroundings
+from agent.cli.doctor.machines import diagnose, environment_of
 from agent.cli.doctor.words import ClusterDiagnosis, Report, as_object, in_words
 from agent.cli.documents import document
 from agent.cli.output import style
@@ -42,7 +42,7 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     machines = reconciler.evaluate(facts, planned, difference)
     nodes = {each.name: observe_joined(each.name, system) for each in machines}
     modules = loaded_modules(system)
-    diagnoses = tuple(diagnose(each, surroundings(facts, modules, nodes[each.name])) for each in machines)
+    diagnoses = tuple(diagnose(each, environment_of(facts, modules, nodes[each.name])) for each in machines)
     cluster = None
     if kubeconfig:
         read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))

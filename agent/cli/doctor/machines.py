@@ -54,7 +54,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Environment:
     """The facts on which the symptoms and commands for a machine's faults depend."""
 
     vendors: tuple[VendorFacts, ...] = ()
@@ -64,15 +64,15 @@ class Surroundings:
     """The name of the machine's Node object."""
 
 
-def surroundings(facts: Facts, modules: Set[str], node: str) -> Surroundings:
-    """Return the surroundings of a machine. Vendors without a GPU on this host have no symptoms and no commands."""
-    return Surroundings(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
+def environment_of(facts: Facts, modules: Set[str], node: str) -> Environment:
+    """Return the environment of a machine. Vendors without a GPU on this host have no symptoms and no commands."""
+    return Environment(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
 
 
-NO_SURROUNDINGS = Surroundings()
+NO_ENVIRONMENT = Environment()
 
 
-def diagnose(machine: MachineOutcome, environment: Surroundings = NO_SURROUNDINGS) -> Diagnosis:
+def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT) -> Diagnosis:
     """Return the findings in the machine's conditions. Those with the same cause are one finding."""
     notable = (each for each in machine.conditions if each.status is Status.TRUE and _needs_action(each))
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
@@ -98,7 +98,7 @@ def _remarks(condition: Condition) -> list[str]:
     return [command for word, command in REMARKS.items() if word in condition.message]
 
 
-def _finding(group: Sequence[Condition], machine: str, environment: Surroundings) -> MachineFinding:
+def _finding(group: Sequence[Condition], machine: str, environment: Environment) -> MachineFinding:
     first, kinds = group[0], tuple(each.type for each in group)
     return MachineFinding(
         kinds,
@@ -111,7 +111,7 @@ def _finding(group: Sequence[Condition], machine: str, environment: Surroundings
     )
 
 
-def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Surroundings) -> str:
+def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
     """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
     vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
     reported = [
@@ -123,7 +123,7 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Surround
     return "; ".join(dict.fromkeys(reported))
 
 
-def _fix(condition: Condition, machine: str, environment: Surroundings) -> tuple[str, ...]:
+def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[str, ...]:
     kind, reason = condition.type, condition.reason
     special: list[str] = []
     for vendor in environment.vendors:

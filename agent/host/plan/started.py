@@ -71,8 +71,8 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     # drop-in. All permissions by number are the agent's. Their owners are not recorded, so those that are no longer
     # granted are withdrawn at once.
     found = (*machine.device_allow, *at_start)
-    ours = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
-    allow = tuple(dict.fromkeys(ours))
+    by_agent = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
+    allow = tuple(dict.fromkeys(by_agent))
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
     # Unsure, because no record says which of these permissions are in force: the next pass sets the whole list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.cli.doctor.machines import Surroundings, diagnose, surroundings
+from agent.cli.doctor.machines import Environment, diagnose, environment_of
 from agent.cli.doctor.remedies import REMEDIES, remedy
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
@@ -17,7 +17,7 @@ from tests.fakes.reconciler import conditions
 from tests.project.test_docs import DOCUMENT, rows
 
 NVIDIA = (facts.nvidia(),)
-AROUND = Surroundings(
+AROUND = Environment(
     NVIDIA, frozenset({"nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem"}), "n1"
 )
 WAIT = {"NotEvaluated", "StaleEvidence", "NotTried", "RestartPending", "NotApplicable"}
@@ -36,7 +36,7 @@ def documented() -> list[tuple[ConditionType, str]]:
     return found
 
 
-def fix(kind: ConditionType, reason: str, around: Surroundings = AROUND) -> tuple[str, ...]:
+def fix(kind: ConditionType, reason: str, around: Environment = AROUND) -> tuple[str, ...]:
     machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), "it is so")))
     return diagnose(machine, around).findings[0].fix
 
@@ -102,12 +102,12 @@ def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands() -> None:
     fault = MachineOutcome("m", conditions(false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
     intel = VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),))
     (nvidias,) = diagnose(fault, AROUND).findings
-    (intels,) = diagnose(fault, Surroundings((intel,))).findings
+    (intels,) = diagnose(fault, Environment((intel,))).findings
     assert ("nvidia-smi" in nvidias.symptoms, "vainfo" in nvidias.symptoms) == (True, False)
     assert ("nvidia-smi" in intels.symptoms, "vainfo" in intels.symptoms) == (False, True)
     assert [line for line in intels.fix if "nvidia" in line] == []
     host = replace(facts.facts(), vendors=(*NVIDIA, VendorFacts("intel")))
-    assert surroundings(host, frozenset(), "").vendors == NVIDIA
+    assert environment_of(host, frozenset(), "").vendors == NVIDIA
 
 
 # ---- what is listed

@@ -151,8 +151,8 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
         return listed
-    ours = (each for each in listed if libraries.lists_driver_library(each))
-    return tuple(each for each in ours if trust.permits(posixpath.dirname(each.path), each.path))
+    drivers = (each for each in listed if libraries.lists_driver_library(each))
+    return tuple(each for each in drivers if trust.permits(posixpath.dirname(each.path), each.path))
 
 
 def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
