@@ -14,7 +14,7 @@ from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.outcome import Outcome
 from agent.host.reconcile import BUSY, Reconciler, read_report
-from agent.host.state.detached_gpus import forget_detached, note_detached, note_tainted, observe_detached
+from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import locked
 from agent.host.verify.answers import STALE_AFTER
@@ -162,7 +162,7 @@ class _Removal:
 
     def _taint(self, *, evict: bool) -> None:
         """Keep new pods from the GPU by a taint, and wait until schedulers respect it."""
-        self._record(lambda system, address: note_tainted(system, address, evict=evict))
+        self._record(lambda system, address: record_tainted(system, address, evict=evict))
         outcome = self.reconciler.reconcile(LOCK_WAIT)
         if self._is_offered(machine.name for machine in self._running(outcome)):
             seconds = self.timing.taint
@@ -220,7 +220,7 @@ class _Removal:
         return held
 
     def _note(self, *, draining: bool) -> None:
-        self._record(lambda system, address: note_detached(system, address, draining=draining))
+        self._record(lambda system, address: record_detached(system, address, draining=draining))
 
     def _record(self, note: Callable[[System, str], bool]) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):

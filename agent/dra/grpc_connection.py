@@ -137,7 +137,7 @@ class Connection:
             if not call.answered:
                 self._http2.send_headers(stream, RESPONSE)
         except ProtocolError:
-            self._drop(stream)
+            self._drop_call(stream)
             return
         call.answered = True
         call.unsent += with_prefix(message)
@@ -167,10 +167,10 @@ class Connection:
         with contextlib.suppress(ProtocolError):
             self._http2.close_connection()
 
-    def forget(self) -> None:
+    def drop_all_calls(self) -> None:
         """Forget all calls: the client is gone."""
         for stream in list(self.calls):
-            self._drop(stream)
+            self._drop_call(stream)
 
     def _handle(self, event: Event, now: float) -> None:
         match event:
@@ -182,7 +182,7 @@ class Connection:
             case StreamEnded():
                 self._receive_end(event.stream_id)
             case StreamReset():
-                self._drop(event.stream_id)
+                self._drop_call(event.stream_id)
             case RemoteSettingsChanged() | WindowUpdated():
                 self.greeted = True
                 for stream, call in list(self.calls.items()):
@@ -198,9 +198,9 @@ class Connection:
         headers = {bytes(name): bytes(value) for name, value in event.headers}
         self.calls[stream] = call = Call()
         if headers.get(b":method") != b"POST":
-            self._end(stream, call, [(":status", "405")])
+            self._send_end(stream, call, [(":status", "405")])
         elif not CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")):
-            self._end(stream, call, [(":status", "415")])
+            self._send_end(stream, call, [(":status", "415")])
         else:
             try:
                 self._read_headers(call, headers, now)
@@ -252,15 +252,15 @@ class Connection:
                 self._http2.send_data(stream, bytes(call.unsent[:size]))
                 del call.unsent[:size]
         except ProtocolError:
-            self._drop(stream)
+            self._drop_call(stream)
             return
         self._caller.sent(self, stream)
         if call.trailers is not None:
-            self._end(stream, call, call.trailers if call.answered else [*RESPONSE, *call.trailers])
+            self._send_end(stream, call, call.trailers if call.answered else [*RESPONSE, *call.trailers])
 
-    def _end(self, stream: int, call: Call, headers: Headers) -> None:
+    def _send_end(self, stream: int, call: Call, headers: Headers) -> None:
         """Send the headers that end a response."""
-        self._drop(stream)
+        self._drop_call(stream)
         # The client may already have reset the stream: one read may contain a request and its reset.
         with contextlib.suppress(ProtocolError):
             self._http2.send_headers(stream, headers, end_stream=True)
@@ -268,7 +268,7 @@ class Connection:
                 # RFC 9113 section 8.1: the client need not send the rest of the request.
                 self._http2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
-    def _drop(self, stream: int) -> None:
+    def _drop_call(self, stream: int) -> None:
         """Forget a call."""
         if self.calls.pop(stream, None):
             self._caller.ended(self, stream)

@@ -231,7 +231,7 @@ class Server:
         if peer:
             self._selector.unregister(peer.stream)
             peer.stream.close()
-            connection.forget()
+            connection.drop_all_calls()
 
     def _post(self, connection: Connection, action: Callable[[], None]) -> None:
         self._posted.append((connection, action))

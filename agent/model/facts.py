@@ -104,7 +104,7 @@ class Gpu:
     uuid: str = ""
     """Empty until the driver has initialised the GPU."""
     minor: int | None = None
-    lost: str = ""
+    why_lost: str = ""
     """What the kernel log said when the GPU stopped answering; kept until its driver is bound again."""
     detached: bool = False
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""

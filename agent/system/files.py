@@ -145,7 +145,7 @@ class System(Rooted):
         status = os.statvfs(self._at(path))
         return status.f_bavail * status.f_frsize
 
-    def place(self, path: str) -> str:
+    def full_path(self, path: str) -> str:
         """Return the path with the root prefix, for system calls that take paths (inotify_add_watch(2))."""
         return self._at(path)
 

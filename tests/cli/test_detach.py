@@ -14,7 +14,7 @@ from agent.cli.detach import Ending, Timing, attach, detach
 from agent.cli.holders import holders
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
-from agent.host.state.detached_gpus import forget_detached, note_detached, observe_detached
+from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ConfigError, ObservationError
@@ -284,7 +284,7 @@ def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left
 
 
 def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> None:
-    assert note_detached(site.host, SECOND, draining=True)
+    assert record_detached(site.host, SECOND, draining=True)
     site.answers = False
 
     def fail() -> None:
@@ -400,7 +400,7 @@ def test_the_replacement_of_a_detached_gpu(tmp_path: Path, gpus: object, granted
     site = Site(tmp_path / "host")
     site.configure(gpus=gpus)
     site.start()
-    assert note_detached(site.host, FIRST, draining=False)
+    assert record_detached(site.host, FIRST, draining=False)
     outcome = site.agent.reconcile()
     assert site.granted() == granted
     assert site.conditions()[ConditionType.DEVICES_PRESENT][1] == reason
@@ -411,7 +411,7 @@ def test_the_replacement_of_a_detached_gpu(tmp_path: Path, gpus: object, granted
 def test_a_machine_without_its_only_gpu(site: Site, required: bool, status: Status) -> None:
     site.configure(require_gpus=required)
     for address in (FIRST, SECOND):
-        assert note_detached(site.host, address, draining=False)
+        assert record_detached(site.host, address, draining=False)
     assert site.conditions()[ConditionType.READY] == (status, "GPUDetached")
 
 
@@ -430,7 +430,7 @@ def test_a_damaged_note_is_discarded_and_reported(site: Site, content: bytes) ->
     outcome = site.agent.reconcile()
     assert any(DETACHED_GPUS in problem for problem in outcome.facts.problems)
     assert site.granted() == (FIRST, SECOND)
-    assert note_detached(site.host, SECOND, draining=True)
+    assert record_detached(site.host, SECOND, draining=True)
     assert observe_detached(site.host).draining == {SECOND}
 
 
@@ -441,8 +441,8 @@ def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
 
 
 def test_each_note_is_about_one_gpu(site: Site) -> None:
-    assert note_detached(site.host, FIRST, draining=False)
-    assert note_detached(site.host, SECOND, draining=True)
-    assert not note_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
+    assert record_detached(site.host, FIRST, draining=False)
+    assert record_detached(site.host, SECOND, draining=True)
+    assert not record_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
     forget_detached(site.host, FIRST)
     assert observe_detached(site.host).gpus == {SECOND}

@@ -10,7 +10,7 @@ import pytest
 
 from agent.cli.load_modules import load_modules
 from agent.config.settings import Config
-from agent.host.state.detached_gpus import note_detached
+from agent.host.state.detached_gpus import record_detached
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, ApplyError, ObservationError
 from agent.model.facts import PciDevice, Unseen
@@ -275,7 +275,7 @@ def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
     host.remove_file(f"/sys/bus/pci/devices/{GPU}/driver_override")
     (Path(host.root) / f"sys/bus/pci/devices/{GPU}").rmdir()
     host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
-    assert note_detached(host, GPU, draining=False)
+    assert record_detached(host, GPU, draining=False)
     assert f"while GPU {GPU} is detached" in load(host)
     assert host.runner.calls == []
 

@@ -254,7 +254,7 @@ def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, in
             connection.receive(frame(*each), 0.0)
             connection.expire(1.0)
     connection.to_send()
-    connection.forget()
+    connection.drop_all_calls()
     assert not connection.calls
 
 

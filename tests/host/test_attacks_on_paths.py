@@ -67,7 +67,7 @@ def host(tmp_path: Path) -> Host:
         host.bus.unit(f"systemd-nspawn@{machine}.service", "active")
     host.file("/etc/sentinel/file", SECRET)
     host.file("/etc/sentinel/directory/file", SECRET)
-    os.chmod(host.place("/etc/sentinel/file"), 0o640)
+    os.chmod(host.full_path("/etc/sentinel/file"), 0o640)
     return host
 
 
@@ -79,7 +79,7 @@ def agent(host: Host) -> Reconciler:
 def state(host: Host) -> dict[str, tuple[int, int, int, str]]:
     """Return the state of the host's files that a machine might have changed."""
     found = {}
-    for path in sorted(Path(host.place("/etc/sentinel")).rglob("*")):
+    for path in sorted(Path(host.full_path("/etc/sentinel")).rglob("*")):
         status = path.lstat()
         content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         found[str(path)] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
@@ -117,7 +117,7 @@ def device(_: Host, place: Path) -> None:
 
 
 def absolute_link(host: Host, place: Path) -> None:
-    place.symlink_to(host.place("/etc/sentinel/file"))
+    place.symlink_to(host.full_path("/etc/sentinel/file"))
 
 
 def link_below_the_root(_: Host, place: Path) -> None:
@@ -125,19 +125,19 @@ def link_below_the_root(_: Host, place: Path) -> None:
 
 
 def relative_link(host: Host, place: Path) -> None:
-    place.symlink_to(os.path.relpath(host.place("/etc/sentinel/file"), place.parent))
+    place.symlink_to(os.path.relpath(host.full_path("/etc/sentinel/file"), place.parent))
 
 
 def link_to_a_directory(host: Host, place: Path) -> None:
-    place.symlink_to(host.place("/etc/sentinel/directory"))
+    place.symlink_to(host.full_path("/etc/sentinel/directory"))
 
 
 def magic_link(host: Host, place: Path) -> None:
-    place.symlink_to(f"/proc/{os.getpid()}/root{host.place('/etc/sentinel/file')}")
+    place.symlink_to(f"/proc/{os.getpid()}/root{host.full_path('/etc/sentinel/file')}")
 
 
 def dangling_link(host: Host, place: Path) -> None:
-    place.symlink_to(host.place("/etc/sentinel/new"))
+    place.symlink_to(host.full_path("/etc/sentinel/new"))
 
 
 def loop(_: Host, place: Path) -> None:
@@ -154,7 +154,7 @@ def directory(_: Host, place: Path) -> None:
 
 
 def hard_link(host: Host, place: Path) -> None:
-    place.hardlink_to(host.place("/etc/sentinel/file"))
+    place.hardlink_to(host.full_path("/etc/sentinel/file"))
 
 
 def huge(_: Host, place: Path) -> None:
@@ -253,7 +253,7 @@ def test_attack_by_a_racing_renamer(host: Host) -> None:
     reconciler.reconcile()
     before, well = state(host), reconciler.reconcile()
     places = [host.root + path for path in PATHS.values()]
-    renamer = subprocess.Popen([sys.executable, "-c", RENAMER, host.place("/etc/sentinel/file"), *places])
+    renamer = subprocess.Popen([sys.executable, "-c", RENAMER, host.full_path("/etc/sentinel/file"), *places])
     try:
         end, passes = time.monotonic() + RACE, 0
         while time.monotonic() < end or passes < 5:

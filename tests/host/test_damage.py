@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from agent.cli.prepare import prepare
-from agent.host.state.detached_gpus import note_detached, observe_detached
+from agent.host.state.detached_gpus import observe_detached, record_detached
 from agent.host.state.lost_gpus import LogPosition, observe_lost, read_log_position, record_lost, save_log_position
 from agent.model.conditions import ConditionType, Status
 from agent.model.paths import (
@@ -100,7 +100,7 @@ def test_a_directory_in_the_place_of_the_gpus_record_is_moved_aside(gpu_host: Ho
     assert not observe_detached(gpu_host).gpus
     assert record_lost(gpu_host, GPU, "gone")
     save_log_position(gpu_host, LogPosition(sequence=1, bindings={}))
-    assert note_detached(gpu_host, GPU, draining=False)
+    assert record_detached(gpu_host, GPU, draining=False)
     assert observe_lost(gpu_host)
     assert read_log_position(gpu_host)
     assert observe_detached(gpu_host).gpus

@@ -172,7 +172,7 @@ def test_a_system_below_another(tmp_path: Path) -> None:
     system = System(no_process, str(tmp_path))
     inner = system.below("/link")
     assert inner.read("/absolute") == b"inner"
-    assert inner.place("/etc") == str(tmp_path / "inner/etc")
+    assert inner.full_path("/etc") == str(tmp_path / "inner/etc")
     assert not inner.is_file("/out")
     assert system.read("/name") == b"outer"
     assert system.below("/").root == system.root

@@ -270,7 +270,7 @@ def run(
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
-        local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET, answer)
+        local = LocalServer(system.full_path(RUNTIME), STATUSZ_SOCKET, answer)
         daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
         signals = Signals(notifier, timing.grace)
         try:

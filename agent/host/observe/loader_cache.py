@@ -90,7 +90,7 @@ class LoaderCache:
             return known[1]
         # With `-C`, the host's ldconfig can read any glibc's cache. With `-r`, ldconfig would call chroot(2), which the
         # service may not call.
-        listing = self._list(system, *(("-C", inner.place(CACHE)) if where else ()))
+        listing = self._list(system, *(("-C", inner.full_path(CACHE)) if where else ()))
         if isinstance(listing, Listing):
             self._known[root] = (identity, listing)
         return listing

@@ -180,7 +180,7 @@ def _fill(action: FillRoot, system: System) -> None:
     # Absent if an interrupted attempt has renamed it.
     if system.link_inode(action.unpacked) is not None:
         system.rename(action.unpacked, action.staged)
-    writer = RootWriter(system.place(action.staged))
+    writer = RootWriter(system.full_path(action.staged))
     listed: dict[str, tuple[str, int]] = {}
     for binary in action.binaries:
         listed |= _put(binary, writer, system)
@@ -194,12 +194,12 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     """Put what was fetched into a root file system. Return digests and sizes of what should stay as it is, by path."""
     path = cached(binary, BINARIES)
     if not binary.archive:
-        writer.copy(system.place(path), binary.path, 0o755)
+        writer.copy(system.full_path(path), binary.path, 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
     # Imported only here, because most images have these programs.
     from agent.host.provision.archives import put_programs
 
-    programs = put_programs(binary, system.place(path), writer)
+    programs = put_programs(binary, system.full_path(path), writer)
     # Network plugins put their own editions of the CNI plugins into that directory.
     return programs if binary.archive == "program" else {}
 
@@ -211,7 +211,7 @@ def _publish(action: PublishRoot, system: System) -> None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
     record = replace(action.record, inode=inode, made=time.time())
     NODE_RECORDS.write(record_paths(action.machine), record, system)
-    system.run("sync", "--file-system", system.place(action.staged), timeout=STOP_LIMIT)
+    system.run("sync", "--file-system", system.full_path(action.staged), timeout=STOP_LIMIT)
     system.rename(action.staged, machine_root(action.machine))
 
 

@@ -103,7 +103,7 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
     system.remove_tree(path)
     temporary = temporary_path(path)
     try:
-        with opening.new_file(system.place(temporary)) as file:
+        with opening.new_file(system.full_path(temporary)) as file:
             digest = _download(binary, file) if "://" in binary.source else _copy_from_bundle(binary, file, system)
             file.flush()
             os.fsync(file.fileno())
@@ -121,7 +121,7 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
 def _digest_of(path: str, system: System) -> str:
     """Return the SHA-256 digest of the file in the cache; empty if it is missing or unusable: it is then replaced."""
     try:
-        with opening.plain(system.place(path)) as file:
+        with opening.plain(system.full_path(path)) as file:
             return _copy(path, _chunks(file), None)
     except (ApplyError, OSError):
         # Whatever else is in its place, such as a directory or a huge file, is no fault of the mirror.
@@ -131,7 +131,7 @@ def _digest_of(path: str, system: System) -> str:
 def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
     """Write the program in the bundle to a file, and return its digest."""
     try:
-        source = opening.plain(system.place(binary.source))
+        source = opening.plain(system.full_path(binary.source))
     except OSError as error:
         raise ApplyError(
             f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"

@@ -45,7 +45,7 @@ def remove_chains(chains: Chains, system: System) -> None:
     changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
     system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
     try:
-        system.run(f"{chains.program}-restore", "--noflush", system.place(CHAINS_REMOVAL), timeout=LIMIT)
+        system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
     finally:
         system.remove(CHAINS_REMOVAL)
 

@@ -56,7 +56,7 @@ def unpack(
             _pull(settings, image, partial, system)
         progress(f"unpacking {image.name}")
         _unpack(image, partial, system)
-        system.run_tool("sync", "--file-system", system.place(partial), timeout=SYNC_LIMIT)
+        system.run_tool("sync", "--file-system", system.full_path(partial), timeout=SYNC_LIMIT)
         system.rename(f"{partial}/root", root)
     finally:
         # Free the disk space, maybe gigabytes, which the next attempt or the node needs.
@@ -68,7 +68,7 @@ def _make_private(directory: str, system: System) -> None:
     """Make a directory that other users may not enter, because programs in it may be setuid and vulnerable."""
     if not system.is_directory(directory):
         system.make_directory(directory)
-        os.chmod(system.place(directory), 0o700)
+        os.chmod(system.full_path(directory), 0o700)
 
 
 def _check_space(image: NodeImage, partial: str, system: System) -> None:
@@ -84,7 +84,7 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
     policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
     # zstd layers are compressed again with gzip, because umoci 0.4 does not know zstd. Other layers stay as they are.
     compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
-    directory = system.place(partial)
+    directory = system.full_path(partial)
     try:
         system.run_tool(
             "skopeo",
@@ -100,7 +100,7 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
 
 
 def _unpack(image: NodeImage, partial: str, system: System) -> None:
-    directory = system.place(partial)
+    directory = system.full_path(partial)
     try:
         # Not `umoci unpack`, which reads all files again for digests that nobody needs.
         system.run_tool(

@@ -66,13 +66,13 @@ def observe_detached(system: System) -> Detached:
     )
 
 
-def note_detached(system: System, address: str, *, draining: bool) -> bool:
+def record_detached(system: System, address: str, *, draining: bool) -> bool:
     """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
     return _note(system, address, draining=draining)
 
 
-def note_tainted(system: System, address: str, *, evict: bool) -> bool:
-    """Record that no new pod may get a GPU that machines still have. Otherwise like `note_detached`."""
+def record_tainted(system: System, address: str, *, evict: bool) -> bool:
+    """Record that no new pod may get a GPU that machines still have. Otherwise like `record_detached`."""
     return _note(system, address, draining=False, granted=True, evict=evict)
 
 

@@ -41,7 +41,7 @@ def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:
     """Return the state of a GPU on the PCI bus. If several states apply, the first of those below counts."""
     if gpu.detached:
         return "detached"
-    if gpu.lost:
+    if gpu.why_lost:
         return "failed"
     if not gpu.driver:
         return "no-driver"

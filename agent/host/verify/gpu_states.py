@@ -56,9 +56,9 @@ def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
 def _health(gpu: Gpu, known: GpuFacts) -> tuple[GpuState, str, str, float]:
     """Return state, reason, message and time, as if the GPU was not being detached."""
     fault = known.faults.get(gpu.pci_address)
-    if gpu.lost:
+    if gpu.why_lost:
         reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)
-        return GpuState.LOST, reason, gpu.lost, since
+        return GpuState.LOST, reason, gpu.why_lost, since
     if not gpu.driver:
         return GpuState.UNHEALTHY, str(Reason.NO_DRIVER), "it has no kernel driver", 0.0
     if fault:

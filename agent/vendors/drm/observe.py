@@ -26,7 +26,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
             each.address,
             vendor.name,
             each.driver,
-            lost=sources.lost.get(each.address, ""),
+            why_lost=sources.lost.get(each.address, ""),
             detached=each.address in sources.detached,
         )
         for each in pci

@@ -61,7 +61,9 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
     if fault := common_fault(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
         return fault
-    lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
+    lost = [
+        f"{gpu.pci_address}: {gpu.why_lost}" for gpu in facts.gpus if gpu.why_lost and gpu.pci_address in grant.gpus
+    ]
     if lost:
         return false(kind, Reason.GPU_FALLEN_OFF_BUS, "; ".join(lost))
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.GPU}

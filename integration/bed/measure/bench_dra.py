@@ -115,7 +115,7 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
 def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """Yield a function that gets the claim on a connection that is kept, as the kubelet's user, and only reads it."""
     kubeconfig = json.loads(offer.machine.read(KUBECONFIG))
-    files = [offer.machine.place(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
+    files = [offer.machine.full_path(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
     context = ssl.create_default_context(cadata=offer.cluster.certificate_authority)
     context.load_cert_chain(*files)
     connection = http.client.HTTPSConnection("127.0.0.1", offer.cluster.port, context=context)

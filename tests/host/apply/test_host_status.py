@@ -81,15 +81,15 @@ def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Ho
 def cleared(gpu_host: Host) -> Iterator[None]:
     """Remove afterwards what pytest's own removal of old directories cannot remove."""
     yield
-    subprocess.run(["rm", "-r", gpu_host.place(STATE)], check=True)
+    subprocess.run(["rm", "-r", gpu_host.full_path(STATE)], check=True)
 
 
 @pytest.mark.usefixtures("cleared")
 def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
     """Python's own removal raised RecursionError, which ended the service at each start."""
     reconciler(gpu_host).reconcile()
-    os.mkdir(gpu_host.place(FILE))
-    with contextlib.chdir(gpu_host.place(FILE)):
+    os.mkdir(gpu_host.full_path(FILE))
+    with contextlib.chdir(gpu_host.full_path(FILE)):
         for _ in range(2000):
             os.mkdir("x")
             os.chdir("x")
@@ -107,7 +107,7 @@ def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: s
     """The directory is moved away, whatever is in it."""
     reconciler(gpu_host).reconcile()
     for number in range(1000):
-        os.makedirs(gpu_host.place(f"{path}/{number}"))
+        os.makedirs(gpu_host.full_path(f"{path}/{number}"))
     assert publish_host_status(gpu_host, {MACHINE: READY}, 1.0) == ()
     assert published(gpu_host).evaluated == 1.0
     (moved,) = gpu_host.entries(REMOVED)

@@ -482,7 +482,7 @@ def test_only_a_lost_gpu_needs_a_pass(follow: Callable[[], GpuErrors], kernel_lo
 
 def test_only_machines_that_have_the_gpu_lose_it() -> None:
     facts = nvidia(2)
-    lost = VendorFacts("nvidia", (replace(facts.gpus[0], lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
+    lost = VendorFacts("nvidia", (replace(facts.gpus[0], why_lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
 
     def devices(gpus: str) -> Status:
         wanted = tuple(gpu for gpu in lost.gpus if gpu.pci_address == gpus)

@@ -160,7 +160,7 @@ def test_a_broken_manifest_does_not_hold_up_the_others(host: Host, text: str) ->
 def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Host, put: Callable[[str], None]) -> None:
     """This once counted as a failed observation, which made the whole host unknown forever."""
     root = stage(host, 1)
-    put(host.place(MANIFESTS) + "/0.json")
+    put(host.full_path(MANIFESTS) + "/0.json")
     staged = observe_staged(host)
     assert (staged.roots, staged.corrupt, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
 

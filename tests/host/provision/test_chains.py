@@ -70,7 +70,7 @@ def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) ->
     def restore(argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] == "iptables-nft-save":
             return Completed(0, SAVED.encode(), b"")
-        assert argv == ("iptables-nft-restore", "--noflush", filtering.place(CHAINS_REMOVAL))
+        assert argv == ("iptables-nft-restore", "--noflush", filtering.full_path(CHAINS_REMOVAL))
         written.extend(filtering.read_text(CHAINS_REMOVAL).splitlines())
         return Completed(0, b"", b"")
 

@@ -59,7 +59,7 @@ class Kernel(ScriptedRunner):
                 if module in self.busy:
                     return Completed(1, b"", b"modprobe: FATAL: Module is in use.")
                 for directory in (f"/sys/module/{module}", "/proc/sys/net/bridge"):
-                    shutil.rmtree(self.host.place(directory))
+                    shutil.rmtree(self.host.full_path(directory))
             case ("swapoff", path):
                 del self.swaps[path.replace(" ", "\\040")]
             case ("swapon", *options, path):
@@ -92,7 +92,7 @@ def goal(**host_table: object) -> HostSettings:
 
 def settings(host: Host) -> dict[str, bytes]:
     """Return all that is below /etc, and the kernel's parameters."""
-    places = [place for part in ("etc", "proc/sys") for place in Path(host.place(f"/{part}")).rglob("*")]
+    places = [place for part in ("etc", "proc/sys") for place in Path(host.full_path(f"/{part}")).rglob("*")]
     return {str(place): place.read_bytes().strip() if place.is_file() else b"" for place in places}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from agent.cli.detach import attach
 from agent.host.apply.gpu_states import publish_gpu_states
-from agent.host.state.detached_gpus import forget_detached, note_detached, note_tainted
+from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
 from agent.model.gpu_facts import GpuFault
 from agent.model.gpu_states import Effect, GpuState, GpuStatus, parse_gpu_states
@@ -115,13 +115,13 @@ def test_a_damaged_record_counts_as_empty(host: Host) -> None:
 def test_a_gpu_that_is_being_detached_is_still_granted_at_first(host: Host, evict: bool, effect: Effect) -> None:
     before = states(host)
     handoff = host.read(handoff_file(MACHINE))
-    assert note_tainted(host, FIRST, evict=evict)
+    assert record_tainted(host, FIRST, evict=evict)
     tainted = states(host)[FIRST]
     assert (tainted.state, tainted.reason, tainted.effect) == (GpuState.DRAINING, "Detaching", effect)
     assert tainted.since > 1_700_000_000
     assert host.read(handoff_file(MACHINE)) == handoff
     for draining in (True, False):
-        note_detached(host, FIRST, draining=draining)
+        record_detached(host, FIRST, draining=draining)
         assert states(host)[FIRST] == tainted, "the taint stays when the GPU is withdrawn"
         assert host.read(handoff_file(MACHINE)) != handoff
     forget_detached(host, FIRST)
@@ -130,7 +130,7 @@ def test_a_gpu_that_is_being_detached_is_still_granted_at_first(host: Host, evic
 
 def test_a_failed_gpu_that_is_detached_stays_unhealthy(host: Host) -> None:
     record_fault(host, FIRST, XID48)
-    note_tainted(host, FIRST, evict=True)
+    record_tainted(host, FIRST, evict=True)
     found = states(host)[FIRST]
     assert (found.state, found.reason, found.effect) == (GpuState.UNHEALTHY, "Xid48", Effect.NO_EXECUTE)
 

@@ -116,7 +116,7 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
         return "detached"
     if not gpu.driver:
         return "unbound"
-    if gpu.lost:
+    if gpu.why_lost:
         return "lost"
     if nodes is None:
         return "unknown"

@@ -93,7 +93,7 @@ class Directories:
         for path in wanted:
             try:
                 # If the inode is watched already, the kernel returns the watch that exists.
-                watch = inotify.add_watch(self._system.place(path), self._events | flags.ONLYDIR)
+                watch = inotify.add_watch(self._system.full_path(path), self._events | flags.ONLYDIR)
             except (FileNotFoundError, NotADirectoryError):
                 if self._forget(inotify, path):
                     changed.append(path)

@@ -168,8 +168,8 @@ def test_series_end_with_their_machine() -> None:
     ("gpu", "devices", "status"),
     [
         (Gpu(GPUS[0], "nvidia"), (), "unbound"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, lost="Xid 79"), (), "lost"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, lost="Xid 79", detached=True), (), "detached"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79"), (), "lost"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79", detached=True), (), "detached"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), (), "missing"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), VENDOR.devices, "ok"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Unseen("/dev: time limit"), "unknown"),

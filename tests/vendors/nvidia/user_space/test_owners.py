@@ -183,7 +183,7 @@ def test_an_entry_of_a_driver_containers_loader_cache(host: Host) -> None:
     listing = cache_of(
         *(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN), "/usr/local/lib/libnvidia-glcore.so.1"
     )
-    cache = host.below(DRIVER_CONTAINER).place("/etc/ld.so.cache")
+    cache = host.below(DRIVER_CONTAINER).full_path("/etc/ld.so.cache")
     for program in ("ldconfig", "/sbin/ldconfig"):
         host.command(program, "-p", "-C", cache, stdout=listing)
     host.owners[f"{DRIVER_CONTAINER}/usr/local/lib"] = (0o2775, 0)

@@ -48,7 +48,7 @@ def other_root(host: Host, root: str = DRIVER_CONTAINER, directory: str = "/usr/
     put(host, f"{root}{directory}")
     host.file(f"{root}/etc/ld.so.cache", "not read by us")
     listing = cache_of(*(f"{directory}/{name}.so.1" for name in MAIN))
-    cache = host.below(root).place("/etc/ld.so.cache")
+    cache = host.below(root).full_path("/etc/ld.so.cache")
     for program in ("ldconfig", "/sbin/ldconfig"):
         host.command(program, "-p", "-C", cache, stdout=listing)
 
