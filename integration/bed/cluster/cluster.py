@@ -11,6 +11,7 @@ import yaml
 from agent.cli.allocation_steps import CHECKPOINT
 from integration.bed.cache import REPOSITORY, step
 from integration.bed.cluster.control_plane import ControlPlane, free_ports, node_user
+from integration.bed.cluster.kubernetes import RELEASE
 from integration.bed.lifetime import Lifetime
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.machine.pod_images import CUDA_TEST, DEVICE_PLUGIN, device_plugin_image
@@ -53,12 +54,12 @@ class ClusterError(Exception):
 
 
 class Cluster(Lifetime):
-    """A cluster on `host`, whose machine and containerd run already."""
+    """A cluster on `host`, whose machine and containerd run already. `release` is as in ControlPlane."""
 
-    def __init__(self, host: SimulatedHost) -> None:
+    def __init__(self, host: SimulatedHost, release: str = RELEASE) -> None:
         self.host = host
         self.node = Node(host.guest)
-        self.control_plane = ControlPlane([MACHINE])
+        self.control_plane = ControlPlane([MACHINE], release=release)
         (self._kubelet_port,) = free_ports(1)
 
     def start(self) -> None:

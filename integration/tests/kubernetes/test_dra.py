@@ -31,14 +31,14 @@ SHARED = "resource.kubernetes.io"
 
 
 @pytest.fixture(scope="module")
-def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
+def cluster(simulated_host: SimulatedHost, release: str) -> Iterator[Cluster]:
     """A cluster whose node offers its GPUs itself; one DeviceClass is all that the cluster has for them."""
     simulated_host.restore(READY)
     simulated_host.guest.set_clock()
     bed = Bed(simulated_host)
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
     configure(bed, f'{CONFIGURATION}allocation = "dra"\n')
-    with Cluster(simulated_host) as cluster:
+    with Cluster(simulated_host, release) as cluster:
         cluster.apply("runtime-class", CLASSES)
         wait_for_devices(cluster, NUMBER)
         yield cluster
