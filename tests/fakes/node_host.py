@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agent import __version__
 from agent.config.settings import Config
+from agent.host.provision.preflight import PROGRAMS
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.handoff import parse_handoff, render_report
@@ -192,7 +193,7 @@ def node_host(tree: Path) -> NodeHost:
     host.file("/etc/resolv.conf", "nameserver 192.0.2.53\n")
     host.file("/proc/meminfo", "MemTotal:       16000000 kB\n")
     host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n")
-    for program in ("skopeo", "umoci", "systemd-nspawn", "modprobe"):
+    for program in PROGRAMS:
         host.file(f"/usr/bin/{program}", executable=True)
     host.bus.unit("unbounded-agent.service")
     host.file(CA_FILE, "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")

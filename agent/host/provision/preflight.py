@@ -1,6 +1,7 @@
 """Checks, before anything is changed, what would keep a node from being made. Writes nothing.
 
-Each check returns a sentence if all is well, and otherwise a Problem. All checks are made, even if some find problems.
+Each check returns a sentence if all is well, and otherwise a Problem. A check that finds a problem prevents only those
+that need what it checked: without a token, for example, the API server is not asked.
 """
 
 import ssl
@@ -33,7 +34,13 @@ DISK_MINIMUM = 2 << 30
 """Bytes that stay free for the node's pods and logs, in addition to its root file system."""
 CLOCK_LIMIT = 60.0
 """Seconds by which the clocks may differ. Kubernetes' certificates are valid from a few minutes before their issue."""
-PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "systemd-nspawn": "systemd-container", "modprobe": "kmod"}
+PROGRAMS = {
+    "skopeo": "skopeo",
+    "umoci": "umoci",
+    "systemd-nspawn": "systemd-container",
+    "modprobe": "kmod",
+    "mount": "mount",
+}
 """Programs that `up` needs, each with the package of Debian and Ubuntu that contains it."""
 
 
@@ -105,8 +112,8 @@ def _memory(system: System) -> str | Problem:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        return Problem("memory", f"the host has {size >> 20} MB of memory", "give it 1 GiB or more")
-    return f"{size >> 20} MB of memory"
+        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 1 GiB or more")
+    return f"{size // 10**6} MB of memory"
 
 
 def _programs(system: System) -> str | Problem:
@@ -124,9 +131,9 @@ def check_disk(size: int, system: System) -> str | Problem:
         directory = directory.rpartition("/")[0] or "/"
     free = system.free_bytes(directory)
     if free < needed:
-        what = f"{MACHINE_ROOTS} has {free >> 20} MB free, and the node needs {needed >> 20} MB"
+        what = f"{MACHINE_ROOTS} has {free // 10**6} MB free, and the node needs {needed // 10**6} MB"
         return Problem("disk", what, "free some space, or mount a larger file system there")
-    return f"{free >> 20} MB free in {MACHINE_ROOTS}"
+    return f"{free // 10**6} MB free in {MACHINE_ROOTS}"
 
 
 def check_server(settings: NodeSettings, system: System, ask: Asking = ask) -> list[Check]:

@@ -15,8 +15,9 @@ Layout = Literal["split", "flat"]
 PYTHON = {"trixie": "3.13", "bookworm": "3.11"}
 """The version of Python in each suite that a host can have."""
 
+# mount: since systemd 262, Debian's systemd no longer depends on it.
 SYSTEM_PACKAGES = (
-    "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
+    "systemd systemd-sysv systemd-container dbus udev kmod mount iproute2 procps e2fsprogs python3 python3-venv"
     " qemu-guest-agent prometheus skopeo umoci"
 )
 # NVIDIA's driver from Debian's non-free component, without the kernel module.
