@@ -189,7 +189,7 @@ class DriverSettings(Model):
     below `root`, if `root` is set. Needs `root` or `library_directories`."""
 
     @property
-    def configured(self) -> str:
+    def place_key(self) -> str:
         """The key that says where the libraries are; empty if the agent has to search for them."""
         if self.library_directories:
             return "driver.library_directories"
@@ -197,7 +197,7 @@ class DriverSettings(Model):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if (self.binary_directories or self.data_directories) and not self.configured:
+        if (self.binary_directories or self.data_directories) and not self.place_key:
             raise ValueError("binary_directories and data_directories need root or library_directories to be set too")
         return self
 

@@ -1,4 +1,4 @@
-"""Evicts those pods from GPUs that are being detached that Kubernetes itself does not evict.
+"""Evicts pods from GPUs that are being detached, as far as Kubernetes does not evict them itself.
 
 Kubernetes evicts pods that have a device with a NoExecute taint by a claim (pkg/controller/devicetainteviction). In
 1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim
@@ -78,7 +78,7 @@ class Evictions:
             self._send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", eviction)
             self._log(pod, "is evicted: its GPU is being detached")
         except AgentError as error:
-            self._log(pod, f"is not evicted yet: {one_line(str(error))}")
+            self._log(pod, f"could not be evicted: {one_line(str(error))}")
 
     def _log(self, pod: Pod, what: str) -> None:
         if (pod, what) not in self._logged:

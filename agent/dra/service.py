@@ -209,7 +209,10 @@ def _longer(retry: float) -> float:
 
 
 def _log_change(before: DraStatus, result: Result) -> None:
-    """Log what is offered if something was written, and each failure once. Conflicts are not logged: a pass follows."""
+    """Log what is offered if something was written, and each failure once.
+
+    A conflict or a missing object is not logged: as a rule, the next attempt succeeds.
+    """
     if result.error and not isinstance(result.error, ConflictError | NotFoundError):
         if str(result.error) not in before.message:
             log.error("%s", result.error)

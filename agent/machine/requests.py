@@ -129,7 +129,7 @@ def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condi
     # Stale nodes are unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
-        # Imported only if there is a node.
+        # Imported only if there are nodes, or links from an earlier run.
         from agent.machine.devices.char_links import link_nodes
 
         link_nodes(context, request)

@@ -162,7 +162,7 @@ class UserSpace:
     """Further drivers on this host that are not used, with their places, in words."""
     skipped_directories: tuple[str, ...] = ()
     """Directories that were not searched, with the reason, in words."""
-    configured: str = ""
+    place_key: str = ""
     """The key of the configuration that names the place; empty if the agent searched for the files."""
 
 

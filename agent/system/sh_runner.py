@@ -50,8 +50,9 @@ def _die_with(parent: int) -> Callable[[], None]:
 
     `parent` is the id of this process.
     """
-    # Imported here, because few commands run a tool. An import in the new process could hang: if another thread of this
-    # process held a lock of the importer, nothing would release the lock there.
+    # Not imported at the top of the module, because few commands run a tool. Not imported in `begin`, because an import
+    # in the new process could hang: if another thread of this process held a lock of the importer, nothing would
+    # release the lock there.
     import ctypes
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -46,7 +46,7 @@ def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) 
     assert not right.rejected
     found = load_or_last_good(host(tmp_path, RIGHT + b"speed = 9\n"))
     assert found.config == right.config
-    assert found.config.driver.configured == "driver.root", "what is set and what is a default differ"
+    assert found.config.driver.place_key == "driver.root", "what is set and what is a default differ"
     assert "machines.a.speed: unknown key" in found.rejected
 
 

@@ -99,13 +99,13 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
         '[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\nroot = "/run//nvidia/driver/"'
     )
     config = load_config(system_with(tmp_path, main=text))
-    assert (config.driver.root, config.driver.configured) == ("/run/nvidia/driver", "driver.root")
+    assert (config.driver.root, config.driver.place_key) == ("/run/nvidia/driver", "driver.root")
     assert config.machines["a"].containerd_drop_in == "/etc/cri/conf.d/20-nvidia.part"
     own = load_config(system_with(tmp_path, main='[driver]\nroot = "/"\n[machines.a]\n'))
-    assert (own.driver.root, own.driver.configured) == ("/", "driver.root")
+    assert (own.driver.root, own.driver.place_key) == ("/", "driver.root")
     listed = load_config(system_with(tmp_path, main='[driver]\nlibrary_directories = ["/opt/lib"]\n[machines.a]\n'))
-    assert (listed.driver.root, listed.driver.configured) == ("/", "driver.library_directories")
-    assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.configured == ""
+    assert (listed.driver.root, listed.driver.place_key) == ("/", "driver.library_directories")
+    assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.place_key == ""
 
 
 @pytest.mark.parametrize(

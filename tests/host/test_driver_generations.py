@@ -388,7 +388,7 @@ def test_a_machine_does_not_change_to_the_same_version_in_another_place(
     The release that staged this driver root did not record its place.
     """
     kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
-    assert (serving(kept, directory, place_name=place, configured=configured) == (kept,)) == stays
+    assert (serving(kept, directory, place_name=place, place_key=configured) == (kept,)) == stays
 
 
 @pytest.mark.parametrize(

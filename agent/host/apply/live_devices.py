@@ -21,10 +21,11 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
     killed before the end. If the record cannot be written, devices that are no longer granted are still forbidden. But
-    nothing is permitted or bound, because each later pass would do so again.
+    nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
     """
     before, after = action.before, action.after
-    # Nodes that are no longer granted are left out: the machine half removes them itself.
+    # Left out are nodes that are no longer granted, which the machine half removes, and nodes whose device number has
+    # changed, which are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)

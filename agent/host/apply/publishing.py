@@ -155,10 +155,10 @@ def _wants_link(name: str) -> str:
 
 
 def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
-    """Start or stop a unit, and wait until PID 1 has tried. If PID 1 refuses, return the reason after `: `.
+    """Start or stop a unit, and wait until PID 1 has tried.
 
-    Otherwise return an empty text, even if the attempt failed. Raises AgentError if PID 1 does not answer or does not
-    finish in time.
+    If PID 1 refuses, return `: ` and the reason, for the end of a message. Otherwise return an empty text, even if the
+    attempt failed: the caller checks the mounts. Raises AgentError if PID 1 does not answer or does not finish in time.
     """
     deadline = time.monotonic() + JOB_LIMIT
     try:

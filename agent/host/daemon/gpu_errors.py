@@ -119,7 +119,7 @@ class GpuErrors:
         """Count and log an error, and return whether it was recorded as a fatal one.
 
         `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
-        driver again since, so the error counts only if the binding is still the one that was saved.
+        driver again since, so the error is recorded only if the binding is still the one that was saved.
         """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
@@ -154,7 +154,8 @@ class GpuErrors:
         else:
             self.error = ""
             if self._sequence is None:
-                # Read immediately, so that records written from now on are not skipped.
+                # The first read skips the records that exist already. If it waited for the first pass, it would also
+                # skip those that are written until then.
                 self.read()
 
     def _close_after_error(self, why: str) -> None:

@@ -41,8 +41,8 @@ Progress = Callable[[str], None]
 PROGRESS_INTERVAL = 1.0
 """Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, as a share of the watchdog's interval. The rest is more than a minute, so that the
-process may be suspended for that long."""
+"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains,
+for which the process may be suspended."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's interval is equally long."""
 

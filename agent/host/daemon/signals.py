@@ -10,7 +10,7 @@ from agent.host.daemon.sd_notify import Notifier
 
 
 class PassInterruptedError(BaseException):
-    """The grace period after SIGTERM expired during a pass. `except Exception` does not catch it."""
+    """The grace period after SIGTERM or SIGINT expired during a pass. `except Exception` does not catch it."""
 
 
 class Signals:
@@ -47,7 +47,10 @@ class Signals:
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """During the block, a stop raises PassInterruptedError after the grace period. Files are written atomically."""
+        """During the block, a stop raises PassInterruptedError after the grace period.
+
+        This leaves no half-written file, because files are written atomically.
+        """
         self._in_pass = True
         try:
             yield

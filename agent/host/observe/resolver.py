@@ -22,7 +22,7 @@ def uses_stub_resolver(system: System) -> bool:
     return isinstance(target, str) and target.removeprefix("..") == STUB
 
 
-def remote_servers(path: str, system: System) -> tuple[list[str], list[str]]:
+def dns_servers(path: str, system: System) -> tuple[list[str], list[str]]:
     """Return the DNS servers in a file in the format of resolv.conf(5), and those among them that are not on loopback.
 
     A file that cannot be read has none.

@@ -1,7 +1,7 @@
 """Checks whether pods will reach the DNS servers that they get from their node."""
 
 from agent.config.settings import MachineSettings
-from agent.host.observe.resolver import RESOLV_CONF, UPLINK, remote_servers
+from agent.host.observe.resolver import RESOLV_CONF, UPLINK, dns_servers
 from agent.host.provision.preflight import Check
 from agent.model.facts import Facts
 from agent.system.files import System
@@ -18,7 +18,7 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
     if chosen:
         return []
     path = UPLINK if facts.stub_resolver else RESOLV_CONF
-    servers, remote = remote_servers(path, system)
+    servers, remote = dns_servers(path, system)
     if remote:
         return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]
     what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"

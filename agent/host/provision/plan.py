@@ -42,7 +42,7 @@ class HostFacts:
 
     state: HostState
     units: Mapping[str, bool]
-    """Whether each unit that `up` enables is enabled."""
+    """Whether each unit that `up` enables is enabled, without the machines' own units."""
     network: Network
     found: Seen[AsFound]
     """The record of the host as it was found before its first node."""

@@ -215,6 +215,7 @@ class Provisioner:
 
     def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:
         found = observe_found(self.system)
+        # The first unit is the machine's own, which the node's facts have.
         units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
         return HostFacts(
             state=observe_host(goal, self.system),

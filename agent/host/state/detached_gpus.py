@@ -77,6 +77,10 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
 
 
 def _note(system: System, address: str, **values: bool) -> bool:
+    """Record the GPU with these values.
+
+    Without new ones, `evict` and `since` stay: `gpus detach` first taints a GPU, and detaches it later.
+    """
     device, known = _device(system, address), _usable_record(system)
     if device is not None:
         before = known.get(address)

@@ -53,14 +53,14 @@ def _limit_start(condition: Condition, before: Condition | None, now: float) -> 
     """Return the condition; False instead of Unknown if Fabric Manager has been starting for too long."""
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
-    # `last_transition` is when the status changed, not when the reason changed. So from the second pass with this
-    # reason on, time for which the condition was Unknown for another reason counts as well.
+    # `last_transition` is when the status changed, not when the reason changed. If the condition was Unknown for
+    # another reason before, the limit comes earlier by that time.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition
     return false(
         condition.type,
         Reason.FABRIC_MANAGER_STUCK,
-        f"{condition.message}, and has been for more than {STARTING_LIMIT / 60:.0f} minutes; see its log "
+        f"{condition.message}, and it has not started within {STARTING_LIMIT / 60:.0f} minutes; see its log "
         "(`journalctl -u`), and restart it",
     )

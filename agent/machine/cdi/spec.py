@@ -1,6 +1,6 @@
 """Publishes a vendor's CDI specification. It is generated in another directory, verified, and published by a rename.
 
-A specification that serves fewer GPUs never replaces one that serves more.
+A specification that serves fewer GPUs never replaces one that serves more, unless that one is faulty.
 """
 
 import hashlib

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
-    """Return the error numbers that the child reports before the deadline, by the node's index in the arguments."""
+    """Return the error numbers that the child reports before the deadline, by the index of the node."""
     os.set_blocking(reader, False)
     text = b""
     while text.count(b"\n") < count and time.monotonic() < deadline:

@@ -143,7 +143,9 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
-    content, where = (document.get("Data", document) if isinstance(document, dict) else document), "Data"
+    if not isinstance(document, dict):
+        raise DocumentError(f"{CHECKPOINT}: not a JSON object", hint)
+    content, where = document.get("Data", document), "Data"
     if isinstance(content, dict):
         content, where = content.get("RegisteredDevices"), "Data.RegisteredDevices"
     if not isinstance(content, dict):

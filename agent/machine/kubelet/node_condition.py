@@ -137,9 +137,9 @@ def _set_condition(system: System, applied: Applied | None, now: float) -> tuple
 
 
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
-    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable; else None.
+    """Return Ready for the Node, and what NodeConditionSet says if the host status cannot be read (otherwise None).
 
-    Ready is Unknown if the host status is unusable or too old.
+    Ready is Unknown if the host status cannot be read or is too old.
     """
     try:
         host_status = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))

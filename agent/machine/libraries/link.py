@@ -64,6 +64,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
     _record_repair(context.notes, request, wanted, plan)
+    # Without a driver root: old links were removed above, and ldconfig may still have to drop them from the cache.
     if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
     faults = _refresh_loader_cache(

@@ -93,12 +93,12 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     if isinstance(library, Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, library.why)
     serving = grant.driver_root.version if grant.driver_root else ""
-    if user_space.configured and isinstance(library, Absent | Broken):
+    if user_space.place_key and isinstance(library, Absent | Broken):
         return false(
             kind,
             Reason.NOT_IN_CONFIGURED_PLACE,
             f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
-            f"{user_space.configured}, or remove it to let the agent search",
+            f"{user_space.place_key}, or remove it to let the agent search",
         )
     if isinstance(library, Absent):
         wanted = f" {module}" if isinstance(module, str) else ""

@@ -62,7 +62,8 @@ def _facts(
     if not device.partition:
         attributes |= _uuid("uuid", gpu)
         return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {}, complete="uuid" in gpu)
-    # nvidia-smi cannot be queried for a MIG device's memory. The profile's name contains it.
+    # nvidia-smi cannot be queried for a MIG device's memory, so these devices have no capacity. Claims select them by
+    # the attribute `profile`, whose value contains the memory.
     uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
     if uuid:
         attributes["uuid"] = uuid

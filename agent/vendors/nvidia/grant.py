@@ -85,7 +85,7 @@ def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> b
     packages are being upgraded. `kept` does not stay if the configuration or the host's loader cache names the files
     of `new`, if both roots were copied from the same place, or if the place of `kept` is no longer trusted.
     """
-    if kept.version != new.version or user_space.configured or user_space.place_name in ("", HOST_CACHE):
+    if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
         # `kept` was staged by an older release, which did not record the place.

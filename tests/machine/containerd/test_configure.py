@@ -759,7 +759,7 @@ def test_a_broken_runtime_config_is_reported(text: str, fault: str) -> None:
 
 
 def test_a_runtime_config_that_is_not_a_table_is_reported() -> None:
-    with pytest.raises(AgentError, match=r"nvidia-container-runtime\.modes\.cdi is not a table"):
+    with pytest.raises(AgentError, match=r"nvidia-container-runtime\.modes is not a table"):
         edit_runtime_config("nvidia-container-runtime.modes = 7\n")
 
 

@@ -235,7 +235,7 @@ def test_formats_of_the_checkpoint(document: object) -> None:
         (b"", "not JSON"),
         (b"{\xff}", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[]", "key Data is not an object"),
+        (b"[]", "not a JSON object"),
         (b'{"Data": 3}', "key Data is not an object"),
         (b'{"Data": {}}', r"key Data\.RegisteredDevices is not an object"),
         (b'{"Data": {"RegisteredDevices": []}}', r"key Data\.RegisteredDevices is not an object"),

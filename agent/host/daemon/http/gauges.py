@@ -47,7 +47,9 @@ def families(view: View, versions: Versions) -> Iterator[Metric]:
         yield from host_families(view.outcome)
     if view.observed:
         yield value(
-            "observation_last_success_timestamp_seconds", "When the whole host was last observed.", view.observed
+            "observation_last_success_timestamp_seconds",
+            "When a pass last observed the devices of all vendors.",
+            view.observed,
         )
     yield from _service_families(view)
     yield from _wakeup_families(view.wakeups)

@@ -36,7 +36,7 @@ def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
 
 
 def unseen(facts: Facts) -> str:
-    """Return what could not be observed in this pass, and why; empty after a full observation."""
+    """Return the vendors whose devices could not be observed in this pass, and why; empty if all could be."""
     return "; ".join(
         f"{vendor.vendor} devices: {vendor.devices.why}"
         for vendor in facts.vendors

@@ -240,11 +240,12 @@ def _edited(text: str) -> str:
 
 
 def _table(document: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    for name in names:
+    for number, name in enumerate(names, start=1):
         document = document.setdefault(name, {})
         if not isinstance(document, dict):
             raise AgentError(
-                f"nvidia-container-runtime's config.toml: {'.'.join(names)} is not a table", "repair or remove it"
+                f"nvidia-container-runtime's config.toml: {'.'.join(names[:number])} is not a table",
+                "repair or remove it",
             )
     return document
 

@@ -53,7 +53,7 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
     place = configured_place(sources.driver)
     if place is not None:
         assembled = _assemble(sources, _search_in_time(sources, place, module))
-        return replace(assembled, place_name=place.name, configured=place.name)
+        return replace(assembled, place_name=place.name, place_key=place.name)
     candidates: list[_Candidate] = []
     for place in PLACES:
         known = frozenset[str]().union(*(each.directories for each in candidates))

@@ -89,10 +89,10 @@ PLACES = (
 
 def configured_place(settings: DriverSettings) -> Place | None:
     """Return the place that the configuration names; None if it names none."""
-    if not settings.configured:
+    if not settings.place_key:
         return None
     return Place(
-        settings.configured,
+        settings.place_key,
         settings.root,
         tuple(settings.library_directories),
         tuple(settings.binary_directories),
