@@ -201,6 +201,22 @@ def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
 
 
 @pytest.fixture(scope="module")
+def shared_host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> Iterator[SimulatedHost]:
+    """A ready host that a module's tests share: none of them changes what another one checks.
+
+    After each restore, QEMU has to translate the guest's programs again.
+    """
+    simulated_host.restore(READY)
+    yield simulated_host
+    simulated_host.pause()
+
+
+@pytest.fixture
+def shared(shared_host: SimulatedHost, record_host: None) -> Bed:
+    return Bed(shared_host)
+
+
+@pytest.fixture(scope="module")
 def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
     """A Kubernetes cluster whose node is the ready machine, with NVIDIA's device plugin.
 

@@ -6,7 +6,7 @@ which order. The image's loaders, Mesa and X server are Debian's; the driver's f
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +18,7 @@ from integration.bed.measure.versions import machine_versions
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import send_files
-from integration.conftest import READY, Bed
+from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("000")
 
@@ -66,15 +66,13 @@ class Shell:
 
 
 @pytest.fixture(scope="module")
-def host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> Iterator[SimulatedHost]:
-    """A ready host whose node has the image. These tests run without a restored snapshot in between."""
-    simulated_host.restore(READY)
-    bed = Bed(simulated_host)
+def host(shared_host: SimulatedHost) -> SimulatedHost:
+    """A ready host whose node has the image."""
+    bed = Bed(shared_host)
     with step("import the graphics image"):
         send_files(bed.guest, {ARCHIVE: graphics_image()}, f"/var/lib/machines/{MACHINE}")
         bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{ARCHIVE}", timeout=400)
-    yield simulated_host
-    simulated_host.pause()
+    return shared_host
 
 
 @pytest.fixture

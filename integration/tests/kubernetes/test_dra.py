@@ -149,6 +149,7 @@ def test_unchanged_pods_get_all_gpus_and_one_more_waits_for_a_gpu_that_is_plugge
     assert bed.restarted(at_start) == "nothing"
 
 
+@pytest.mark.exhaustive
 def test_claims_choose_by_attributes(cluster: Cluster, bed: Bed) -> None:
     wanted = uuid_of(bed, 5)
     by_uuid = f'device.attributes["{DRA_DRIVER}"].uuid == "{wanted}"'
@@ -229,6 +230,7 @@ def resident(bed: Bed, process: str) -> str:
     return bed.node.run("sh", "-c", f"grep VmRSS /proc/$({process})/status").stdout.partition(":")[2].strip()
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_published_next_to_a_device_plugin(
     cluster: Cluster, bed: Bed, measured: Callable[[str, object], None]
 ) -> None:

@@ -71,42 +71,42 @@ def uuids(listing: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _record_machine(ready: Bed, record_property: Callable[[str, object], None]) -> None:
-    for part, version in machine_versions(ready.node).items():
+def _record_machine(shared: Bed, record_property: Callable[[str, object], None]) -> None:
+    for part, version in machine_versions(shared.node).items():
         record_property(part, version)
 
 
-def test_one_gpu_by_cdi_name(ready: Bed) -> None:
+def test_one_gpu_by_cdi_name(shared: Bed) -> None:
     """GPU 1 of 8 opens, the other seven do not, libraries load by their plain names, and nvidia-smi lists one GPU."""
-    seen = look(ready.node, cdi=("1",))
+    seen = look(shared.node, cdi=("1",))
     expect_gpus(seen.probe, {1})
-    assert seen.uuids == [uuids(ready.run("nvidia-smi", "-L").stdout)[1]]
+    assert seen.uuids == [uuids(shared.run("nvidia-smi", "-L").stdout)[1]]
 
 
-def test_runtime_class_gives_our_spec_and_nothing_else(ready: Bed) -> None:
+def test_runtime_class_gives_our_spec_and_nothing_else(shared: Bed) -> None:
     """With runtimeClassName nvidia, NVIDIA_VISIBLE_DEVICES may be an index, a UUID or `all`.
 
     nvidia-container-runtime must not make its own specification in memory: the mounts are those of ours.
     """
-    known = uuids(ready.run("nvidia-smi", "-L").stdout)
+    known = uuids(shared.run("nvidia-smi", "-L").stdout)
     assert len(set(known)) == len(GPUS)
-    mounts = look(ready.node, cdi=("1",)).mounts
-    assert mounts >= {mount["containerPath"] for mount in ready.node.spec()["containerEdits"]["mounts"]}
+    mounts = look(shared.node, cdi=("1",)).mounts
+    assert mounts >= {mount["containerPath"] for mount in shared.node.spec()["containerEdits"]["mounts"]}
     for value, granted in (("2", {2}), (known[3], {3}), ("all", set(range(8)))):
-        seen = look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": value})
+        seen = look(shared.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": value})
         expect_gpus(seen.probe, granted)
         assert seen.uuids == [known[minor] for minor in sorted(granted)], value
         assert seen.mounts == mounts, value
 
 
-def test_without_a_grant_nothing_is_seen(ready: Bed) -> None:
+def test_without_a_grant_nothing_is_seen(shared: Bed) -> None:
     """Neither runc nor the nvidia runtime gives a pod anything that it did not request."""
     for runtime in ("", "nvidia"):
-        found = probe(ready.node, runtime=runtime)
+        found = probe(shared.node, runtime=runtime)
         assert set(found["open"].values()) == {"ENOENT"}
         assert all("error" in result for result in found["load"].values())
 
 
-def test_none_gives_the_driver_and_no_gpu(ready: Bed) -> None:
+def test_none_gives_the_driver_and_no_gpu(shared: Bed) -> None:
     """Images set NVIDIA_VISIBLE_DEVICES=none to get the driver's files without a GPU."""
-    expect_gpus(probe(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "none"}), set())
+    expect_gpus(probe(shared.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "none"}), set())

@@ -73,6 +73,7 @@ def test_a_claim_is_prepared_little_later_than_it_can_be_read(measured: Callable
     assert float(measures["dra_resident_mib"]) <= DRA_MIB, measures
 
 
+@pytest.mark.exhaustive
 def test_an_idle_service_starts_no_process(ready: Bed) -> None:
     """Measures a little more than one interval of the service; integration/bench takes ten minutes."""
     measures = measure_idle(ready.guest, 75)

@@ -123,20 +123,26 @@ def test_a_machine_that_does_not_exist(installed: Bed) -> None:
     assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
+def test_bad_configuration_changes_nothing(installed: Bed) -> None:
+    for text, named in (
         ("[machines.gpu-node]\ngpuz = 1\n", "/etc/unbounded-agent/config.toml: machines.gpu-node.gpuz: unknown key"),
         ('[machines."a/b"]\n', "/etc/unbounded-agent/config.toml: machines.a/b: "),
         ('[machines.gpu-node]\nrequire_gpus = "yes"\n', "machines.gpu-node.require_gpus"),
-    ],
-)
-def test_bad_configuration_changes_nothing(installed: Bed, text: str, named: str) -> None:
-    installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    ):
+        installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+        finished = installed.agent("apply", check=False)
+        assert finished.status == 2
+        assert named in finished.stderr
+        assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_a_foreign_settings_file_is_left_alone(installed: Bed) -> None:
+    foreign = b"[Exec]\nBoot=yes\n"
+    installed.guest.write("/etc/systemd/nspawn/gpu-node.nspawn", foreign)
     finished = installed.agent("apply", check=False)
-    assert finished.status == 2
-    assert named in finished.stderr
-    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+    assert finished.status == 1
+    assert "machines.gpu-node.nspawn" in finished.stdout
+    assert installed.guest.read("/etc/systemd/nspawn/gpu-node.nspawn") == foreign
 
 
 def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
@@ -151,10 +157,3 @@ def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
     assert refused.status == 1
     assert "this command needs root rights" in refused.stderr
     assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
-
-
-def test_status_as_json(installed: Bed) -> None:
-    found = json.loads(installed.agent("status", "--json").stdout)
-    assert found["version"] == 1
-    conditions = found["machines"]["gpu-node"]["conditions"]
-    assert {"type", "status", "reason", "message", "lastTransitionTime"} <= set(conditions[0])

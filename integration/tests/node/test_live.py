@@ -96,6 +96,7 @@ def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
         assert set(others.values()) == {0}, (source, others)
 
 
+@pytest.mark.exhaustive
 def test_unrelated_changes_cause_no_pass(ready: Bed) -> None:
     ready.wait_served()
     before = wakeups(ready)

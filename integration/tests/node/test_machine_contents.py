@@ -130,6 +130,7 @@ def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("1",)), {1})
 
 
+@pytest.mark.exhaustive
 def test_nvidias_own_refresh_service(ready: Bed) -> None:
     """The image masks these units of NVIDIA's packages. They are named if they are enabled, and again once they ran."""
     source = Path(run([go(), "list", "-m", "-f", "{{.Dir}}", TOOLKIT], cwd=MODULE)) / "deployments/systemd"

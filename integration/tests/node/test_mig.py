@@ -93,6 +93,7 @@ def test_a_mig_device_is_made_and_destroyed_by_hand(ready: Bed) -> None:
     assert "restart" not in journal(ready)
 
 
+@pytest.mark.exhaustive
 def test_an_instance_without_a_node_is_named_and_published_with_it(ready: Bed) -> None:
     """The driver has made the instance, but its nodes are not made yet; other GPUs keep working."""
     mig(ready, "enable", 0)

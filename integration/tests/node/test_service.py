@@ -1,4 +1,4 @@
-"""The service in its sandbox: metrics, a steady state that costs nothing, and a foreign file that survives."""
+"""The service in its sandbox, and a machine that is ready: what users, Prometheus and pods see of them."""
 
 import json
 import time
@@ -8,6 +8,7 @@ import pytest
 
 from integration.bed.measure import pages
 from integration.conftest import Bed
+from integration.tests.node.test_prerequisites import expect_driver_seen
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -34,52 +35,53 @@ def wait_for_a_pass(bed: Bed, after: float, seconds: float = 240) -> None:
         time.sleep(1)
 
 
-def test_all_conditions_are_true(ready: Bed) -> None:
+def test_all_conditions_are_true(shared: Bed) -> None:
     """Conditions that need a kubelet or a persistence daemon are not true, and give that as the reason."""
-    conditions = ready.wait_ready()
+    conditions = shared.wait_ready()
     others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
     assert others == {"GPUsAdvertised": "NoKubelet", "PersistenceMode": "DaemonNotRunning"}
-    assert "gpu-node: ready, for " in ready.agent("status", "--check").stdout
-    assert "Ready  True" in ready.agent("status", "--wide").stdout
+    assert "gpu-node: ready, for " in shared.agent("status", "--check").stdout
+    assert "Ready  True" in shared.agent("status", "--wide").stdout
 
 
-def test_prometheus_scrapes_it(ready: Bed) -> None:
+def test_prometheus_scrapes_it(shared: Bed) -> None:
     """Debian's real Prometheus scrapes, and its own client queries it."""
-    ready.wait_served()
-    ready.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
-    ready.run("systemctl", "start", "prometheus.service")
+    shared.wait_served()
+    shared.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
+    shared.run("systemctl", "start", "prometheus.service")
     query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090"]
     script = f"for _ in $(seq 200); do out=$({' '.join(query)} unbounded_agent_machine_ready 2>/dev/null); "
     script += 'case $out in *gpu-node*) echo "$out"; exit 0;; esac; sleep 1; done; exit 1'
-    found = json.loads(ready.run("sh", "-c", script, timeout=120).stdout)
+    found = json.loads(shared.run("sh", "-c", script, timeout=120).stdout)
+    shared.run("systemctl", "stop", "prometheus.service")
     assert found[0]["metric"]["machine"] == "gpu-node"
     assert found[0]["value"][1] == "1"
 
 
-def test_health_pages(ready: Bed) -> None:
-    ready.wait_served()
+def test_health_pages(shared: Bed) -> None:
+    shared.wait_served()
     for path in ("/livez", "/readyz", "/readyz/machines/gpu-node"):
-        assert pages.get(ready.guest, path).status == HTTPStatus.OK
+        assert pages.get(shared.guest, path).status == HTTPStatus.OK
 
 
-def test_a_second_pass_writes_nothing_and_restarts_nothing(ready: Bed) -> None:
+def test_a_second_pass_writes_nothing_and_restarts_nothing(shared: Bed) -> None:
     watched = "stat -c '%n %i %z' /etc/systemd/nspawn/gpu-node.nspawn /var/lib/unbounded-agent/machines/*/handoff/*"
     inside = (
         "stat -c '%n %i %z' /etc/cdi/nvidia.yaml /etc/containerd/config.toml /etc/containerd/conf.d/*; "
         "systemctl show -P ExecMainStartTimestampMonotonic containerd.service"
     )
-    before = ready.run("sh", "-c", watched).stdout, ready.node.shell(inside).stdout
-    ready.agent("apply")
-    made = passes(ready)
-    ready.run("systemctl", "reload", "unbounded-agent.service")
-    wait_for_a_pass(ready, made)
-    ready.node.run("systemctl", "start", "unbounded-agent-gpu.service")
-    assert (ready.run("sh", "-c", watched).stdout, ready.node.shell(inside).stdout) == before
+    before = shared.run("sh", "-c", watched).stdout, shared.node.shell(inside).stdout
+    shared.agent("apply")
+    made = passes(shared)
+    shared.run("systemctl", "reload", "unbounded-agent.service")
+    wait_for_a_pass(shared, made)
+    shared.node.run("systemctl", "start", "unbounded-agent-gpu.service")
+    assert (shared.run("sh", "-c", watched).stdout, shared.node.shell(inside).stdout) == before
 
 
-def test_the_users_containerd_settings_survive(ready: Bed) -> None:
+def test_the_users_containerd_settings_survive(shared: Bed) -> None:
     """containerd 1.7 replaces whole tables by imported files: registry, sandbox image and CNI paths must be kept."""
-    effective = ready.node.run("containerd", "config", "dump").stdout
+    effective = shared.node.run("containerd", "config", "dump").stdout
     for setting in (
         'sandbox_image = "registry.invalid/pause:local"',
         'bin_dir = "/usr/lib/cni"',
@@ -91,29 +93,31 @@ def test_the_users_containerd_settings_survive(ready: Bed) -> None:
         assert setting in effective
 
 
-def test_the_published_spec_is_valid(ready: Bed) -> None:
+def test_the_published_spec_is_valid(shared: Bed) -> None:
     """The CDI project's own library says so."""
-    ready.node.run("cdi-validate", "/etc/cdi/nvidia.yaml")
-    hooks = ready.node.spec()["containerEdits"]["hooks"]
+    shared.node.run("cdi-validate", "/etc/cdi/nvidia.yaml")
+    hooks = shared.node.spec()["containerEdits"]["hooks"]
     assert {hook["args"][1] for hook in hooks} == {"create-symlinks", "update-ldcache"}
 
 
-def test_the_toolkits_own_generator_is_masked(ready: Bed) -> None:
+def test_the_toolkits_own_generator_is_masked(shared: Bed) -> None:
     """The specification that nvidia-cdi-refresh writes to /var/run/cdi would take precedence over ours."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
-        assert ready.node.run("systemctl", "is-enabled", unit, check=False).stdout.strip() == "masked"
+        assert shared.node.run("systemctl", "is-enabled", unit, check=False).stdout.strip() == "masked"
 
 
-def test_a_foreign_settings_file_is_left_alone(installed: Bed) -> None:
-    foreign = b"[Exec]\nBoot=yes\n"
-    installed.guest.write("/etc/systemd/nspawn/gpu-node.nspawn", foreign)
-    finished = installed.agent("apply", check=False)
-    assert finished.status == 1
-    assert "machines.gpu-node.nspawn" in finished.stdout
-    assert installed.guest.read("/etc/systemd/nspawn/gpu-node.nspawn") == foreign
+def test_a_machine_with_the_hosts_network_sees_the_driver(shared: Bed) -> None:
+    expect_driver_seen(shared)
 
 
-def test_a_second_agent_says_so_and_exits(ready: Bed) -> None:
-    finished = ready.agent("run", check=False, timeout=60)
+def test_a_second_agent_says_so_and_exits(shared: Bed) -> None:
+    finished = shared.agent("run", check=False, timeout=60)
     assert finished.status == 1
     assert "another" in finished.stderr
+
+
+def test_status_as_json(shared: Bed) -> None:
+    found = json.loads(shared.agent("status", "--json").stdout)
+    assert found["version"] == 1
+    conditions = found["machines"]["gpu-node"]["conditions"]
+    assert {"type", "status", "reason", "message", "lastTransitionTime"} <= set(conditions[0])
