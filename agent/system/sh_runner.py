@@ -116,8 +116,6 @@ def _start(
             _err=stderr,
             _env=dict(environment),
             _cwd="/",
-            # By default sh gives programs a terminal, for which some format or page their output.
-            _tty_out=False,
             _new_session=True,
             _preexec_fn=begin,
             _ok_code=list(range(256)),

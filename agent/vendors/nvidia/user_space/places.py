@@ -1,6 +1,6 @@
 """Places where hosts keep NVIDIA's user space, in the order of the search. Pure.
 
-A comment on each place names the source of its layout. The files' paths in a driver root do not depend on the place.
+Comments name the sources of the layouts. The files' paths in a driver root do not depend on the place.
 """
 
 from dataclasses import dataclass
