@@ -9,7 +9,7 @@ from pathlib import Path
 from integration.bed import debian
 from integration.bed.cache import cached
 from integration.bed.drivers.host_roots import COMPONENTS, DRIVER_PACKAGES
-from integration.bed.process import run
+from integration.bed.process import CommandError, run
 from integration.bed.vm.kernel_modules import toolchain
 
 SOURCE = "nvidia-graphics-drivers"
@@ -77,9 +77,17 @@ def crowded_root() -> Path:
 def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str], *options: str) -> None:
     # Only the release: updates and security fixes of two architectures may differ for a while, and libraries that
     # are installed for both must have one version.
-    source = f"deb http://deb.debian.org/debian {debian.SUITE} {COMPONENTS}"
+    source = "deb http://deb.debian.org/debian {} " + COMPONENTS
     options = (f"--architectures={architectures}", *options)
-    debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source)
+    try:
+        debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format(debian.SUITE))
+    except CommandError:
+        # While a point release reaches a mirror, the index of one architecture may be older than the release says, for
+        # days. By its other name, the suite may still be there as it was before.
+        shutil.rmtree(target, ignore_errors=True)
+        debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format("stable"))
+        if f"VERSION_CODENAME={debian.SUITE}\n" not in (target / "usr/lib/os-release").read_text():
+            raise
 
 
 def _record(root: Path, archive: Path) -> None:
