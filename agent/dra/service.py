@@ -47,8 +47,8 @@ IDENTITY_CHECK = 30.0
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
 REPORTER = "unbounded-agent-gpu.service"
-"""The unit that reports the status to the host. It is started when the status changes; otherwise it runs once a
-minute."""
+"""The unit that reports the status to the host. It is started when what GPUsAdvertised shows has changed; otherwise it
+runs once a minute."""
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
@@ -145,8 +145,8 @@ class Service:
                 due = time.monotonic() + (retry if result.error else RESYNC)
                 parts.publish_health()
                 time.sleep(GAP)
-            if changed or now - evicted >= EVICTION_INTERVAL:
-                # Only after the taints are published: otherwise a new pod would get the GPU at once.
+            # Not before the taints are published: otherwise a new pod would get the GPU at once.
+            if (changed or now - evicted >= EVICTION_INTERVAL) and not parts.offer.result.error:
                 evicted = now
                 parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
             self._keep_serving(parts)

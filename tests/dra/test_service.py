@@ -118,7 +118,12 @@ def test_pods_are_evicted_from_a_gpu_that_is_taken_by_force(
     joined.change(taint)
     until("it is tainted", lambda: tainted(api) == ["02"])
     assert asked() == 0
+    # A new pod would get the GPU at once if the API server did not know of the taint.
+    api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if "/resourceslices" in path else None
     joined.change(replace(taint, effect=Effect.NO_EXECUTE))
+    until("the status says so", lambda: joined.status.reason == Reason.REFUSED)
+    assert asked() == 0
+    api.answer = None
     until("the eviction is tried again", lambda: asked() > 2)
 
 
