@@ -131,11 +131,11 @@ class _Removal:
                 return self._still_used(policy, seconds, held)
             seconds = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
-            self._note(draining=True)
+            self._record_detached(draining=True)
             self._passes(f"remove {address} from its CDI specification", self._not_reported)
             if held := self._drain(seconds if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
-        self._note(draining=False)
+        self._record_detached(draining=False)
         outcome = self._passes(f"release {address}", self._permitted)
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self._users():
@@ -219,12 +219,12 @@ class _Removal:
             time.sleep(self.timing.poll)
         return held
 
-    def _note(self, *, draining: bool) -> None:
+    def _record_detached(self, *, draining: bool) -> None:
         self._record(lambda system, address: record_detached(system, address, draining=draining))
 
-    def _record(self, note: Callable[[System, str], bool]) -> None:
+    def _record(self, record: Callable[[System, str], bool]) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
-            if not note(self.reconciler.system, self.gpu.pci_address):
+            if not record(self.reconciler.system, self.gpu.pci_address):
                 raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Evicts pods from GPUs that are being detached, as far as Kubernetes does not evict them itself.
+"""Evicts pods, from GPUs that are being detached, that Kubernetes does not evict itself.
 
 Kubernetes evicts pods that have a device with a NoExecute taint by a claim (pkg/controller/devicetainteviction). In
 1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim
@@ -38,7 +38,7 @@ class Pod:
 
 
 class Evictions:
-    """Evicts pods. Each attempt covers the pods whose claims the kubelet has not given back yet."""
+    """Evicts pods. Each attempt covers those whose claims the kubelet has not given back yet."""
 
     def __init__(self, fetch: Fetch, send: Send) -> None:
         """`fetch` returns a claim as the API server has it, or raises AgentError."""
@@ -48,7 +48,10 @@ class Evictions:
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
     ) -> tuple[Pod, ...]:
-        """Ask for the eviction of pods that have a device with a NoExecute taint. Return these pods."""
+        """Ask for the eviction of pods that got a device with a NoExecute taint as an extended resource.
+
+        Return these pods.
+        """
         names = {each.name for each in devices if any(taint.effect is Effect.NO_EXECUTE for taint in each.taints)}
         held = [
             claim
@@ -78,7 +81,7 @@ class Evictions:
             self._send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", eviction)
             self._log(pod, "is evicted: its GPU is being detached")
         except AgentError as error:
-            self._log(pod, f"could not be evicted: {one_line(str(error))}")
+            self._log(pod, f"cannot be evicted yet: {one_line(str(error))}")
 
     def _log(self, pod: Pod, what: str) -> None:
         if (pod, what) not in self._logged:

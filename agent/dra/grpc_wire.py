@@ -96,7 +96,7 @@ def time_limit(value: bytes) -> float:
 
 
 def trailers(code: Code, message: str = "") -> Headers:
-    """Return the headers that end a call. All but printable ASCII characters of the message are percent-encoded."""
+    """Return the headers that end a call. In the message, `%` and all but printable ASCII are percent-encoded."""
     headers = [("grpc-status", str(int(code)))]
     if message:
         raw = one_line(message).encode(errors="replace")

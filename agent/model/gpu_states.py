@@ -39,7 +39,7 @@ class GpuState(StrEnum):
     DRAINING = "draining"
     """The GPU is being detached."""
     LOST = "lost"
-    """The GPU is gone from the bus."""
+    """The GPU is gone from the bus, or no longer answers."""
 
 
 class Effect(StrEnum):

@@ -22,16 +22,7 @@ def open_probe(place: str, *, follow: bool = True) -> int:
 
 def sync_directory(place: str) -> None:
     """Make renames, new names and removals in a directory durable."""
-    _sync(place, os.O_DIRECTORY)
-
-
-def sync_file(place: str) -> None:
-    """Make the content of one of the agent's own files durable."""
-    _sync(place, os.O_NOFOLLOW)
-
-
-def _sync(place: str, flags: int) -> None:
-    descriptor = os.open(place, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

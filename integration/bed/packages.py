@@ -12,7 +12,7 @@ from integration.bed.process import Argument, run
 
 DEPENDENCIES = (
     *("python3", "python3-h2", "python3-tomlkit", "python3-yaml"),
-    *("systemd", "systemd-container", "kmod", "libgcc-s1"),
+    *("systemd", "systemd-container", "kmod", "mount", "libgcc-s1"),
 )
 """What the packages depend on: a test's root has no network."""
 TOOLS = ("python3-venv", "gpg", "gpg-agent")

@@ -85,7 +85,7 @@ def test_a_refusal_is_logged_once_and_tried_again(cluster: Cluster, caplog: pyte
     for _ in range(3):
         assert found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == (POD,)
     assert [record.message for record in caplog.records] == [
-        "pod team/train could not be evicted: 429 Too Many Requests: disruption budget"
+        "pod team/train cannot be evicted yet: 429 Too Many Requests: disruption budget"
     ]
     cluster.refusal = None
     found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})

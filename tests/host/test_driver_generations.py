@@ -372,7 +372,7 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
 
 
 @pytest.mark.parametrize(
-    ("place", "directory", "configured", "stays"),
+    ("place", "directory", "key", "stays"),
     [
         ("/opt/nvidia", "/opt/nvidia/lib64", "", True),
         ("driver.library_directories", "/opt/nvidia/lib64", "driver.library_directories", False),
@@ -381,14 +381,14 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
     ],
 )
 def test_a_machine_does_not_change_to_the_same_version_in_another_place(
-    place: str, directory: str, configured: str, stays: bool
+    place: str, directory: str, key: str, stays: bool
 ) -> None:
     """While the module is loaded, an upgrade of the packages must not let other files of its version take over.
 
     The release that staged this driver root did not record its place.
     """
     kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
-    assert (serving(kept, directory, place_name=place, place_key=configured) == (kept,)) == stays
+    assert (serving(kept, directory, place_name=place, place_key=key) == (kept,)) == stays
 
 
 @pytest.mark.parametrize(

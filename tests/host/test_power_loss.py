@@ -3,11 +3,12 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from agent.host.reconcile import Reconciler
-from agent.model.paths import MACHINES_STATE, NSPAWN, OWNED, UNITS, nspawn_file
+from agent.model.paths import MACHINES_STATE, MANIFESTS, NSPAWN, OWNED, STAGING, TREES, UNITS, nspawn_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -71,6 +72,19 @@ def test_what_a_pass_sets_up_survives_a_power_loss(gpu_host: Host, disk: Disk) -
     assert reconciler(gpu_host).run_pass().failures == ()
     assert ("rename", nspawn_file(MACHINE)) in disk.calls
     assert disk.unsynced() == []
+
+
+def test_a_driver_root_is_on_disk_before_it_is_recorded(gpu_host: Host, disk: Disk) -> None:
+    assert reconciler(gpu_host).run_pass().failures == ()
+    synced = disk.calls[: disk.calls.index(("rename", f"{MANIFESTS}/0.json"))]
+    tree = Path(gpu_host.full_path(f"{TREES}/0"))
+    copies = [path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(copies) > 10
+    for copy in copies:
+        staged = f"{STAGING}/0/{copy.relative_to(tree)}"
+        # The second case: a file that the agent writes itself is synced under its temporary name.
+        assert ("fsync", staged) in synced or ("rename", staged) in synced, staged
+        assert ("fsync", os.path.dirname(staged)) in synced
 
 
 def test_a_file_is_recorded_on_disk_before_it_exists(gpu_host: Host, disk: Disk) -> None:

@@ -60,11 +60,6 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
         else:
             _copy(file, path, system, progress)
             progress()
-    # Not after each copy: the disk is faster if it may write all of them in any order.
-    for file in root.files:
-        if not file.link:
-            system.sync_file(f"{partial}/{file.target}")
-            progress()
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
     system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root))

@@ -118,7 +118,7 @@ class Daemon:
         self._publish()
 
     def loop(self, signals: Signals) -> None:
-        """Run until SIGTERM."""
+        """Run until SIGTERM or SIGINT."""
         ready, trigger = False, "start"
         self._wakeups.open()
         while not signals.stop:
@@ -258,7 +258,7 @@ def run(
     system: System | None = None,
     answer: Callable[[str], Page | None] = lambda query: None,
 ) -> int:
-    """Run the service until SIGTERM, and return the exit code. Raises AgentError if it cannot start.
+    """Run the service until SIGTERM or SIGINT, and return the exit code. Raises AgentError if it cannot start.
 
     `make` gets a function that reports progress. `answer` is described at LocalServer.
     """

@@ -12,7 +12,7 @@ systemd-resolved, and remains one while systemd-resolved is not running."""
 UPLINK = "/run/systemd/resolve/resolv.conf"
 """Names the DNS servers that systemd-resolved itself queries (systemd-resolved.service(8))."""
 LIMIT = 1 << 16
-"""Bytes of either file that are read."""
+"""Bytes of the largest file that is read."""
 
 
 def uses_stub_resolver(system: System) -> bool:

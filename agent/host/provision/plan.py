@@ -47,7 +47,7 @@ class HostFacts:
     found: Seen[AsFound]
     """The record of the host as it was found before its first node."""
     others: tuple[str, ...]
-    """Other machines that have a record."""
+    """Machines that have a record; for `reset`, without the one that is removed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _memory(system: System) -> str | Problem:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 1 GiB or more")
+        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 1074 MB or more")
     return f"{size // 10**6} MB of memory"
 
 

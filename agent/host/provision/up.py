@@ -220,7 +220,7 @@ class Provisioner:
         return HostFacts(
             state=observe_host(goal, self.system),
             units=units,
-            # Only the first record needs the network, and loading the library for it takes longer than everything else.
+            # Only the record of the host as it was found needs it, and loading the netlink library takes longest here.
             network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),

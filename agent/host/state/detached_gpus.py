@@ -68,18 +68,19 @@ def observe_detached(system: System) -> Detached:
 
 def record_detached(system: System, address: str, *, draining: bool) -> bool:
     """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
-    return _note(system, address, draining=draining)
+    return _record(system, address, draining=draining)
 
 
 def record_tainted(system: System, address: str, *, evict: bool) -> bool:
     """Record that no new pod may get a GPU that machines still have. Otherwise like `record_detached`."""
-    return _note(system, address, draining=False, granted=True, evict=evict)
+    return _record(system, address, draining=False, granted=True, evict=evict)
 
 
-def _note(system: System, address: str, **values: bool) -> bool:
-    """Record the GPU with these values.
+def _record(system: System, address: str, **values: bool) -> bool:
+    """Record the GPU with these values, and return whether it exists.
 
-    Without new ones, `evict` and `since` stay: `gpus detach` first taints a GPU, and detaches it later.
+    If it is in the record already, `since` stays, and so does `evict` unless it is among the values: `gpus detach` may
+    first taint a GPU, and detach it later.
     """
     device, known = _device(system, address), _usable_record(system)
     if device is not None:

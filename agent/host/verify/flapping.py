@@ -61,6 +61,6 @@ def _limit_start(condition: Condition, before: Condition | None, now: float) -> 
     return false(
         condition.type,
         Reason.FABRIC_MANAGER_STUCK,
-        f"{condition.message}, and it has not started within {STARTING_LIMIT / 60:.0f} minutes; see its log "
+        f"{condition.message}, which takes at most {STARTING_LIMIT / 60:.0f} minutes as a rule; see its log "
         "(`journalctl -u`), and restart it",
     )

@@ -39,7 +39,7 @@ TREES = {
     "two drivers, 32 bits": crowded_root,
 }
 GATE = ("Debian 13", "two drivers, 32 bits")
-"""The trees that have everything at least once."""
+"""The trees that the gate tests. Layouts are tested by test_layouts.py, too."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The releases of Kubernetes on which tests of the API server and the scheduler run."""
+"""The releases of Kubernetes on which tests of Dynamic Resource Allocation run."""
 
 from collections.abc import Callable
 

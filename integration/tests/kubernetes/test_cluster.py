@@ -189,8 +189,10 @@ def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
 
 
 @pytest.mark.scenario("001")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    ["cdi-cri", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("cdi-annotations", "envvar"))],
+)
 def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
     # Otherwise a file of the previous strategy could make this one pass.
     cluster.delete_plugin()

@@ -19,7 +19,7 @@ from integration.tests.kubernetes.test_pods import GPUS, uuids
 from integration.tests.node.test_gpu_errors import raise_xid
 from integration.tests.node.test_hotplug import PORT, plug, uuid_of
 
-pytestmark = pytest.mark.scenario("002")
+pytestmark = [pytest.mark.scenario("002"), pytest.mark.usefixtures("record_release")]
 
 NUMBER = len(GPUS)
 SERVICE = "unbounded-agent-dra.service"

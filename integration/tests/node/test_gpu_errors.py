@@ -35,7 +35,6 @@ def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 240) -> None
         time.sleep(1)
 
 
-@pytest.mark.exhaustive
 def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) -> None:
     """The test runs in the service's sandbox, with Debian's kernel.dmesg_restrict."""
     assert ready.run("sysctl", "--values", "kernel.dmesg_restrict").stdout.strip() == "1"

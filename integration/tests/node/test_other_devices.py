@@ -50,7 +50,6 @@ KVM_VERSION = "import fcntl, os; print(fcntl.ioctl(os.open('/dev/kvm', os.O_RDWR
 """KVM_GET_API_VERSION, which is always 12 (Documentation/virt/kvm/api.rst)."""
 
 
-@pytest.mark.exhaustive
 def test_configured_devices_are_present_and_missing_ones_stop_nothing(installed: Bed) -> None:
     installed.run("mkdir", "-p", "/srv/models", "/home/user/data")
     installed.run("chown", "1000", "/home/user")

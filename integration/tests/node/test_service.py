@@ -52,8 +52,10 @@ def test_prometheus_scrapes_it(shared: Bed) -> None:
     query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090"]
     script = f"for _ in $(seq 200); do out=$({' '.join(query)} unbounded_agent_machine_ready 2>/dev/null); "
     script += 'case $out in *gpu-node*) echo "$out"; exit 0;; esac; sleep 1; done; exit 1'
-    found = json.loads(shared.run("sh", "-c", script, timeout=120).stdout)
-    shared.run("systemctl", "stop", "prometheus.service")
+    try:
+        found = json.loads(shared.run("sh", "-c", script, timeout=120).stdout)
+    finally:
+        shared.run("systemctl", "stop", "prometheus.service")
     assert found[0]["metric"]["machine"] == "gpu-node"
     assert found[0]["value"][1] == "1"
 

@@ -160,7 +160,7 @@ def test_everything_that_is_wrong_is_said_at_once(gpu_host: Host) -> None:
     gpu_host.remove("/usr/lib/systemd/system/systemd-nspawn@.service")
     found = failed(check_host(facts(gpu_host), gpu_host, makes_root=True))
     assert set(found) == {"systemd", "cgroups", "memory", "programs"}
-    assert "apt install skopeo umoci systemd-container kmod" in found["programs"]
+    assert "apt install skopeo umoci systemd-container kmod mount`" in found["programs"]
     assert "programs" not in failed(check_host(facts(gpu_host), gpu_host, makes_root=False))
 
 

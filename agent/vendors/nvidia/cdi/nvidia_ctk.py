@@ -187,7 +187,10 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def edit_runtime_config(text: str) -> str:
-    """Return the text with RUNTIME_SETTINGS set and everything else kept; `text` itself if they are already set."""
+    """Return the text with RUNTIME_SETTINGS set, or `text` itself if they are already set.
+
+    All other settings are kept, and comments if tomlkit can edit the text.
+    """
     where = "nvidia-container-runtime's config.toml"
     try:
         wanted, before = parse_toml(text), parse_toml(text)
