@@ -1,4 +1,4 @@
-"""Makes one pass: reads the Node object and what is allocatable, publishes what may be offered, returns what is."""
+"""Makes one pass: reads the Node and what is allocatable, publishes what may be offered, returns what is offered."""
 
 import urllib.parse
 from collections.abc import Mapping

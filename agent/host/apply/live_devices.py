@@ -17,11 +17,11 @@ from agent.system.files import System
 
 
 def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Change permissions, bind nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
+    """Change permissions, bind nodes, and record what succeeded. Raises AgentError, or OSError for the record.
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
-    killed before the end. If the record cannot be written, devices that are no longer granted are still forbidden. But
-    nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
+    killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the
+    same. But nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
     """
     before, after = action.before, action.after
     # Left out are nodes that are no longer granted, which the machine half removes, and nodes whose device number has

@@ -66,14 +66,17 @@ def _architecture(tags: str) -> str:
 
 
 class LoaderCache:
-    """Lists loader caches. ldconfig runs only if a cache file has changed since the last call."""
+    """Lists loader caches. ldconfig runs only if a cache file has changed since it was listed last."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[FileIdentity, Listing]] = {}
         """The last listings, by root."""
 
     def read(self, system: System, root: str = "/") -> Seen[Listing]:
-        """List the loader cache of the host, or of the system whose root directory is `root`, with paths inside it."""
+        """List the loader cache of the host, or of the system in the directory `root`.
+
+        The paths in the listing are relative to that root.
+        """
         where = "" if root == "/" else f"{root}: "
         known = self._known.pop(root, None)
         try:

@@ -205,9 +205,10 @@ def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
 def _grants(
     name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
 ) -> tuple[Grant, ...]:
-    """Return a grant for each vendor that the machine has something of, or is told about.
+    """Return a grant for each vendor that handoffs name, even if the machine gets nothing of it.
 
-    The problems of the selection are reported once: with the first vendor that has a GPU, otherwise with the first one.
+    There is one for other devices only if some are configured. The problems of the selection are reported once: with
+    the first vendor that has a GPU, otherwise with the first one.
     """
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
     current_roots = named_roots(facts, name) or {}

@@ -31,7 +31,7 @@ MEMORY = "/proc/meminfo"
 MEMORY_MINIMUM = 1 << 30
 """Bytes. With less, the kubelet and containerd alone use so much that pods are evicted."""
 DISK_MINIMUM = 2 << 30
-"""Bytes that stay free for the node's pods and logs, in addition to its root file system."""
+"""Bytes that stay free for pods and logs, in addition to the nodes' root file systems."""
 CLOCK_LIMIT = 60.0
 """Seconds by which the clocks may differ. Kubernetes' certificates are valid from a few minutes before their issue."""
 PROGRAMS = {
@@ -112,7 +112,7 @@ def _memory(system: System) -> str | Problem:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 1074 MB or more")
+        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 2 GiB or more")
     return f"{size // 10**6} MB of memory"
 
 
@@ -125,13 +125,13 @@ def _programs(system: System) -> str | Problem:
 
 
 def check_disk(size: int, system: System) -> str | Problem:
-    """Check the free space for a root file system from an image of this compressed size."""
+    """Check the free space for root file systems from images of this compressed size, in total."""
     needed, directory = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
     while not system.is_directory(directory):
         directory = directory.rpartition("/")[0] or "/"
     free = system.free_bytes(directory)
     if free < needed:
-        what = f"{MACHINE_ROOTS} has {free // 10**6} MB free, and the node needs {needed // 10**6} MB"
+        what = f"{MACHINE_ROOTS} has {free // 10**6} MB free, and {needed // 10**6} MB are needed"
         return Problem("disk", what, "free some space, or mount a larger file system there")
     return f"{free // 10**6} MB free in {MACHINE_ROOTS}"
 

@@ -54,7 +54,7 @@ def _limit_start(condition: Condition, before: Condition | None, now: float) -> 
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
     # `last_transition` is when the status changed, not when the reason changed. If the condition was Unknown for
-    # another reason before, the limit comes earlier by that time.
+    # another reason before, that time counts too, and the limit is reached sooner.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition

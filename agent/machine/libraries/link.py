@@ -84,7 +84,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         return false(
             KIND,
             Reason.NOT_IN_LOADER_CACHE,
-            f"ldconfig does not list {missing}: name {', '.join(unlisted)} in {LOADER_CONFIGURATION}",
+            f"ldconfig does not list {missing}: add {', '.join(unlisted)} to {LOADER_CONFIGURATION}",
         )
     if faults.shadowed:
         taken = ", ".join(f"{other} instead of {path}" for path, other in sorted(faults.shadowed.items()))

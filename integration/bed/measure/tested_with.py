@@ -13,15 +13,15 @@ MEASURED = "measured: "
 HEADER = """# Tested with
 
 `integration/tested-with` writes this page from test results; do not edit it. A row says that tests passed with this
-version of this part, as the part itself reported it; in parentheses is how many tests of the file. **GPUs, kernel
-modules and NVML are simulated** in all of them ([integration/README.md](../integration/README.md)); everything in the
-table is real.
+version of this part, as a rule as the part itself reported it; the number in parentheses is how many tests of that file
+passed. **GPUs, kernel modules and NVML are simulated** in all of them
+([integration/README.md](../integration/README.md)); everything in the table is real.
 
 **Not tested:** real GPUs; Ubuntu 24.04 as the host, or as the base of a machine's image (the default base).
 
-**Only observed and planned,** without a virtual machine, are arm64, two drivers side by side, a CUDA compatibility
-directory and other locales. With the real `nvidia-ctk`, tests also check the staged copies of every file of Debian's
-driver packages, in 64 and 32 bits, and the same files moved to where Fedora, Talos and a driver container have them.
+**Tested only up to the plan,** without a virtual machine, are arm64, drivers in 32 and 64 bits side by side, and other
+locales. With the real `nvidia-ctk`, tests also check the staged copies of every file of Debian's driver packages, in 64
+and 32 bits, and the same files moved to where Fedora, Talos and a driver container have them.
 
 | part | version | tests that passed |
 |---|---|---|

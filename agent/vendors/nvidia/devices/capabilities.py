@@ -1,4 +1,4 @@
-"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): who can open a capability's node has the capability.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): whoever can open a capability's node has it.
 
 Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
 """
@@ -16,7 +16,7 @@ MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps
 """Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
 MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
 DEPTH = 6
-"""Levels of directories that are searched. The deepest entry, gpu0/mig/gi1/ci0/access, has 5 parts."""
+"""Levels of directories that are searched below the first. The deepest entry, gpu0/mig/gi1/ci0/access, has 5 parts."""
 
 
 def observe_capabilities(system: System) -> dict[int, str]:
