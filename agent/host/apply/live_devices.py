@@ -24,8 +24,8 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     same. But nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
     """
     before, after = action.before, action.after
-    # Left out are nodes that are no longer granted, which the machine half removes, and nodes whose device number has
-    # changed, which are bound again below.
+    # Without nodes that are no longer granted, which the machine half removes, and without those whose device number
+    # has changed, which are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)
