@@ -3,6 +3,7 @@
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,10 +70,11 @@ def summary(totals: Totals) -> str:
 
 
 def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
-    """Run everything, in as many processes as there are processors, and report each scenario with its findings."""
+    """Run everything, and report each scenario with its findings."""
     totals = Totals()
-    # Fork before anything here starts a thread: threads do not survive a fork.
-    with multiprocessing.get_context("fork").Pool() as pool:
+    # More processes than processors: a host's scenarios sleep half of their time. Fork before anything here starts a
+    # thread: threads do not survive a fork.
+    with multiprocessing.get_context("fork").Pool(2 * (os.cpu_count() or 1)) as pool:
         for name in STORIES:
             _crashes_and_faults(pool, totals, report, name, *((QUICK_CRASHES, QUICK_FAULTS) if quick else (1, 1)))
         for name in STEADY:

@@ -35,8 +35,10 @@ from integration.faults_suite.trees import numbered, snapshot, temporary
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
-TICK = 0.012
-"""Seconds. The kernel dates files by timer ticks, and a later file must have a later date."""
+CLOCK_REALTIME_COARSE = 5
+"""From linux/time.h; Python's time module does not name it."""
+TICK = 1.2 * time.clock_getres(CLOCK_REALTIME_COARSE)
+"""Seconds. The kernel dates files by this clock, which timer ticks advance, and a later file must have a later date."""
 PASSES = 14
 """Passes until nothing changes: more than any scenario needs."""
 
