@@ -1,9 +1,10 @@
-"""Copies the content of one file into another."""
+"""Copies files, and makes the copies durable together."""
 
 import errno
 import fcntl
 import os
 from collections.abc import Callable
+from typing import BinaryIO, Self
 
 FICLONE = 0x40049409
 """From linux/fs.h: makes a file share the extents of another one, ioctl_ficlone(2)."""
@@ -14,6 +15,50 @@ CHUNK = 1 << 20
 KERNEL_CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 """Errors of copy_file_range(2) if the files are on two file systems (since Linux 5.19) or the file system cannot copy.
 EPERM comes from a system-call filter."""
+
+OPEN_LIMIT = 256
+"""Copies that are open at the same time. systemd lets a service open 1024 files, unless it asks for more."""
+
+
+class Copies:
+    """Copies that are durable at the end of a `with` block.
+
+    The disk writes them while the next ones are made, in any order. Each copy stays open until it is durable: fsync(2)
+    reports a failed write only to descriptors that were open when it failed. Calls `progress` after each part of a
+    large copy, and each time that the disk has written a copy.
+    """
+
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self._progress = progress
+        self._open: list[BinaryIO] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._sync()
+        finally:
+            for copy in self._open:
+                copy.close()
+
+    def add(self, reading: BinaryIO, writing: BinaryIO, mode: int) -> None:
+        """Copy the content of an open file into a new one, which is closed later, and set its mode. Raises OSError."""
+        self._open.append(writing)
+        copy_content(reading.fileno(), writing.fileno(), self._progress)
+        os.fchmod(writing.fileno(), mode)
+        # This makes the kernel begin to write the file's data, without waiting for it (mm/fadvise.c).
+        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if len(self._open) == OPEN_LIMIT:
+            self._sync()
+
+    def _sync(self) -> None:
+        for copy in self._open:
+            os.fsync(copy.fileno())
+            copy.close()
+            self._progress()
+        self._open.clear()
 
 
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:

@@ -7,14 +7,18 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
 
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
 from agent.system import opening
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
+
+if TYPE_CHECKING:
+    # The machine half copies nothing.
+    from agent.system.copy import Copies
 
 READ_LIMIT = 1 << 20
 """Bytes of the largest file that is read. In /proc/sys, the kernel refuses to read 4 MiB at once (KMALLOC_MAX_SIZE)."""
@@ -228,15 +232,9 @@ class System(Rooted):
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
         self.sync_directory(os.path.dirname(new))
 
-    def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy the data of an open file to a new one, durably. Calls `progress` after each part of a large file."""
-        # Imported here: the machine half copies nothing.
-        from agent.system.copy import copy_content
-
-        with opening.new_file(self._at(target, follow=False)) as writing:
-            copy_content(reading.fileno(), writing.fileno(), progress)
-            os.fchmod(writing.fileno(), mode)
-            os.fsync(writing.fileno())
+    def copy(self, reading: BinaryIO, target: str, mode: int, copies: "Copies") -> None:
+        """Copy the data of an open file to a new one, as one of `copies`."""
+        copies.add(reading, opening.new_file(self._at(target, follow=False)), mode)
 
     def open_lock(self, path: str) -> int:
         """Return a descriptor of a lock file, which is made if it is missing. The caller closes the descriptor."""

@@ -37,6 +37,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from agent.model.reasons import Reason
+from agent.system.copy import Copies
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
@@ -158,9 +159,9 @@ class CrashingHost(Host):
         self._effect()
         super().link(path, target)
 
-    def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
+    def copy(self, reading: BinaryIO, target: str, mode: int, copies: Copies) -> None:
         self._effect()
-        super().copy(reading, target, mode, progress)
+        super().copy(reading, target, mode, copies)
 
     def rename(self, old: str, new: str) -> None:
         self._effect()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +30,8 @@ def test_from_one_file_system_to_another(tmp_path: Path, elsewhere: Path) -> Non
     content = os.urandom(copy.CHUNK) * 3 + b"end"
     for source, target in ((tmp_path, elsewhere), (elsewhere, tmp_path)):
         (source / "library").write_bytes(content)
-        with (source / "library").open("rb") as reading:
-            System(host_runner).copy(reading, str(target / "copy"), 0o644)
+        with (source / "library").open("rb") as reading, copy.Copies(lambda: None) as copies:
+            System(host_runner).copy(reading, str(target / "copy"), 0o644, copies)
         assert (target / "copy").read_bytes() == content
 
 
@@ -51,3 +52,55 @@ def test_a_full_file_system_is_an_error(tmp_path: Path) -> None:
         pytest.raises(OSError, match=os.strerror(errno.ENOSPC)),
     ):
         copy.copy_content(reading.fileno(), full.fileno(), lambda: None)
+
+
+def test_copies_become_durable_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, after the last one was copied, and before the block ends. All are closed then."""
+    system, calls = System(host_runner, str(tmp_path)), []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    (tmp_path / "library").write_bytes(b"driver")
+    before = len(os.listdir("/proc/self/fd"))
+    with copy.Copies(lambda: None) as copies:
+        for name in ("one", "two", "three"):
+            with (tmp_path / "library").open("rb") as reading:
+                system.copy(reading, f"/{name}", 0o755, copies)
+        assert calls == []
+    assert calls == ["one", "two", "three"]
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o755
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_any_number_of_copies_needs_few_descriptors(tmp_path: Path) -> None:
+    system = System(host_runner, str(tmp_path))
+    (tmp_path / "library").write_bytes(b"driver")
+    before = len(os.listdir("/proc/self/fd"))
+    with copy.Copies(lambda: None) as copies:
+        for number in range(2 * copy.OPEN_LIMIT):
+            with (tmp_path / "library").open("rb") as reading:
+                system.copy(reading, f"/{number}", 0o644, copies)
+            assert len(os.listdir("/proc/self/fd")) < before + copy.OPEN_LIMIT
+
+
+def test_a_write_that_fails_late_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies are closed nevertheless."""
+    system = System(host_runner, str(tmp_path))
+    (tmp_path / "library").write_bytes(b"driver")
+    before = len(os.listdir("/proc/self/fd"))
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    copies = copy.Copies(lambda: None)
+    for name in ("one", "two"):
+        with (tmp_path / "library").open("rb") as reading:
+            system.copy(reading, f"/{name}", 0o644, copies)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), copies:
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before

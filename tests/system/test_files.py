@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.errors import BusError
+from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.process import Completed
 from agent.system.sh_runner import host_runner
@@ -111,8 +112,8 @@ def test_reading_has_a_limit(system: System) -> None:
 def test_copies_share_no_data(system: System, tmp_path: Path) -> None:
     """A machine could write through a hard link in a bound directory."""
     system.write("/source", b"driver" * 1000)
-    with (tmp_path / "source").open("rb") as reading:
-        system.copy(reading, "/copy", 0o644)
+    with (tmp_path / "source").open("rb") as reading, Copies(lambda: None) as copies:
+        system.copy(reading, "/copy", 0o644, copies)
     (tmp_path / "copy").write_bytes(b"spoiled")
     assert system.read("/source") == b"driver" * 1000
 

@@ -21,6 +21,7 @@ from agent.model.paths import (
     mount_unit,
     times_file,
 )
+from agent.system.copy import Copies
 from agent.system.files import System, temporary_path
 from agent.system.mounts import mounted
 
@@ -39,7 +40,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
     """Copy a driver root to disk, by reflink if possible. Raises ApplyError, OSError.
 
     The root is copied to STAGING and recorded in a manifest; then a rename moves it to TREES. Calls `progress` after
-    each file, and after each part of a large file.
+    each file, after each part of a large file, and each time that the disk has written a file.
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
@@ -52,21 +53,22 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
             "free up space on that file system",
         )
     partial = f"{STAGING}/{root.index}"
-    for file in root.files:
-        path = f"{partial}/{file.target}"
-        system.make_directory(os.path.dirname(path))
-        if file.link:
-            system.link(path, file.link)
-        else:
-            _copy(file, path, system, progress)
-            progress()
+    with Copies(progress) as copies:
+        for file in root.files:
+            path = f"{partial}/{file.target}"
+            system.make_directory(os.path.dirname(path))
+            if file.link:
+                system.link(path, file.link)
+            else:
+                _copy(file, path, system, copies)
+                progress()
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
     system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root))
     system.rename(partial, f"{TREES}/{root.index}")
 
 
-def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> None:
+def _copy(file: Library, path: str, system: System, copies: Copies) -> None:
     """Copy a file from the descriptor that was checked, because the path may lead to a different file at any moment."""
     try:
         reading = system.open_public(file.source)
@@ -77,7 +79,7 @@ def _copy(file: Library, path: str, system: System, progress: Callable[[], None]
         if file.text:
             system.write(path, file.text.encode())
         else:
-            system.copy(reading, path, 0o755 if file.executable else 0o644, progress)
+            system.copy(reading, path, 0o755 if file.executable else 0o644, copies)
         _check(file, reading)
     if system.identity(path).size != (len(file.text.encode()) or file.size):
         raise _changed(file)
