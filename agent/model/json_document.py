@@ -54,8 +54,8 @@ def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ..
     version = get(where, document, "version", int)
     if version not in accepted:
         raise DocumentError(
-            f"{where}: version {version} is unknown (this half knows {', '.join(map(str, accepted))})",
-            "bring the agent in the image and the one on the host to the same release",
+            f"{where}: version {version} is unknown (this release knows {', '.join(map(str, accepted))})",
+            "another release of the agent wrote it: use the same release on the host and in the image",
         )
 
 

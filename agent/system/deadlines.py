@@ -25,6 +25,7 @@ class _Call(Generic[T]):
 
     def __init__(self, call: Callable[[], T], *, is_source: bool) -> None:
         self.is_source = is_source
+        """Whether the call observes the source of a mount (`call_source`)."""
         self._call = call
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -118,7 +119,9 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool 
     def wait() -> T:
         if not running.wait(max(0.0, deadline - time.monotonic())):
             _overdue[what] = running
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
+            # A shortened limit may be less than a second, and would be shown as 0 s.
+            limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", what)
         return running.result()
 
     return wait

@@ -66,7 +66,7 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     except OSError as error:
         raise CommandError(argv, f"cannot be started: {error.strerror}") from error
     if completed.status == -signal.SIGXFSZ:
-        raise CommandError(argv, f"killed, because it printed more than {FILE_LIMIT} bytes")
+        raise CommandError(argv, f"killed, because its output, or a file that it wrote, exceeds {FILE_LIMIT} bytes")
     if completed.status != 0:
         stderr = completed.stderr.decode(errors="replace")
         if completed.status < 0:

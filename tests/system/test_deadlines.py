@@ -64,7 +64,7 @@ def test_results_and_errors_come_through(name: str) -> None:
 def test_a_hanging_call_is_abandoned_counted_and_not_repeated(name: str, hanging: Hanging) -> None:
     bounded(name, int, 60)
     before = threading.active_count()
-    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+    with pytest.raises(TimeoutError, match="no answer in time"):
         bounded(name, hanging, 0.05)
     assert name in stuck()
     for _ in range(10):
@@ -85,8 +85,9 @@ def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging)
     for number in range(100):
         with pytest.raises(TimeoutError) as caught:
             call_device(f"{name} {number}", hanging, 4)
-        limits.append(int(re.sub(r"no answer within (\d+) s", r"\1", str(caught.value.strerror))))
-    # The limits, not the time that passed: a busy machine adds to that. SHORTEST: the message rounds short limits to 0.
+        message = str(caught.value.strerror)
+        limits.append(0 if message == "no answer in time" else int(re.sub(r"no answer within (\d+) s", r"\1", message)))
+    # The limits, not the time that passed: a busy machine adds to that. SHORTEST: the message omits short limits.
     assert limits[0] == 4
     assert sum(limits) + len(limits) * SHORTEST < 12, "less than the full limits of three calls"
     assert call_device(name, lambda: "others go on", 4) == "others go on"
@@ -154,7 +155,7 @@ def test_a_program_that_cannot_be_killed_is_reported_to_hang(name: str, hanging:
     def runner(argv: tuple[str, ...], timeout: float) -> Completed:
         return bounded(name, lambda: Completed(0, hanging().encode(), b""), timeout)
 
-    with pytest.raises(CommandError, match=r"no answer within 0 s \(it cannot even be killed"):
+    with pytest.raises(CommandError, match=r"no answer in time \(it cannot even be killed"):
         run_checked(runner, ("ldconfig", "-p"), 0.05)
     with pytest.raises(CommandError, match="an earlier attempt still hangs"):
         run_checked(runner, ("ldconfig", "-p"), 0.05)
