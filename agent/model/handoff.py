@@ -150,7 +150,7 @@ def render_handoff(handoff: Handoff) -> bytes:
 def _rendered(handoff: Handoff) -> tuple[str, bytes]:
     """Return the generation and the document."""
     newer = any((handoff.containerd_drop_in, handoff.validation_markers, handoff.allocation))
-    newer = newer or any(map(_needs_2, handoff.requests))
+    newer = newer or any(map(_needs_version_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     content = _content(handoff)
     generation = _digest(content)
@@ -158,7 +158,7 @@ def _rendered(handoff: Handoff) -> tuple[str, bytes]:
     return generation, json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def _needs_2(request: Request) -> bool:
+def _needs_version_2(request: Request) -> bool:
     newer = request.sockets or request.environment or request.cdi_modes or request.cdi_hooks
     return bool(newer or any(device.capability for device in request.devices))
 
@@ -170,8 +170,8 @@ def _content(handoff: Handoff) -> dict[str, Any]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    known = {key: value for key, value in content.items() if key not in UNCOUNTED}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    counted = {key: value for key, value in content.items() if key not in UNCOUNTED}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parse_handoff(data: bytes) -> Handoff:

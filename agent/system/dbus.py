@@ -14,7 +14,8 @@ from jeepney.io.blocking import prep_socket
 from agent.model.errors import BusAnswerError, BusError
 
 SOCKET = "/run/dbus/system_bus_socket"
-"""The D-Bus specification's path ("System message bus", with /var/run). The environment must not change the path."""
+"""The path in the D-Bus specification ("System message bus"), with /run for /var/run. DBUS_SYSTEM_BUS_ADDRESS in the
+environment is ignored."""
 REPLY_LIMIT = 1 << 20
 """Bytes of the largest message that is accepted. The bus's own limit is 128 MiB."""
 CHUNK = 1 << 16
@@ -106,9 +107,9 @@ class _Connection:
         the owner's unique name, which no other connection ever gets, and only a reply from that name is accepted.
         """
         service = str(call.header.fields[HeaderFields.destination])
-        known = service in self._owners
+        owner_was_known = service in self._owners
         reply = self._call_owner(service, call, deadline)
-        if known and _unreachable(reply):
+        if owner_was_known and _unreachable(reply):
             # The recorded owner has left the bus, so nothing received the call. The name may have a new owner.
             del self._owners[service]
             reply = self._call_owner(service, call, deadline)
@@ -145,7 +146,7 @@ class _Connection:
         self._socket.settimeout(_seconds_until(deadline))
         self._socket.sendall(call.serialise(serial=serial))
         while True:
-            message = self._next()
+            message = self._next_message()
             if message is None:
                 self._socket.settimeout(_seconds_until(deadline))
                 data = self._socket.recv(CHUNK)
@@ -160,7 +161,8 @@ class _Connection:
             else:
                 received = 0
 
-    def _next(self) -> Message | None:
+    def _next_message(self) -> Message | None:
+        """Return the next message; None if more data must be received first. Raises OSError."""
         try:
             message: Any = self._parser.get_next_message()
         except Exception as error:

@@ -21,7 +21,7 @@ Number = tuple[int, int]
 PROCESS_LIMIT = 2.0
 """Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
 SHORTEST = 0.05
-"""Seconds that the search of every process gets, however many others hang. Most need a thousandth of that time."""
+"""Seconds to search one process, however many others hang, while SEARCH_LIMIT lasts. Most need a thousandth of that."""
 SEARCH_LIMIT = 20.0
 """Seconds for each of the three steps over all processes: their descriptors, their mappings, their names."""
 
@@ -124,7 +124,7 @@ class _Search:
         return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
     def _for_each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `search` for each process, with a deadline. Each process that hangs halves the time for those after it.
+        """Call `search` for each process, with a deadline. Missing it halves the time for the processes that follow.
 
         SEARCH_LIMIT bounds the time for all processes. A process whose search fails is recorded as unseen.
         """
@@ -175,7 +175,7 @@ class _Search:
 
     def _search_thread(self, pid: int, thread: int, deadline: float) -> bool:
         """Search the thread's mappings. Return whether the thread has memory."""
-        has_memory, known = False, set()
+        has_memory, inspected = False, set()
         for line in self._system.lines(f"/proc/{pid}/task/{thread}/maps"):
             _check_deadline(deadline)
             has_memory, mapping = True, MAPPING.match(line)
@@ -183,12 +183,12 @@ class _Search:
                 raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
             # Each file is inspected once: CUDA programs have tens of thousands of mappings of the same few files.
             file = (mapping["device"], mapping["inode"], line[mapping.end() :])
-            if mapping["inode"] == b"0" or file in known:
+            if mapping["inode"] == b"0" or file in inspected:
                 continue
             # Names in map_files have no leading zeros. /proc does not list threads, but /proc/TID exists for each one.
             first, last = (int(mapping[each], 16) for each in ("first", "last"))
             if self._add(pid, f"/proc/{thread}/map_files/{first:x}-{last:x}"):
-                known.add(file)
+                inspected.add(file)
         return has_memory
 
     def _threads(self, pid: int) -> list[int]:
