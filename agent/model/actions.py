@@ -52,7 +52,7 @@ class StageDriverRoot:
 
 @dataclass(frozen=True, slots=True)
 class PublishDriverRoot:
-    """Mount a staged driver root where machines see it."""
+    """Mount a staged driver root where machines see it; if mounts do not work, move it there as a plain directory."""
 
     kind: ClassVar[ActionKind] = "mount"
     root: StagedRoot

@@ -15,7 +15,7 @@ class Cluster:
 
     nodes: Sequence[KubernetesObject] = ()
     pods: Sequence[KubernetesObject] = ()
-    """Pods on these nodes, and pods that wait for a node."""
+    """Pods on these nodes, and pods that wait for a node. For many nodes, the pods of all nodes."""
     daemon_sets: Sequence[KubernetesObject] = ()
     events: Sequence[KubernetesObject] = ()
     """Events of type Warning."""

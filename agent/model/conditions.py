@@ -59,8 +59,8 @@ NOT_NEEDED_FOR_READY = frozenset(
 )
 """Conditions that Ready ignores.
 
-The device plugin waits for Ready, so Ready must not wait for the GPUs that the plugin advertises. GPUsComplete is about
-GPUs that the machine no longer has; the machine can use its other GPUs.
+The device plugin may wait for Ready, so Ready must not wait for the GPUs that the plugin advertises. GPUsComplete is
+about GPUs that the machine no longer has; the machine can use its other GPUs.
 """
 
 
@@ -77,9 +77,12 @@ class Condition:
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
     losses: tuple[float, ...] = ()
-    """Only for Ready: when it recently ceased to be True, in seconds since the epoch (agent.host.verify.flapping)."""
+    """Only for Ready: when a condition that it needs recently became False, in seconds since the epoch.
+
+    See agent.host.verify.flapping.
+    """
     good_since: float = 0.0
-    """Only for Ready: since when the conditions that it needs are met, in seconds since the epoch; otherwise 0."""
+    """Only for Ready: when the conditions that it needs were first all met since one of them was False; otherwise 0."""
     count: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 

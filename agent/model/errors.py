@@ -9,7 +9,7 @@ AgentError
 │   └── ExitCodeError   a program exited with an exit code that means failure
 ├── BusError            a service on the system bus could not be reached, or did not answer
 │   └── BusAnswerError  the service answered with an error or an unexpected type
-├── DocumentError       a handoff, report or tool output is malformed
+├── DocumentError       a handoff, record, tool output or other document is malformed, or of an unknown version
 └── ApplyError          a step towards the goal failed
 """
 
@@ -56,7 +56,7 @@ class CommandError(AgentError):
 
 
 class ExitCodeError(CommandError):
-    """A program exited with an exit code that means failure. The same input would give the same result again."""
+    """A program ran to its end, and its exit code means failure. Other CommandErrors leave its result unknown."""
 
 
 class BusError(AgentError):
@@ -68,7 +68,7 @@ class BusAnswerError(BusError):
 
 
 class DocumentError(AgentError):
-    """A document is malformed. The message names the document, and the key that is missing or wrong."""
+    """A document is malformed or of an unknown version. The message names the document and the key at fault."""
 
 
 class ApplyError(AgentError):

@@ -95,7 +95,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Gpu:
-    """One display-class PCI device; its identity is the PCI address, never an index or minor."""
+    """One GPU, with or without a driver; its identity is the PCI address, never an index or minor."""
 
     pci_address: str
     vendor: str
@@ -190,7 +190,7 @@ class VendorFacts:
     """Refused or broken nodes and entries, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
-    """Whether GPUs without a driver are expected to get one. If not, only machines that name or had such a GPU wait."""
+    """Whether GPUs without a driver are expected to get one. If not, a machine gets one only by name, or keeps it."""
 
 
 UNSTAGED = -1
@@ -268,17 +268,17 @@ class Facts:
     plain_roots: tuple[int, ...] = ()
     """Indices of driver roots that are plain directories, which the root user of one machine can change for all."""
     mounting_failed: bool = False
-    """The mount at HOST_NVIDIA, inside which driver roots are mounted, has failed since the host booted."""
+    """The last attempt to mount HOST_NVIDIA, inside which driver roots are mounted, failed."""
     stale_staging: tuple[str, ...] = ()
     """Directories that an interrupted staging or removal of a driver root left."""
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
     time_records: Mapping[str, bytes] = field(default_factory=dict)
-    """Contents of files to write, by path. They record new times of host files that driver roots have unchanged."""
+    """Contents of files to write, by path. They record the new times of host files whose content is the staged one."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
-    """PCI addresses of detached GPUs that processes may still open, until the last such process has exited."""
+    """PCI addresses of detached GPUs that processes may still open, until the last process using them has exited."""
     gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ class Share:
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs that other machines have, or that settings name. Only `count=N` depends on them."""
+    """GPUs that other machines have, except those with `all`, or that settings name. Only `count=N` depends on them."""
     current: frozenset[str] = frozenset()
     """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
@@ -89,7 +89,7 @@ class MachineGoal:
     live: LiveSettings
     """The settings that the machine will have when it runs with this goal."""
     missing: tuple[str, ...] = ()
-    """Mounts whose source is missing, in words."""
+    """Mounts whose source is missing or must not be mounted, in words."""
 
     @property
     def generation(self) -> str:

@@ -28,7 +28,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Tainted:
-    """A GPU that is being detached. New pods must not get it."""
+    """A GPU that is detached or being detached. New pods must not get it."""
 
     evict: bool
     """Whether pods that have the GPU are evicted."""
@@ -43,6 +43,6 @@ class GpuFacts:
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     """Fatal errors, until the GPU's driver is bound again or an administrator attaches the GPU."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """GPUs that are being detached. At first, machines still have them."""
+    """GPUs that are detached or being detached. Machines still have the latter."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""

@@ -35,7 +35,7 @@ class GpuState(StrEnum):
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
-    """The GPU failed, and is still on the bus."""
+    """The GPU failed or has no kernel driver, and is still on the bus."""
     DRAINING = "draining"
     """The GPU is being detached."""
     LOST = "lost"
@@ -65,7 +65,7 @@ class GpuStatus:
     """What happened and what it means, in a sentence; empty if the GPU is healthy."""
     effect: Effect = Effect.NONE
     since: int = 0
-    """When the GPU got into this state, in seconds since the epoch; 0 if it is healthy."""
+    """When the GPU got into this state, in seconds since the epoch; 0 if it is healthy or the time is unknown."""
     kernel_driver: str = ""
     """The name of the bound kernel driver; empty without one."""
     numa_node: int = -1

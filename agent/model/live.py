@@ -23,7 +23,7 @@ class LiveSettings:
     fixed: str
     """Digest of the settings that only a restart can change; empty if known only to differ from the goal's."""
     allow: tuple[DeviceAllow, ...]
-    """The whole DeviceAllow= list of the machine's unit, in order."""
+    """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
     """Bound nodes by path, each as `major:minor`; and bound directories, each as READ_ONLY or READ_WRITE with the
     inode number. A bound node is the same inode as on the host, so its mode and owner need not be recorded."""

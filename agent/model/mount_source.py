@@ -9,4 +9,4 @@ class MountSource:
 
     path: str
     components: tuple[str, ...]
-    """Each directory and symbolic link that `path` leads through, and the source itself."""
+    """Each directory and symbolic link that the configured path leads through, and the source itself."""

@@ -18,7 +18,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Route:
-    """A route that neither the kernel nor an address made."""
+    """A route, except those that the kernel adds and removes together with addresses."""
 
     family: int
     """AF_INET or AF_INET6."""

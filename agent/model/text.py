@@ -14,9 +14,9 @@ BLANK = frozenset(
 def printable(text: str) -> str:
     """Return the text with whitespace other than a space turned into spaces, and other invisible characters escaped.
 
-    So the text is one line.
-    Messages go to terminals, logs and JSON, and contain names of files that users other than root may choose. With
-    invisible characters, or those that change the writing direction, one name can look like another.
+    So the text is one line. Messages go to terminals, logs and JSON, and contain names of files that users other than
+    root may choose. With invisible characters, or those that change the writing direction, one name can look like
+    another.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from agent.system.copy import Copies
 
 READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read. In /proc/sys, the kernel refuses to read 4 MiB at once (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read, unless the caller gives a limit. In /proc/sys, the kernel refuses to read
+4 MiB at once (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
 """Suffix of the temporary file that replaces a file when it is complete."""
 BUS_LIMIT = 10.0
@@ -42,7 +43,10 @@ class System(Rooted):
         return run_checked(self._runner, argv, timeout)
 
     def run_tool(self, *argv: str, timeout: float) -> str:
-        """Run a program as `run` does, but let it write files of any size, and kill it if this process dies."""
+        """Run a program as `run` does, but let it use proxies and write files of any size.
+
+        It is killed if this process dies.
+        """
         return run_checked(self._tool_runner, argv, timeout)
 
     def call(
@@ -233,7 +237,7 @@ class System(Rooted):
         self.sync_directory(os.path.dirname(new))
 
     def copy(self, reading: BinaryIO, target: str, mode: int, copies: "Copies") -> None:
-        """Copy the data of an open file to a new one, as one of `copies`."""
+        """Copy the data of an open file to a new one, as one of `copies`. The caller syncs the directory."""
         copies.add(reading, opening.new_file(self._at(target, follow=False)), mode)
 
     def open_lock(self, path: str) -> int:

@@ -16,7 +16,7 @@ ANSWER_LIMIT = 1 << 16
 TIME_LIMIT = 10.0
 """Seconds for each operation on the connection."""
 MARGIN = 5.0
-"""Seconds that the whole request may take longer, because looking up a host's name has no limit of its own."""
+"""Seconds by which the whole request may exceed TIME_LIMIT. Looking up a host's name has no limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,10 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
 
 
 def _kubelet(system: System) -> tuple[str, ...] | None:
-    """Return the arguments of the oldest kubelet that runs as a service of root; None if there is none."""
+    """Return the arguments of the kubelet that runs as a service of root; None if there is none.
+
+    If there are several, the one with the lowest process id counts.
+    """
     for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
         try:
             line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)

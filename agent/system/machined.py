@@ -9,7 +9,10 @@ MACHINED_MANAGER = f"{MACHINED}.Manager"
 
 
 def bind_mount(machine: str, path: str, *, read_only: bool, system: System) -> None:
-    """Bind a node to the same path in the machine, as machinectl(1) does. A second call would mount over the first."""
+    """Bind a node or directory to the same path in the machine, as machinectl(1) does.
+
+    A second call would mount over the first.
+    """
     make_directories = True
     arguments = (machine, path, path, read_only, make_directories)
     method = f"{MACHINED_MANAGER}.BindMountMachine"

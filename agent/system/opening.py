@@ -1,4 +1,5 @@
-"""Opens files without blocking and without opening devices. No other module opens files (tests/project/test_layers.py).
+"""Opens files without blocking, and devices only by `stream`. Few other modules open files (DOORS in
+tests/project/test_layers.py).
 
 Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a watchdog
 starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.

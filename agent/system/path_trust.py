@@ -18,9 +18,9 @@ def untrusted_component(
 ) -> str:
     """Say which component of a path, the first from / on, users other than root control; empty if there is none.
 
-    Links are followed. With `any_last_owner`, the owner of the last component does not matter, if only root can replace
-    it. `trusted` has the ids of users who count as root. The walk ends without a fault at a missing component, and at a
-    file, which `file_fault` checks. Raises OSError if a component could not be observed.
+    Links are followed. The check ends at a missing component, and at a file: `file_fault` checks files. With
+    `any_last_owner`, any user may own the last component, if only root can replace it. `trusted` has the ids of users
+    who count as root. Raises OSError if a component could not be observed.
     """
     writable_by_others = ""
     try:

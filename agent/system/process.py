@@ -15,8 +15,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C",
 }
-"""The whole environment of the programs that the agent runs. Nothing is inherited (CVE-2025-23266), and messages are
-not translated."""
+"""The whole environment of the programs that the agent runs. Nothing is inherited (CVE-2025-23266), except the settings
+of proxies by `System.run_tool`. Messages are not translated."""
 
 
 class Completed:
@@ -38,8 +38,9 @@ class TimeLimitError(Exception):
 Runner = Callable[[tuple[str, ...], float], Completed]
 """Runs a program and returns the result. Takes the arguments and the time limit in seconds.
 
-The program runs in `/` with ENVIRONMENT and an empty standard input. Raises FileNotFoundError or PermissionError if it
-cannot start, TimeLimitError if it was killed at its time limit, and TimeoutError if not even SIGKILL ended it.
+The program runs in `/` with ENVIRONMENT and an empty standard input. Raises OSError if it cannot start
+(FileNotFoundError if there is no such program), TimeLimitError if it was killed at its time limit, and TimeoutError if
+not even SIGKILL ended it.
 """
 
 
@@ -47,8 +48,8 @@ Bus = Callable[[str, str, str, str, tuple[object, ...], float], tuple[object, ..
 """Calls a method on the system bus and returns its result, in which a variant is a pair of signature and value.
 
 Takes the service, the object path, interface and member joined by a dot, the signature, the arguments, and the time
-limit in seconds. The method may be called twice if the bus restarts meanwhile. Raises BusError; its cause is a
-TimeoutError if there was no answer in time.
+limit in seconds. The method may be called twice if the connection breaks before the answer. Raises BusError; its cause
+is a TimeoutError if there was no answer in time.
 """
 
 

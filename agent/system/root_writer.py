@@ -50,7 +50,7 @@ class RootWriter:
         self.stream(path, (content,), mode)
 
     def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
-        """Replace a file as `write` does, by content that comes in chunks. What the iterable raises changes nothing."""
+        """Replace a file as `write` does, by content in chunks. If the iterable raises an error, the old file stays."""
 
         def fill(writing: int) -> None:
             for chunk in chunks:
@@ -59,7 +59,7 @@ class RootWriter:
         self._replace(path, mode, fill)
 
     def copy(self, source: str, path: str, mode: int) -> None:
-        """Replace a file by a copy of a file on the host, which only root may be able to write."""
+        """Replace a file by a copy of `source`, a file on the host. The caller ensures that only root can write it."""
         with opening.plain(source) as reading:
             self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
 
@@ -129,7 +129,7 @@ class RootWriter:
         return descriptor
 
     def _open(self, path: str, flags: int) -> int:
-        """Open a path as a program in the root would. Without O_PATH, only directories may be opened."""
+        """Open a path as a program in the root would. `flags` has O_PATH or O_DIRECTORY: opening a FIFO may block."""
         with _Closing(os.open(self._root, DIRECTORY)) as root:
             return _openat2(root, path, flags)
 

@@ -47,7 +47,7 @@ class Rooted:
         return found is not None and stat.S_ISREG(found.st_mode)
 
     def is_mount(self, path: str) -> bool:
-        """Return whether a file system, or a single file, is mounted at the path."""
+        """Return whether a file system, or a file of another file system, is mounted at the path."""
         found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
         if found is None or above is None or stat.S_ISLNK(found.st_mode):
             return False
@@ -129,7 +129,7 @@ class Rooted:
         return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
 
     def _resolve(self, path: str) -> str:
-        """Return the path with links resolved as by realpath(3), but absolute links lead to a path below the root."""
+        """Return the path with links resolved; absolute links lead to a path below the root. It need not exist."""
         done, remaining, links = "/", [part for part in path.split("/") if part], 0
         while remaining:
             part = remaining.pop(0)

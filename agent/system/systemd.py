@@ -1,6 +1,7 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-Each function raises BusError, also if a value does not have the documented type: systemd's interface is stable.
+A `path` is that of a unit's object on the bus (ListedUnit.path). Each function raises BusError, also if a value does
+not have the documented type: systemd promises that these types do not change.
 """
 
 from collections.abc import Iterable, Sequence

@@ -86,7 +86,7 @@ def _drm_device(device: _Device) -> DrmDevice | None:
 
 
 class Event(Protocol):
-    """The part of pyudev.Device that is used here; pyudev has no type annotations."""
+    """What a monitor received: the part of pyudev.Device that is used for events."""
 
     subsystem: str
     action: str
