@@ -99,8 +99,11 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
 def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit without waiting. Return the path of the job's object, for `is_queued`."""
     # With "fail", the job does not replace the jobs of the host's shutdown.
-    (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
-    return str(job)
+    answer = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+    match answer:
+        case (str(job),):
+            return job
+    raise BusAnswerError(f"{verb} {unit}: unexpected answer {answer!r}")
 
 
 def is_queued(job: str, system: System) -> bool:

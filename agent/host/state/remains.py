@@ -5,6 +5,7 @@ from contextlib import suppress
 from agent.model.paths import (
     CONDITIONS,
     DETACHED_GPUS,
+    GPU_FAULTS,
     KERNEL_LOG_READ,
     LOST_GPUS,
     MACHINES_STATE,
@@ -24,7 +25,7 @@ from agent.model.paths import (
 )
 from agent.system.files import NEW, System
 
-HOST_FILES = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE)
+HOST_FILES = (CONDITIONS, DETACHED_GPUS, GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE)
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:

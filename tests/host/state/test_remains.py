@@ -2,7 +2,16 @@
 
 import pytest
 
-from agent.model.paths import MANIFESTS, OWNED, conditions_file, granted_file, live_file, nspawn_file, unit_drop_in
+from agent.model.paths import (
+    GPU_FAULTS,
+    MANIFESTS,
+    OWNED,
+    conditions_file,
+    granted_file,
+    live_file,
+    nspawn_file,
+    unit_drop_in,
+)
 from agent.system.files import NEW
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -17,8 +26,8 @@ def temporary(path: str) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [OWNED, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE), live_file(MACHINE),
-     granted_file(FORMER), conditions_file(FORMER)],
+    [OWNED, GPU_FAULTS, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE),
+     live_file(MACHINE), granted_file(FORMER), conditions_file(FORMER)],
 )  # fmt: skip
 def test_a_pass_removes_what_a_killed_writer_left(gpu_host: Host, path: str) -> None:
     """This includes a machine that is no longer configured."""
