@@ -16,8 +16,7 @@ class EventLog:
     """Logs the results of passes. It remembers what it has logged."""
 
     def __init__(self) -> None:
-        self.failed: tuple[str, ...] = ()
-        """Failures of the last pass."""
+        self.last_failures: tuple[str, ...] = ()
         self._problems: tuple[str, ...] = ()
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
 
@@ -49,10 +48,13 @@ class EventLog:
         return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
-        """Log the failures that the previous pass did not have. If it had some and this one has none, log that."""
+        """Log the failures that the previous pass did not have, with the traceback of `cause`.
+
+        If the previous pass had failures and this one has none, log that.
+        """
         for sentence in failures:
-            if sentence not in self.failed:
+            if sentence not in self.last_failures:
                 log.error("%s", one_line(sentence), exc_info=cause)
-        if self.failed and not failures:
+        if self.last_failures and not failures:
             log.info("recovered: the last pass had no failure")
-        self.failed = failures
+        self.last_failures = failures

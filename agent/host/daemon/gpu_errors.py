@@ -68,14 +68,14 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def needs_pass(self) -> bool:
-        """Read new records and return whether one is a fatal error. Raises OSError if the log can no longer be read."""
+        """Read new records and return whether a fatal error was recorded. Raises OSError if the log cannot be read."""
         fatal = self.read()
         if self._log is None:
             raise OSError(self.error)
         return fatal
 
     def read(self) -> bool:
-        """Read new records and return whether one is a fatal error. If the log fails, `error` has the reason."""
+        """Read new records and return whether a fatal error was recorded. If the log fails, `error` has the reason."""
         if self._log is None:
             self._listen()
         if self._log is None:

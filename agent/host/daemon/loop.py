@@ -41,8 +41,8 @@ Progress = Callable[[str], None]
 PROGRESS_INTERVAL = 1.0
 """Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains,
-for which the process may be suspended."""
+"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains:
+systemd does not kill a process that was suspended for that long."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's interval is equally long."""
 
@@ -62,11 +62,11 @@ class Timing:
 
     interval: float = 60.0
     pending: float = 5.0
-    """Delay between passes while a machine has not answered its handoff, if reports are not watched."""
+    """Delay between passes while a machine is pending (agent.host.outcome), if reports are not watched."""
     pending_watched: float = 15.0
     """The same delay if reports are watched. Passes are still needed, because some changes cause no event."""
     pending_limit: float = 120.0
-    """After this time without an answer, `interval` applies: an image without the machine half never answers."""
+    """After this time, `interval` applies again: an image without the machine half never answers its handoff."""
     back_off: float = 5.0
     """Delay after a failed pass. Each further failure doubles it, up to `interval`."""
     jitter: float = 0.1
@@ -76,7 +76,7 @@ class Timing:
 
     @property
     def evidence(self) -> float:
-        """How long an observation counts as fresh, which is also how long a pass may take."""
+        """How long an observation counts as fresh. If no pass ends for this long, /livez and /healthz report that."""
         return 3 * self.interval
 
 
@@ -108,7 +108,7 @@ class Daemon:
         self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence)
         self._outcome: Outcome | None = None
         self._observed = 0.0
-        """When the host was last observed completely, in seconds since the epoch."""
+        """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
         self._why_stale = "the first pass has not finished"
         """Why there is no fresh observation; empty after a completed pass."""
         self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
@@ -140,7 +140,7 @@ class Daemon:
                     self._metrics.convergence.begin(self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. Keep the current one if it is invalid, or its address cannot be bound."""
+        """Read the configuration again. Keep the old one if the new one is invalid, or its address cannot be bound."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
@@ -161,7 +161,7 @@ class Daemon:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
         started = time.monotonic()
-        # Read the kernel log first, so that the pass sees which GPUs it reports as lost.
+        # Read the kernel log first, so that the pass sees which GPUs the log reports as lost.
         self._gpu_errors.read()
         try:
             with signals.in_pass():
@@ -179,7 +179,7 @@ class Daemon:
             self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._event_log.outcome(outcome)
             actions = outcome.sentences
-        failures, seconds = self._event_log.failed, round(time.monotonic() - started, 3)
+        failures, seconds = self._event_log.last_failures, round(time.monotonic() - started, 3)
         self._passes.append(statusz.Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
@@ -232,8 +232,8 @@ class Daemon:
 
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Return every configured machine. A machine that no pass has evaluated yet has no conditions."""
-        known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
-        return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
+        evaluated = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
+        return tuple(evaluated.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
         self._publisher.publish(

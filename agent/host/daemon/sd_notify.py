@@ -48,7 +48,7 @@ def watchdog_interval(environment: Mapping[str, str]) -> float:
 
 
 def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
-    """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)). Close any other descriptor.
+    """Return the listening stream sockets that systemd passed to this process (sd_listen_fds(3)). Close other sockets.
 
     Call this only once, because each call would return objects for the same descriptors.
     """

@@ -23,7 +23,7 @@ class View:
     outcome: Outcome | None = None
     """The last outcome; None if it is not fresh. The metrics that are computed from it are then omitted."""
     observed: float = 0.0
-    """When the host was last observed, in seconds since the epoch; 0 if it has not been observed yet."""
+    """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
     config_good: bool = True
     config_loaded: float = 0.0
     """When the configuration in force was read, in seconds since the epoch."""

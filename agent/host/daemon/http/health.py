@@ -53,7 +53,7 @@ Check: TypeAlias = tuple[bool, str, str]
 def pages(
     machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
 ) -> dict[str, Page]:
-    """Return the health pages by path. `not_seen` says what has not been observed lately, and why; otherwise empty.
+    """Return the health pages by path. `not_seen` says what could not be observed, and why; empty if all could be.
 
     `notes` are further checks on the verbose page of /readyz. They do not affect its status.
     """

@@ -31,7 +31,7 @@ class State:
     why_stale: str
     """Why there is no fresh observation; empty if there is one."""
     observed: float
-    """When the host was last observed, in seconds since the epoch; 0 if it has not been observed yet."""
+    """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
     config_good: bool
     config_loaded: float
     """When the configuration in force was read, in seconds since the epoch."""

@@ -107,6 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send a short error in plain text. The base class calls this method too, such as for malformed requests."""
+        # The base class sends 501 for a method that this class does not have.
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self._answer(Page(status, f"{status.phrase}\n".encode()))
 

@@ -126,24 +126,24 @@ class Wakeups:
         """Wait for events. Return the name of the first source that needs a pass; empty on timeout or a signal."""
         deadline = time.monotonic() + seconds
         # This includes events that came during the last pass. A dict keeps the order of the sources.
-        events = dict.fromkeys(self._due(self._tracked))
+        due = dict.fromkeys(self._due(self._tracked))
         self.first = last = time.monotonic()
         while not interrupt.pending:
             now = time.monotonic()
-            until = self._pass_time(self.first, last) if events else deadline
+            until = self._pass_time(self.first, last) if due else deadline
             if now >= until:
                 break
             new = self._due(self._ready(until - now, interrupt))
             if new:
                 last = time.monotonic()
-                self.first = self.first if events else last
-                events |= dict.fromkeys(new)
-        if not events or interrupt.pending:
+                self.first = self.first if due else last
+                due |= dict.fromkeys(new)
+        if not due or interrupt.pending:
             return ""
         self._last_wakeup = time.monotonic()
         for tracked in self._tracked:
-            tracked.tally.wakeups += tracked.source.name in events
-        return next(iter(events))
+            tracked.tally.wakeups += tracked.source.name in due
+        return next(iter(due))
 
     def _pass_time(self, first: float, last: float) -> float:
         """Return when to begin the pass for events that came between `first` and `last`."""

@@ -50,8 +50,8 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
     def matters(directory: str, name: str) -> bool:
         if directory == DEV:
             return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
-        # Other directories hold daemons' sockets. Clients may write there, so only the existence of these directories
-        # matters.
+        # Directories below /dev hold nodes, so every name matters. All others hold daemons' sockets; clients may write
+        # there, so only the existence of these directories matters.
         return name == ANY or directory.startswith(f"{DEV}/")
 
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
@@ -104,7 +104,7 @@ class NewReports:
 
     def __init__(self, system: System, clock: Callable[[], float] = time.monotonic) -> None:
         self._system, self._clock = system, clock
-        self._known: dict[str, tuple[bytes, float]] = {}
+        self._last: dict[str, tuple[bytes, float]] = {}
         """Digest and time of the last report, by directory."""
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
 
@@ -116,10 +116,10 @@ class NewReports:
         if name not in (REPORT_NAME, ANY):
             return False
         now, digest = self._clock(), self._digest(directory)
-        # A new machine has no report yet. That is no change, and needs no pass: prepare@ makes one.
-        known, since = self._known.get(directory, (NONE, now))
-        self._known[directory] = digest, now
-        if digest == known and now - since < HEARTBEAT:
+        # A new machine has no report yet. That is no change, and needs no pass: prepare@ makes a pass at each start.
+        last_digest, last_time = self._last.get(directory, (NONE, now))
+        self._last[directory] = digest, now
+        if digest == last_digest and now - last_time < HEARTBEAT:
             return False
         passes = self._passes[directory]
         if len(passes) == MANY and now - passes[0] < PERIOD:

@@ -1,4 +1,4 @@
-"""Watches devices and drivers. udevd sends an event once it has made or removed the device's nodes."""
+"""Watches devices and drivers. udevd sends an event after it has run the device's rules, which may make nodes."""
 
 import contextlib
 import errno
@@ -60,6 +60,7 @@ class Udev:
             if matters(device, self._modules):
                 break
         else:
+            # The socket stays readable if there are more events, so the next call comes at once.
             return False
         self._drain(self._socket)
         return True
