@@ -191,10 +191,10 @@ class RemoveLeftover:
 
 @dataclass(frozen=True, slots=True)
 class ForgetHost:
-    """Remove the record of the host as it was found."""
+    """Remove the cache of fetched programs, then the record of the host as it was found."""
 
     def describe(self) -> str:
-        return "remove the record of the host as it was found"
+        return "remove the fetched programs and the record of the host as it was found"
 
 
 Action: TypeAlias = (

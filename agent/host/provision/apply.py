@@ -1,4 +1,4 @@
-"""Runs the steps of `up` and `reset`. Each step can be repeated, wherever it was interrupted."""
+"""Runs the steps of `up` and `reset`. Wherever a step was interrupted, the same command can be run again."""
 
 import hashlib
 import threading
@@ -63,6 +63,8 @@ from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
 """Seconds that a machine may take to stop. Its pods have 30 s by default, its services 90 s."""
+SYNC_LIMIT = 300.0
+"""Seconds to write a root file system to disk. Most of it was synced when the image was unpacked."""
 REMOVE_LIMIT = 600.0
 """Seconds to remove a directory, which may be a whole root file system."""
 LOCK_WAIT = 60.0
@@ -79,7 +81,7 @@ class Tools:
     system: System
     network: NetworkSource
     image: ImageSettings | None = None
-    """Where images come from; None for `reset`, which needs none."""
+    """Where images come from; None if no root file system is made."""
 
 
 def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
@@ -101,7 +103,7 @@ def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) ->
         except BaseException as error:
             failures.append(error)
 
-    # Daemon threads, so that an interrupted command ends.
+    # Daemon threads, so that the process ends if it is interrupted while it waits for them.
     threads = [threading.Thread(target=call, args=(action,), daemon=True) for action in actions[1:]]
     for thread in threads:
         thread.start()
@@ -135,7 +137,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
         case RestoreHost(found, _):
             undo_host(found, system)
         case StageRoot(image, staged):
-            assert tools.image, "reset makes no root file system"
+            assert tools.image, "a root file system is made from an image"
             unpack(tools.image, image, staged, system, progress)
         case FetchBinaries(binaries):
             for binary in binaries:
@@ -200,7 +202,7 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     from agent.host.provision.archives import put_programs
 
     programs = put_programs(binary, system.full_path(path), writer)
-    # Network plugins put their own editions of the CNI plugins into that directory.
+    # The CNI plugins need not stay as they are: network plugins replace some with their own editions.
     return programs if binary.archive == "program" else {}
 
 
@@ -211,7 +213,7 @@ def _publish(action: PublishRoot, system: System) -> None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
     record = replace(action.record, inode=inode, made=time.time())
     NODE_RECORDS.write(record_paths(action.machine), record, system)
-    system.run("sync", "--file-system", system.full_path(action.staged), timeout=STOP_LIMIT)
+    system.run("sync", "--file-system", system.full_path(action.staged), timeout=SYNC_LIMIT)
     system.rename(action.staged, machine_root(action.machine))
 
 

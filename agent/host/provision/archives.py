@@ -47,7 +47,7 @@ class _Metered:
         try:
             return self._content.read(size)
         except gzip.BadGzipFile as error:
-            # It is an OSError, which the writer would take for one of the file that it writes.
+            # BadGzipFile is an OSError: the writer would take it for a failure of the file that it writes.
             raise tarfile.ReadError(str(error)) from error
 
 

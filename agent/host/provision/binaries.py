@@ -1,6 +1,6 @@
 """Fetches a node's programs from a mirror or an offline bundle, and verifies them against the configured digests.
 
-Verified files stay in a cache, named by their digests, so rebuilding a node needs no network for them.
+Verified files stay in a cache, named by their digests, so rebuilding a node does not fetch them again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ million."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
-    """Return the programs to put into a root file system. `architecture` has Go's name."""
+    """Return the programs to put into a root file system. `architecture` is one of Go's names, such as amd64."""
     settings = node.binaries
     if settings is None:
         return ()
@@ -78,7 +78,7 @@ def cached(binary: NodeBinary, directory: str) -> str:
 
 
 def check_source(binary: NodeBinary, system: System) -> None:
-    """Check that the program is where `fetch` would take it from. Raises ApplyError or OSError."""
+    """Check that the mirror or the bundle has the program, even if the cache has it. Raises ApplyError or OSError."""
     if "://" not in binary.source:
         if not system.is_file(binary.source):
             raise ApplyError(f"{binary.source}: no such file", "put the file there, or correct binaries.bundle")
@@ -169,7 +169,7 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
 
 def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
     mirror = settings_of(binary).rpartition(" ")[2]
-    return ApplyError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or .bundle")
+    return ApplyError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or binaries.bundle")
 
 
 def _chunks(source: BinaryIO | http.client.HTTPResponse) -> Iterator[bytes]:

@@ -26,4 +26,5 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
         "name a server there that pods can reach, or write its address into a file of the image and set "
         "node.kubelet.configuration.resolvConf to it"
     )
-    return [Check("dns", f"{path} {what}: cluster DNS would not resolve other names", advice, machine, required=False)]
+    what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"
+    return [Check("dns", what, advice, machine, required=False)]

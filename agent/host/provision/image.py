@@ -12,8 +12,9 @@ from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
 from agent.system.files import System
 
-PLAIN, NVIDIA = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
-"""The images in a repository; the second one has the NVIDIA Container Toolkit."""
+PLAIN_IMAGE, NVIDIA_IMAGE = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
+"""The images in a repository; the second one has the NVIDIA Container Toolkit. Other vendors' GPUs need no such
+programs."""
 REGISTRY = "docker://"
 ARCHIVE = "docker-archive:"
 LAYOUT = re.compile(r"oci:(?P<directory>/.*?)(:[^/:]*)?")
@@ -31,7 +32,7 @@ UNPACKED = 3
 
 def choose_image(settings: ImageSettings, nvidia: bool) -> str:
     """Return the configured name of the image for a machine with or without an NVIDIA GPU. It may have no digest."""
-    return settings.name or f"{settings.repository}/{NVIDIA if nvidia else PLAIN}:{settings.tag}"
+    return settings.name or f"{settings.repository}/{NVIDIA_IMAGE if nvidia else PLAIN_IMAGE}:{settings.tag}"
 
 
 def go_architecture(system: System) -> str:
@@ -42,30 +43,30 @@ def go_architecture(system: System) -> str:
 
 
 def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
-    """Ask an image's source for its digest, architecture and size. Writes nothing.
+    """Ask an image's source for its digest, architecture and size. Leaves no files behind.
 
     Even with a mirror, the image's own registry decides which digest a tag has. Raises AgentError, for example if the
     image is for another architecture.
     """
     architecture = go_architecture(system)
     _check_umoci(system)
-    source = access_options(settings, name, "", system)
+    access = access_options(settings, name, "", system)
     if name.startswith(REGISTRY):
         repository, pin = _split(name)
         if not pin:
-            pin = _digest(_raw_manifest(source, name, system))
-        digest, manifest = _pinned(source, f"{_mirrored(repository, settings)}@{pin}", system)
+            pin = _digest(_raw_manifest(access, name, system))
+        digest, manifest = _pinned(access, f"{_mirrored(repository, settings)}@{pin}", system)
         if "manifests" in manifest:
             pin = _digest_for(architecture, name, manifest)
-            digest, manifest = _pinned(source, f"{_mirrored(repository, settings)}@{pin}", system)
+            digest, manifest = _pinned(access, f"{_mirrored(repository, settings)}@{pin}", system)
         pinned = f"{_mirrored(repository, settings)}@{digest}"
     else:
-        raw, pinned = _raw_manifest(source, name, system), name
+        raw, pinned = _raw_manifest(access, name, system), name
         digest, manifest = _digest(raw), parse_object(name, raw)
         if "manifests" in manifest:
             digest = _digest_for(architecture, name, manifest)
             manifest = parse_object(name, _blob(name, digest, system))
-    config = parse_object(name, _inspect(source, pinned, system, "--config"))
+    config = parse_object(name, _inspect(access, pinned, system, "--config"))
     image_architecture = get(name, config, "architecture", str)
     if image_architecture != architecture:
         raise ObservationError(
@@ -100,22 +101,23 @@ def _check_umoci(system: System) -> None:
         )
 
 
-def _inspect(source: tuple[str, ...], name: str, system: System, what: str) -> bytes:
+def _inspect(access: tuple[str, ...], name: str, system: System, what: str) -> bytes:
+    """Return what skopeo prints; `access` is from `access_options`, and `what` the option that says what to print."""
     try:
         # run_tool, because skopeo writes a temporary file for a compressed archive.
-        printed = system.run_tool("skopeo", "inspect", what, *source, name, timeout=ASK_LIMIT)
+        printed = system.run_tool("skopeo", "inspect", what, *access, name, timeout=ASK_LIMIT)
     except CommandError as error:
         raise explained(error, name) from error
     return printed.encode(errors="surrogateescape")
 
 
-def _raw_manifest(source: tuple[str, ...], name: str, system: System) -> bytes:
-    return _inspect(source, name, system, "--raw")
+def _raw_manifest(access: tuple[str, ...], name: str, system: System) -> bytes:
+    return _inspect(access, name, system, "--raw")
 
 
-def _pinned(source: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
+def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
     """Return digest and manifest of an image whose name has a digest."""
-    raw, digest = _raw_manifest(source, name, system), name.rpartition("@")[2]
+    raw, digest = _raw_manifest(access, name, system), name.rpartition("@")[2]
     if _digest(raw) != digest:
         raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
     return digest, parse_object(name, raw)

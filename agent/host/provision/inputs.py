@@ -22,7 +22,7 @@ def node_inputs(
     system: System,
     address: Callable[[], str] = default_address,
 ) -> NodeInputs:
-    """Return the inputs of a machine's node. Raises AgentError or OSError."""
+    """Return the inputs of a machine's node, without the labels for its GPUs. Raises AgentError or OSError."""
     settings = config.machines[machine]
     node = settings.node
     assert node, "the machine is a node"

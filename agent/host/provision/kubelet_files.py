@@ -64,7 +64,7 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
 def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
     """Return the KubeletConfiguration. The settings' own fields override the agent's."""
     kubelet = settings.kubelet
-    agents: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "authentication": {
@@ -84,7 +84,7 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
     }
-    return _merged(agents, kubelet.configuration)
+    return _merged(defaults, kubelet.configuration)
 
 
 def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:

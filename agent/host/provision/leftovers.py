@@ -35,21 +35,23 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     """Return what was added after the network was found, divided into what to remove and what to keep."""
     links = [each for each in now.links if each not in found.links]
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]
-    names = {each.name for each in node_links}
+    node_devices = {each.name for each in node_links}
     routes = [each for each in now.routes if each not in found.routes]
-    # Leave out routes of new interfaces: they disappear with a node's interface, and do not belong to a node otherwise.
+    # Leave out routes of new interfaces: those of a node's interface disappear with it, and no others are a node's.
     new_names = {each.name for each in links}
     other_routes = [each for each in routes if each.device not in new_names]
     node_routes = [each for each in other_routes if each.destination and each.protocol in PROTOCOLS]
-    used = {each.table for each in (*found.routes, *routes) if each.device not in names and each not in node_routes}
+    # A new rule is a node's if it names a node's interface, or leads to a table in which no route will stay.
+    staying = (each for each in (*found.routes, *routes) if each not in node_routes and each.device not in node_devices)
+    used = {each.table for each in staying} | MAIN_TABLES
     rules = [each for each in now.rules if each not in found.rules]
-    unused = [each for each in rules if names & {each.incoming, each.outgoing} or each.table not in used | MAIN_TABLES]
+    node_rules = [each for each in rules if node_devices & {each.incoming, each.outgoing} or each.table not in used]
     kept: list[Leftover] = [each for each in links if each not in node_links]
     kept += [each for each in other_routes if each not in node_routes]
-    kept += [each for each in rules if each not in unused]
+    kept += [each for each in rules if each not in node_rules]
     # If a program had chains of Kubernetes before, or they could not be listed, all its chains stay.
-    known = {each.program for each in found.chains}
+    had_chains = {each.program for each in found.chains}
     chains = [each for each in now.chains if each.table and each not in found.chains]
-    kept += [each for each in chains if each.program in known]
-    node_chains = [each for each in chains if each.program not in known]
-    return Leftovers((*node_chains, *unused, *node_routes, *node_links), tuple(kept))
+    kept += [each for each in chains if each.program in had_chains]
+    node_chains = [each for each in chains if each.program not in had_chains]
+    return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))

@@ -8,7 +8,7 @@ from agent.host.state.owned_files import MARK
 from agent.model.node import NodeFile
 
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
-"""Images have no /etc/hosts, without which the kubelet starts no pod on the host's network."""
+"""Images have no /etc/hosts, without which the kubelet starts no pod with hostNetwork."""
 SYSCTLS = "/etc/sysctl.d/90-unbounded-agent.conf"
 
 

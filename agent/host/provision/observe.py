@@ -15,7 +15,7 @@ from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
 WANTED_BY = {"machines.target": "multi-user.target"}
-"""The target that wants each unit that `up` enables, if it is not machines.target, which wants machines' units."""
+"""The target that wants a unit that `up` enables. For machines' units, which are not listed, it is machines.target."""
 COPY = ".copy.json"
 
 
@@ -43,7 +43,7 @@ class NodeFacts:
 
 
 def observe_node(machine: str, system: System) -> NodeFacts:
-    """Return the facts of one machine. Raises OSError if directories of systemd cannot be listed."""
+    """Return the facts of one machine. Raises OSError, for example if MACHINE_ROOTS cannot be listed."""
     return NodeFacts(
         machine=machine,
         root=_root(machine, system),

@@ -94,7 +94,7 @@ def needs_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
 
 
 def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
-    """Return the steps that record the host as it was found and, if the goal `changes` it, then change it.
+    """Return the steps that record the host as it was found and, with `changes`, those that change it to the goal.
 
     A record that is damaged, or lost after a node was made, is never replaced.
     """
@@ -113,7 +113,7 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
 
 
 def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
-    """Return the steps that make a root file system. A running machine is stopped only once the new one is complete."""
+    """Return the steps that make a root file system. A machine keeps its old one until the new one is complete."""
     unpacked, staged = staged_root(facts.machine, goal.image.digest), staged_root(facts.machine, _digest(goal))
     usable = staged if staged in facts.staged else unpacked
     stale = tuple(RemoveTree(path) for path in facts.staged if path != usable)
@@ -130,7 +130,8 @@ def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
 def _digest(goal: RootGoal) -> str:
     """Return a digest of the image, the programs and the paths of files that a root file system is made from.
 
-    A root file system that has been filled, even in part, is only used by an attempt that fills it with the same.
+    A root file system that has been filled, even in part, is only used by an attempt that puts the same programs, and
+    files with the same paths, into it. Such an attempt writes the files again, whatever they contained.
     """
     programs = [(each.path, each.sha256) for each in goal.binaries]
     contents = (goal.image.digest, programs, [each.path for each in goal.files])
@@ -156,10 +157,10 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
-    known = isinstance(facts.record, NodeRecord)
-    if facts.enabled.get(unit) and known:
+    made_by_up = isinstance(facts.record, NodeRecord)
+    if facts.enabled.get(unit) and made_by_up:
         steps.append(DisableUnit(unit))
-    if known and unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
+    if made_by_up and unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
         steps.append(StopMachine(facts.machine))
     if not isinstance(facts.root, Absent):
         steps.append(RemoveRoot(facts.machine))

@@ -55,7 +55,7 @@ class Check:
     machine: str = ""
     """Empty if the check is about the host."""
     required: bool = True
-    """Whether no node can be made if it fails."""
+    """Whether the check must pass before a node can be made."""
     late: bool = False
     """Whether a check that failed may soon pass by itself, because the API server may not have started yet."""
 
@@ -78,7 +78,7 @@ def checked(name: str, check: Callable[[], str | Problem], machine: str = "") ->
 
 
 def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]:
-    """Return the checks of the host itself. A host on which no root file system is made needs fewer programs."""
+    """Return the checks of the host itself. Programs are checked only if a root file system is made."""
     return [
         checked("systemd", lambda: _systemd(facts)),
         checked("cgroups", lambda: _cgroups(system)),
@@ -195,7 +195,7 @@ def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
-    """Check that the programs are where they will be fetched from. Their digests are verified when they are fetched.
+    """Check that the mirrors or the bundle have the programs. Their digests are verified when they are fetched.
 
     Raises ApplyError or OSError.
     """

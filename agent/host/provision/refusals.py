@@ -1,7 +1,8 @@
 """Finds what a configuration asks for but no node can have, and says what to do instead. Pure.
 
-A kubelet may not give its own Node every label, and may not change the Node's taints after the registration
-(NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an administrator can do so, with kubectl.
+A kubelet may give its own Node only some of the labels in Kubernetes' namespaces, and may not change the Node's taints
+after the registration (NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an administrator can
+do so, with kubectl.
 """
 
 import json

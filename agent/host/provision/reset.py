@@ -53,7 +53,7 @@ class Reset:
     progress: Progress = lambda _: None
 
     def run(self) -> Ending:
-        """Remove the node, and compare the host with the record. Raises AgentError, before or between two steps."""
+        """Remove the node, and compare the host with the record. Raises AgentError, perhaps after some steps."""
         facts, host = observe_node(self.machine, self.system), self._host()
         removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):

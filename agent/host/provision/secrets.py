@@ -18,7 +18,7 @@ DIRECTORY = "CREDENTIALS_DIRECTORY"
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 """A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
 LIMIT = 1 << 16
-"""Bytes of a secret. The largest is a file with logins for many registries."""
+"""The most bytes that `read_secret` reads. A bootstrap token has 23."""
 
 
 def secret_file(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:

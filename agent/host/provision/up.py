@@ -17,7 +17,7 @@ from agent.host.provision.dns import check_dns
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
-from agent.host.provision.image import choose_image, inspect
+from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
 from agent.host.provision.inputs import node_inputs
 from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
@@ -38,9 +38,6 @@ from agent.model.paths import machine_root
 from agent.system.files import System
 from agent.system.https import ask
 from agent.system.network import NetworkSource
-
-PLAIN_IMAGE = "agent-ubuntu2404"
-"""The image for machines whose GPUs need no programs of their vendor (agent.vendors.host_vendor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Work:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing has to be made or changed."""
+        """Whether nothing has to be made or changed, apart from bootstrap tokens."""
         made = all(not node.make and all(node.facts.enabled.values()) for node in self.nodes)
         return made and not self.record and not self.host
 
@@ -145,7 +142,7 @@ class Provisioner:
             self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
 
     def late(self, work: Work) -> tuple[Check, ...]:
-        """Repeat the checks of API servers that failed but may soon pass. Return those that still may."""
+        """Repeat the checks of API servers that failed but may soon pass. Return those that failed so again."""
         waiting = {check.machine for check in work.failed if check.late}
         nodes = [node for node in work.nodes if node.machine in waiting]
         return tuple(check for node in nodes for check in self._server_checks(node) if check.late)
