@@ -103,7 +103,8 @@ def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System)
     match answer:
         case (str(job),):
             return job
-    raise BusAnswerError(f"{verb} {unit}: unexpected answer {answer!r}")
+        case _:
+            raise BusAnswerError(f"{verb} {unit}: unexpected answer {answer!r}")
 
 
 def is_queued(job: str, system: System) -> bool:
