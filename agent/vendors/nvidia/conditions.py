@@ -9,7 +9,7 @@ from agent.vendors.devices_present import common_fault
 from agent.vendors.nvidia.grant import misbound_gpus
 
 NEEDED_BY_ALL = {
-    DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 0"),
+    DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
 REINSTALL = "install the driver's user-space packages again and run ldconfig"

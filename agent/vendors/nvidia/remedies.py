@@ -26,7 +26,12 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",
         "systemctl reboot",
     ),
-    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("nvidia-smi", "nvidia-modprobe -u -c 0  # for each number"),
+    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): (
+        "nvidia-smi",
+        "nvidia-modprobe -c N  # for each missing /dev/nvidiaN; -c 255 for /dev/nvidiactl",
+        # With -u, any number but 0 would give /dev/nvidia-uvm a wrong minor.
+        "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
+    ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, "dmesg | grep -iE 'nvidia|nvrm'"),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
         "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",

@@ -53,7 +53,7 @@ def test_the_module_without_nodes(installed: Bed) -> None:
     assert installed.conditions()["DevicesPresent"]["reason"] == "NodesMissing"
     found = doctor(installed)
     assert "a CDI specification without devices" in found
-    assert "fix: nvidia-smi nvidia-modprobe -u -c 0" in re.sub(r" +", " ", found)
+    assert "fix: nvidia-smi nvidia-modprobe -c N" in re.sub(r" +", " ", found)
     assert "systemctl enable --now unbounded-agent" in found, "the service was not started"
 
 
