@@ -11,7 +11,7 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent, Unknown or False, if there is such a fault; otherwise None.
+    """Return DevicesPresent with the status Unknown or False if there is such a fault; otherwise None.
 
     `advice` returns what to do about GPUs without a driver, given their PCI addresses.
     """

@@ -77,7 +77,8 @@ class HostVendor(ABC):
     drivers: tuple[str, ...] = ()
     """Names of kernel drivers on the PCI bus. Machines can get GPUs that are bound to one of them, or to no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()
-    """Kinds of nodes that belong to a single GPU. A process that has none of them open does not use the GPU."""
+    """Kinds of nodes that show who uses a GPU: each such node belongs to one GPU, and every process that uses that GPU
+    has one of them open."""
     services: tuple[str, ...] = ()
     """Units whose state `observe` needs."""
     module_names: tuple[str, ...] = ()
@@ -115,9 +116,9 @@ class HostVendor(ABC):
         return ()
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
-        """Return the conditions from DriverLoaded to PersistenceMode. Pure.
+        """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode. Pure.
 
-        The message of a False condition says what to do next.
+        A vendor without GPUs returns none. The message of a False condition says what to do next.
         """
         return ()
 

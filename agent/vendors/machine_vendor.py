@@ -1,6 +1,7 @@
-"""The interface of a vendor to the machine half, which imports only the standard library.
+"""The interface of a vendor to the machine half.
 
-All methods are pure, except `generate` and `list_devices`.
+All methods are pure, except `generate`, `list_devices`, and `plugin_spec_problems`, which calls the given `exists`.
+A vendor's `machine.py` loads only the standard library. A method that needs another package imports it when called.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
-"""Characters of the longest TOML that is edited with its comments. tomlkit needs 0.6 s for that, and 21 s for 1 MiB."""
+"""Characters of the longest TOML that the agent edits. tomlkit needs 0.6 s for that many, and 21 s for 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,10 @@ class MachineVendor(ABC):
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU that a kubelet's device id or a CDI device name stands for; empty if there is none. Pure."""
+        """Return the id of the GPU or partition that a kubelet's device id or a CDI device name stands for. Pure.
+
+        Both kinds of names give the same id, such as a UUID or a PCI address; any other name gives an empty one.
+        """
 
     @abstractmethod
     def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":

@@ -16,8 +16,8 @@ LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 def normalised(spec: object) -> object:
     """Return the specification without empty values and with the lowest version.
 
-    A malformed specification is returned as it is. If all edits of a device are empty, which is invalid, they are kept.
-    `verify` reports both.
+    A malformed specification is returned as it is. A device without any edits, which is invalid, is kept. `verify`
+    reports both.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec

@@ -20,6 +20,7 @@ DEEPEST = 100
 """The largest number of nested levels; a specification has seven. The time that libyaml takes grows with the square of
 that number: 1 MiB of brackets would take minutes."""
 SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+"""Plain scalars that match OTHER_TYPE too, but that all runtimes read as the same text."""
 OTHER_TYPE = re.compile(
     r"|~|null|y|yes|true|on|n|no|false|off|<<"
     r"|[-+]?(0[box][0-9a-f_]+|\.?[0-9][0-9_]*(\.[0-9_]*)?(e[-+]?[0-9]+)?)",

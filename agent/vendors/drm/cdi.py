@@ -23,7 +23,7 @@ FOR_ALL_USERS = 0o006
 """Permission bits of a node that every user may read and write."""
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
-"""The group of all other DRM nodes, as in systemd's 50-udev-default.rules."""
+"""The group of all other nodes: render nodes and /dev/kfd. Both groups are as in systemd's 50-udev-default.rules."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ RECENT = 600.0
 SETTLED = 3600.0
 """Age of a Node, in seconds, at which it should have all its labels."""
 MANAGER = re.compile(r"gpu-?operator", re.IGNORECASE)
+"""Pattern of the names under which the GPU Operator owns fields of objects (metadata.managedFields)."""
 
 PLUGIN_LOGS = (
     (
@@ -188,7 +189,7 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
                 f"the GPU Operator keeps setting labels of node {name(node)} that something else changes",
                 f"{', '.join(sorted(deploy_labels)[:3])}: set by {entry['manager']} at {entry['time']}",
                 (
-                    "leave these labels as the Operator sets them: 0 pods of its driver and toolkit are right here",
+                    "leave these labels as the Operator sets them: no pods of its driver and toolkit are needed here",
                     f"{HELM} driver.enabled=false,toolkit.enabled=false",
                 ),
             )

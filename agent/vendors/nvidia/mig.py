@@ -41,8 +41,8 @@ def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
 
     A compute instance is complete if both it and its GPU instance have a node. The GPU instance is then complete too.
     """
-    known = frozenset(usable)
-    whole = frozenset(each for each in known if each.ci is not None and each.gpu_instance in known)
+    with_node = frozenset(usable)
+    whole = frozenset(each for each in with_node if each.ci is not None and each.gpu_instance in with_node)
     return whole | {each.gpu_instance for each in whole}
 
 

@@ -9,7 +9,8 @@ MESSAGE = re.compile(
     r"(?P<number>[0-9]{1,3})\b"
 )
 """The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
-the address. It must be at the start of a line: the name of a USB device, which anyone can choose, may come later."""
+the address. It must be at the start of a line: elsewhere, it could be part of a USB device's name, which anyone can
+choose."""
 OFF_THE_BUS = 79
 
 APPLICATION = {

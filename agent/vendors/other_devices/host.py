@@ -6,7 +6,7 @@ from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import OTHER_DEVICES
 from agent.system.seen import classify_error
 from agent.vendors.host_vendor import HostVendor, Sources
-from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, NodeChecker, device_class, missing_sentences
+from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, NodeChecker, device_class, missing_devices
 from agent.vendors.proc_devices import PROC_DEVICES
 
 
@@ -46,7 +46,7 @@ class OtherDevices(HostVendor):
             vendor=facts.vendor,
             nodes=tuple(sorted(nodes)),
             driver_files=False,
-            missing=missing_sentences(settings.devices, paths, kinds, facts.problems),
+            missing=missing_devices(settings.devices, paths, kinds, facts.problems),
         )
 
 

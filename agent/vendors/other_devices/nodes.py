@@ -118,7 +118,7 @@ class NodeChecker:
         if number is None:
             return None
         names = self._registered.get(number.major, frozenset())
-        if name := _first(names, GPU_DRIVERS):
+        if name := _first_match(names, GPU_DRIVERS):
             self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices")
             return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
@@ -160,20 +160,20 @@ class NodeChecker:
         return False
 
 
-def _first(names: Collection[str], patterns: Iterable[str]) -> str:
+def _first_match(names: Collection[str], patterns: Iterable[str]) -> str:
     return next((name for name in sorted(names) for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
-def missing_sentences(
+def missing_devices(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return a sentence for each requested class or path that has no node in `nodes` (kinds by path). Pure."""
-    sentences = []
+    """Return, in words, each requested class or path that has no node in `nodes` (kinds by path). Pure."""
+    missing = []
     for name in wanted:
         requested = device_class(name)
         if requested.kind not in nodes.values():
-            sentences.append(f'devices "{name}" ({requested.advice})')
+            missing.append(f'devices "{name}" ({requested.advice})')
     for path in paths:
         if path not in nodes:
-            sentences.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))
-    return tuple(sentences)
+            missing.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))
+    return tuple(missing)

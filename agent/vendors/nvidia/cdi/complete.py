@@ -39,7 +39,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         mounted = strings(common, "mounts", "hostPath")
         hooks = objects(common, "hooks")
         linked = {each.partition("::")[2] for hook in hooks for each in items(hook, "args") if isinstance(each, str)}
-        known = {
+        ldcache_arguments = {
             each
             for hook in hooks
             if _kind(hook) == "update-ldcache"
@@ -60,7 +60,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
     hooks = _extended(hooks, "create-symlinks", arguments, first=True)
     folders = {f"/{posixpath.dirname(file.target)}" for file in files if _is_library(file)}
-    arguments = [argument for folder in sorted(folders - known) for argument in ("--folder", folder)]
+    arguments = [argument for folder in sorted(folders - ldcache_arguments) for argument in ("--folder", folder)]
     hooks = _extended(hooks, "update-ldcache", arguments)
     added = document | {"containerEdits": common | environment | {"mounts": mounts, "hooks": hooks}}
     return added, tuple(file.target for file in files)

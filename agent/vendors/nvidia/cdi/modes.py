@@ -27,10 +27,10 @@ ALL = "all"
 """The device with all nodes of a mode. Mode imex also has a device for each channel."""
 
 BLOCKED_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
-"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (New in pkg/nvcdi/lib.go), which
-no mode needs. That initialises the GPUs, and hangs if a GPU hangs. So the search path starts with a directory of empty
-files with these names, which cannot be loaded. Without these files, nvidia-ctk might load the libraries in the
-machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (New in pkg/nvcdi/lib.go). That
+initialises the GPUs, and hangs if a GPU hangs. No mode needs it: libcuda's name has the version too. So the search path
+starts with a directory of empty files with these names, which cannot be loaded. Without these files, nvidia-ctk might
+load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)

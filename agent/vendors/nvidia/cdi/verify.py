@@ -14,7 +14,7 @@ from agent.model.handoff import Request
 from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import items, object_of, objects, strings
 from agent.vendors.machine_vendor import Verdict
-from agent.vendors.nvidia.cdi.verify_devices import is_partition, missing_gpus, missing_partitions, name_problems
+from agent.vendors.nvidia.cdi.verify_devices import devices_problems, is_partition, missing_gpus, missing_partitions
 from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
 
 KIND = "nvidia.com/gpu"
@@ -49,7 +49,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
             *_common_problems(common, request),
             *library_problems(common, request),
             *_environment_problems(common, request),
-            *name_problems(with_gpus, request),
+            *devices_problems(with_gpus, request),
         ]
         missing = missing_gpus(devices, request)
     except DocumentError as error:

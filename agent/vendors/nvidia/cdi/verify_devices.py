@@ -25,7 +25,7 @@ Device = tuple[str, dict[str, Any]]
 """The name and the edits of a device."""
 
 
-def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
+def devices_problems(devices: list[Device], request: Request) -> Iterator[str]:
     """Yield what is wrong with the devices.
 
     Each GPU or MIG device must be listed twice, by index and by UUID, and the device `all` must have all their nodes.
@@ -125,7 +125,7 @@ def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[st
         document = object_of(spec, "the specification")
         found = devices_of(document)
         granted = {device.path: device for device in request.devices}
-        incomplete = [name for name, edits in found if is_mig_name(name) and not _is_granted(edits, granted)]
+        incomplete = [name for name, edits in found if is_mig_name(name) and not _is_complete(edits, granted)]
     except DocumentError:
         return spec, ()
     if not incomplete:
@@ -137,7 +137,7 @@ def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[st
     return document | {"devices": listed}, tuple(incomplete)
 
 
-def _is_granted(edits: dict[str, Any], granted: Mapping[str, GrantedDevice]) -> bool:
+def _is_complete(edits: dict[str, Any], granted: Mapping[str, GrantedDevice]) -> bool:
     paths = strings(edits, "deviceNodes", "path")
     instances = [instance for path in paths & set(granted) if (instance := _instance(granted[path]))]
     return paths <= set(granted) and _is_mig_device(instances)

@@ -68,9 +68,9 @@ class Expectations:
         """Paths in pods of daemons' sockets, by path in the machine."""
         self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
         """Directories of the driver's files as containers see them."""
-        self.libraries = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
+        self.library_directories = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
         self.links = {f"/{file.target}" for file in request.files if file.link} | {
-            posixpath.join(directory, name) for directory in self.libraries for name in MADE_LINKS
+            posixpath.join(directory, name) for directory in self.library_directories for name in MADE_LINKS
         }
         """Links that a hook may make in containers: the driver root's own, and MADE_LINKS."""
 
@@ -88,7 +88,7 @@ def edits_problems(where: str, edits: dict[str, Any], expected: Expectations) ->
     for hook in objects(edits, "hooks"):
         yield from _hook_problems(where, hook, nodes, expected)
     for setting in items(edits, "env"):
-        if not _known_environment(setting, expected):
+        if not _variable_allowed(setting, expected):
             yield f"{where}: unexpected environment variable {setting!r}"
     groups = {number.gid for number in expected.live.values()} - {0}
     for gid in items(edits, "additionalGids"):
@@ -159,22 +159,22 @@ def _mount_points(file: str) -> tuple[str, ...]:
 def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], expected: Expectations) -> Iterator[str]:
     arguments = items(hook, "args")
     stage = "createRuntime" if arguments[1:2] == [MEMORY_LIMITS] else "createContainer"
-    known = (
+    well_formed = (
         not set(hook) - HOOK_KEYS
         and (hook.get("path"), hook.get("hookName")) == (HOOK, stage)
         and arguments[:1] == [posixpath.basename(HOOK)]
         and all(each == "NVIDIA_CTK_DEBUG=false" for each in items(hook, "env"))
     )
     match arguments[1:]:
-        case ["update-ldcache", *flags] if known:
+        case ["update-ldcache", *flags] if well_formed:
             wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in expected.directories]
-        case ["create-symlinks", *flags] if known:
+        case ["create-symlinks", *flags] if well_formed:
             wrong = [
                 each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, expected)
             ]
-        case [str(name), *flags] if known and name in expected.hooks:
+        case [str(name), *flags] if well_formed and name in expected.hooks:
             joined = " ".join(map(str, flags))
-            wrong = [] if re.fullmatch(_arguments(name, expected), joined) else [(joined, "")]
+            wrong = [] if re.fullmatch(_argument_pattern(name, expected), joined) else [(joined, "")]
         case _:
             yield f"{where}: unexpected hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
             return
@@ -182,7 +182,7 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], exp
         yield f"{where}: unexpected hook argument {arguments[1]} {flag} {value}"
 
 
-def _arguments(hook: str, expected: Expectations) -> str:
+def _argument_pattern(hook: str, expected: Expectations) -> str:
     """Return the pattern that the arguments of one of OTHER_HOOKS, joined by spaces, must match.
 
     It is what nvidia-ctk writes (internal/discover in the toolkit's source: hooks.go, compat_libs.go).
@@ -216,10 +216,10 @@ def _link_allowed(argument: str, nodes: Collection[str], expected: Expectations)
     if by_path:
         wanted = (leads_to, BY_PATH_KINDS[by_path["kind"]], by_path["address"].lower())
         return leads_to in nodes and wanted in expected.by_path
-    return link in expected.links and posixpath.dirname(leads_to) in expected.libraries
+    return link in expected.links and posixpath.dirname(leads_to) in expected.library_directories
 
 
-def _known_environment(setting: object, expected: Expectations) -> bool:
+def _variable_allowed(setting: object, expected: Expectations) -> bool:
     if not isinstance(setting, str):
         return False
     if setting in expected.environment:

@@ -54,7 +54,7 @@ class GpuList:
 
     gpus: tuple[Gpu, ...]
     unseen: str = ""
-    """Why minors and drivers may be missing in the list, so that nothing may be withdrawn; empty if it is complete."""
+    """Why the list may lack minors and drivers, so that nothing may be withdrawn; empty if it is complete."""
     problems: tuple[str, ...] = ()
 
 
@@ -80,15 +80,15 @@ def observe_gpus(
         elif not isinstance(information, Absent):
             unseen.append(information.why)
     if isinstance(pci, tuple):
-        bound = {each.address: each.driver for each in pci if _is_gpu(each)}
-        if known and not bound:
+        drivers = {each.address: each.driver for each in pci if _is_gpu(each)}
+        if known and not drivers:
             # A GPU leaves the driver's list before it leaves the bus.
             unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver has {', '.join(known)}")
     else:
-        bound = dict.fromkeys(known, KERNEL_DRIVER)
+        drivers = dict.fromkeys(known, KERNEL_DRIVER)
         unseen.append(pci.why)
     gpus = []
-    for address, driver in sorted(bound.items()):
+    for address, driver in sorted(drivers.items()):
         each = known.get(address, Information())
         why_lost, is_detached = lost.get(address, ""), address in detached
         gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached))

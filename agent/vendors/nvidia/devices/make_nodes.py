@@ -112,7 +112,7 @@ def expected_nodes(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: b
             nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",)))
     if "nvidia-uvm" in majors:
         uvm = majors["nvidia-uvm"]
-        # With -u, the number after -c counts from the first node of nvidia-uvm. The tools' node is made as well.
+        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The tools' node is made as well.
         nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
         nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
     return nodes

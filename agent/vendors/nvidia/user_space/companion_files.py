@@ -57,10 +57,11 @@ def observe_companions(
     `libraries` has the directories of the driver's libraries, libcuda's first.
     """
     firmware = _firmware_directories(location)
-    directories = {"libraries": tuple(libraries), "firmware": firmware, DATA: location.place.data}
+    on_host = {"libraries": tuple(libraries), "firmware": firmware, DATA: location.place.data}
     by_target: dict[str, Library] = {}
-    found: set[str] = set()
-    others: dict[str, tuple[str, ...]] = {}
+    found_groups: set[str] = set()
+    # For each group without a usable file of this version: the paths of its files of any version.
+    any_version: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
 
     def permitted(path: str) -> bool:
@@ -70,25 +71,27 @@ def observe_companions(
         return not fault
 
     for group in GROUPS:
-        if group.needs and group.needs not in found:
+        if group.needs and group.needs not in found_groups:
             continue
         target = group.target.format(version=version, triplet=triplet)
-        files = _find(system, group, version, directories, permitted)
+        files = _find(system, group, version, on_host, permitted)
         for name, real in files.items():
             by_target.setdefault(f"{target}/{name}", library(system, f"{target}/{name}", real))
         if files:
-            found.add(group.name)
+            found_groups.add(group.name)
         else:
-            others[group.name] = tuple(_any_version(system, group, directories))
+            any_version[group.name] = tuple(_any_version(system, group, on_host))
     binaries = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
     missing = [
-        each.name for each in GROUPS if each.in_every_driver and each.name not in found and not others[each.name]
+        each.name
+        for each in GROUPS
+        if each.in_every_driver and each.name not in found_groups and not any_version[each.name]
     ]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         missing.append(BINARIES[0])
-    # `others` can contain a file of this version that was refused.
-    other = tuple(path for paths in others.values() for path in paths if path not in refused)
-    return Companions((*by_target.values(), *binaries), tuple(missing), other, tuple(refused.values()))
+    # A refused file of this version is not another version's.
+    other_version = tuple(path for paths in any_version.values() for path in paths if path not in refused)
+    return Companions((*by_target.values(), *binaries), tuple(missing), other_version, tuple(refused.values()))
 
 
 def _fault(system: System, path: str, place: Place) -> str:
@@ -108,13 +111,13 @@ def _find(
     system: System,
     group: Group,
     version: str,
-    places: Mapping[str, tuple[str, ...]],
+    on_host: Mapping[str, tuple[str, ...]],
     permitted: Callable[[str], bool],
 ) -> dict[str, str]:
     """Return the real paths of a group's files, by name. The first of several files with one name is used."""
     found: dict[str, str] = {}
     patterns = [pattern.replace(VERSION, version) for pattern in group.names]
-    for directory in _directories(group, places):
+    for directory in _directories(group, on_host):
         for name in _entries(system, directory.replace(VERSION, version)):
             path = f"{directory.replace(VERSION, version)}/{name}"
             wanted = name not in found and any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -123,13 +126,13 @@ def _find(
     return found
 
 
-def _any_version(system: System, group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _any_version(system: System, group: Group, on_host: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the group's files that have any version in their own name or in their directory's, each path once.
 
     This is for a group of which no usable file of the driver's version was found.
     """
     seen: set[str] = set()
-    for directory in _directories(group, places):
+    for directory in _directories(group, on_host):
         parent, separator, _ = directory.partition(f"/{VERSION}")
         names = _entries(system, parent) if separator else ()
         directories = [f"{parent}/{name}" for name in names if name[:1].isdecimal()] if separator else [directory]
@@ -142,17 +145,22 @@ def _any_version(system: System, group: Group, places: Mapping[str, tuple[str, .
                     yield path
 
 
-def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _directories(group: Group, on_host: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield the directories where the group's files may be on this host, in the order of the search.
+
+    The place's own data directories come first. `on_host` has them under DATA, and the directories that replace
+    `{libraries}` and `{firmware}`.
+    """
     relative = [
         each.removeprefix(base) for each in group.directories for base in STANDARD_DATA if each.startswith(base)
     ]
-    yield from (f"{base}/{each}" for base in places[DATA] for each in dict.fromkeys(relative))
+    yield from (f"{base}/{each}" for base in on_host[DATA] for each in dict.fromkeys(relative))
     for directory in group.directories:
-        key = next((key for key in places if directory.startswith(f"{{{key}}}")), None)
+        key = next((key for key in on_host if directory.startswith(f"{{{key}}}")), None)
         if key is None:
             yield directory
         else:
-            yield from (each + directory.removeprefix(f"{{{key}}}") for each in places[key])
+            yield from (each + directory.removeprefix(f"{{{key}}}") for each in on_host[key])
 
 
 def _entries(system: System, directory: str) -> tuple[str, ...]:

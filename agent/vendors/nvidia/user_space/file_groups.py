@@ -30,7 +30,7 @@ BINARIES = (
     *("nvidia-imex", "nvidia-imex-ctl", "nvidia-ngx-updater", "nvidia-pcc"),
 )
 BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""Where programs are searched, as in pkg/lookup of CTK."""
+"""Where the agent looks for programs, as pkg/lookup of CTK does."""
 
 GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
 """Mesa's libgbm loads its backend by the name of a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""

@@ -113,11 +113,11 @@ def search(
     cache: tuple[CacheEntry, ...],
     found: FoundLibraries,
     problems: list[str],
-    known: Set[str] = frozenset(),
+    searched: Set[str] = frozenset(),
 ) -> FoundLibraries:
     """Add to `found` the libraries that the cache leads to. Return `found`. Raises OSError if an observation failed.
 
-    `known` directories are skipped.
+    Libraries in the directories `searched` are left out: an earlier search has found them.
     """
     # libcuda's directory comes first: it has the complete set.
     entries = sorted(
@@ -136,7 +136,7 @@ def search(
             problems.append(f"{real!a}: unexpected characters in a library's path")
             continue
         directory = os.path.dirname(real)
-        if directory in known or STUBS in directory.split("/"):
+        if directory in searched or STUBS in directory.split("/"):
             continue
         found.links.add(entry.soname)
         _add(system, found, real, problems)

@@ -37,20 +37,20 @@ def with_pod_paths(
     files = []
     for file in companions:
 
-        def in_pods(value: str, file: Library = file) -> str:
+        def pod_path(value: str, file: Library = file) -> str:
             if "/" not in value:
                 return value
-            path = _in_pods(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
+            path = _pod_path(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
             if not path:
                 problems.append(f"{file.source}: names {value!a}, which is not a library of this driver")
             return path or value
 
-        text = _rewritten(system, file, in_pods)
+        text = _rewritten(system, file, pod_path)
         files.append(replace(file, text=text) if text else file)
     return tuple(files), tuple(problems)
 
 
-def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
+def _pod_path(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
     """Return a library's path in pods; empty if it is not the driver's.
 
     The path has the name that the manifest uses, if the driver root has that name; otherwise the real file's name.
@@ -68,7 +68,7 @@ def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[
     return f"/{named if named in targets else target}" if target else ""
 
 
-def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> str:
+def _rewritten(system: System, file: Library, pod_path: Callable[[str], str]) -> str:
     """Return the new text of a manifest; empty if nothing changes, or if the file is malformed or not a manifest."""
     manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
     if not manifest and VENDORS not in f"/{file.target}":
@@ -81,9 +81,9 @@ def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> 
         text = content.decode()
         if not manifest:
             name = text.strip()
-            return f"{in_pod}\n" if (in_pod := in_pods(name)) != name else ""
+            return f"{new}\n" if (new := pod_path(name)) != name else ""
         document = json.loads(text)
-        changed = _replaced(document, in_pods)
+        changed = _replaced(document, pod_path)
         return json.dumps(changed, indent=4) + "\n" if changed != document else ""
     except OSError as error:
         if error.errno in NOT_FOUND | UNUSABLE:
@@ -93,10 +93,10 @@ def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> 
         return ""
 
 
-def _replaced(value: Any, in_pods: Callable[[str], str]) -> Any:  # noqa: ANN401
+def _replaced(value: Any, pod_path: Callable[[str], str]) -> Any:  # noqa: ANN401
     if isinstance(value, dict):
         return {
-            key: in_pods(each) if key == KEY and isinstance(each, str) else _replaced(each, in_pods)
+            key: pod_path(each) if key == KEY and isinstance(each, str) else _replaced(each, pod_path)
             for key, each in value.items()
         }
-    return [_replaced(each, in_pods) for each in value] if isinstance(value, list) else value
+    return [_replaced(each, pod_path) for each in value] if isinstance(value, list) else value

@@ -56,8 +56,8 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         return replace(assembled, place_name=place.name, place_key=place.name)
     candidates: list[_Candidate] = []
     for place in PLACES:
-        known = frozenset[str]().union(*(each.directories for each in candidates))
-        candidates.append(_search_in_time(sources, place, module, known))
+        searched = frozenset[str]().union(*(each.directories for each in candidates))
+        candidates.append(_search_in_time(sources, place, module, searched))
     chosen = _choose(candidates, module)
     others = [each for each in candidates if each is not chosen]
     return replace(
@@ -76,8 +76,8 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """Return the first place with a driver of the module's version, otherwise the first with any content.
 
-    A place that could not be observed is returned too: it may be the right one, so a later place must not replace it.
-    If all places are empty, the first one is returned.
+    The search ends at a place that could not be observed, and returns that place: it may be the right one, so a later
+    place must not replace it. If all places are empty, the first one is returned.
     """
     with_content = []
     for each in candidates:
@@ -90,18 +90,20 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     return with_content[0] if with_content else candidates[0]
 
 
-def _search_in_time(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
-    """Return the content of a place. `known` directories of the host's root are skipped."""
+def _search_in_time(sources: Sources, place: Place, module: str, searched: Set[str] = frozenset()) -> _Candidate:
+    """Return the content of a place. `searched` has directories of the host's root that are not searched again."""
     if place.in_loader_cache:
-        return _search(sources, place, module, known)
+        return _search(sources, place, module, searched)
     try:
         # With a time limit, because /home and /opt may be network file systems.
-        return call_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), SEARCH_LIMIT)
+        return call_device(
+            f"the driver's place {place}", lambda: _search(sources, place, module, searched), SEARCH_LIMIT
+        )
     except OSError as error:
         return _Candidate(place, Unseen(classify_error(str(place), error).why), sources.system)
 
 
-def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
+def _search(sources: Sources, place: Place, module: str, searched: Set[str]) -> _Candidate:
     system, root = sources.system, ""
     trust = PathTrust(system, checked=_owners_checked(place))
     if place.root != "/":
@@ -119,9 +121,11 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
         if not isinstance(entries, tuple):
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
-        skipped = frozenset[str]() if root else known
+        if root:
+            # In another root, the same path is another directory.
+            searched = frozenset()
         found = tuple(
-            libraries.search(system, entries, FoundLibraries(each, root_owned=not place.configured), problems, skipped)
+            libraries.search(system, entries, FoundLibraries(each, root_owned=not place.configured), problems, searched)
             for each in architectures
         )
     except OSError as error:

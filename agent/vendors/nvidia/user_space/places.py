@@ -109,7 +109,7 @@ LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cach
 def watched_directories(driver: DriverSettings) -> tuple[str, ...]:
     """Return the watched directories of the configured place, or of all places if none is configured.
 
-    Only local places are watched; passes search the others.
+    Only local places are watched. In the others, a change is noticed by the next pass.
     """
     configured = configured_place(driver)
     places = (configured,) if configured else PLACES
