@@ -53,7 +53,7 @@ def digest(inputs: Iterable[Path | str]) -> str:
 def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
     """Return the directory that `build` fills from `inputs`. It is built once, and published by one rename.
 
-    Results of the same name that have not been used for UNUSED seconds are removed: they take gigabytes.
+    A build also removes results of the same name that have not been used for UNUSED seconds: they take gigabytes.
     """
     root = cache_root()
     result = root / f"{name}-{digest(inputs)}"

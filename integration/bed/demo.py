@@ -75,7 +75,7 @@ def demonstrate_join() -> None:
         show(bed.guest, "unbounded-agent", "preflight")
         show(bed.guest, "unbounded-agent", "up", timeout=1500)
         bed.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
-        bed.wait("the node is Ready", bed.node_is_ready)
+        bed.wait("the node is Ready", bed.nodes_are_ready)
         bed.offer_gpus()
         print(f"\nkubectl get node\n{bed.kubectl('get', 'node', '-o', 'wide')}", flush=True)
         show(bed.guest, "unbounded-agent", "status")

@@ -30,7 +30,7 @@ class Fleet:
         self.hosts = hosts
 
     def playbook(self, *arguments: str, **variables: str) -> str:
-        """Run the playbook, as root on the hosts, and return what it prints. Raises CommandError with the same."""
+        """Run the playbook, as root on the hosts, and return its output. Raises CommandError with the end of it."""
         extra = [f"--extra-vars={name}={value}" for name, value in {"ansible_become": "false", **variables}.items()]
         command = ["ansible-playbook", "--inventory=/srv/inventory.yml", f"{PLAYBOOKS}/site.yml", *extra, *arguments]
         return self.controller.run("env", *SETTINGS, *command)

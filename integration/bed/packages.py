@@ -16,7 +16,7 @@ DEPENDENCIES = (
 )
 """What the packages depend on: a test's root has no network."""
 TOOLS = ("python3-venv", "gpg", "gpg-agent")
-"""What an installation from a checkout needs, and a signed package source."""
+"""What an installation from a checkout and a signed package source need."""
 INPUTS = (
     *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
     *("docs", "systemd"),
@@ -49,7 +49,7 @@ def repository(directory: Path, *debs: Path) -> None:
 
 
 class Root:
-    """A root file system in which commands run with their own processes, as in the build of an image."""
+    """A root file system in which commands see only their own processes, as in the build of an image."""
 
     def __init__(self, path: Path) -> None:
         """Use the tree at `path`."""
@@ -67,7 +67,7 @@ class Root:
         return self.run("sh", "-c", 'cd /root && exec dpkg --install "$@" 2>&1', "sh", *(deb.name for deb in debs))
 
     def files(self) -> set[str]:
-        """Return all paths, except those of logs, caches and dpkg's own records."""
+        """Return all paths, except logs, caches, dpkg's own records, and /root, where `install` puts the packages."""
         pruned = " -o ".join(f"-path {each}" for each in ("/proc", "/var/log", "/var/cache", "/var/lib/dpkg", "/root"))
         return set(self.run("sh", "-c", f"find / -xdev '(' {pruned} ')' -prune -o -print").splitlines())
 
@@ -83,7 +83,7 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
         else:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
-    # Each kind has its own name: the cache keeps only the newest result of a name.
+    # Each kind has its own name: otherwise, to build one could remove the others from the cache.
     base = cached("-".join(("package-root", suite, *more)), [*included, Path(debian.__file__)], build) / "root"
     # Not in /tmp, which may be a tmpfs or itself an overlay.
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:

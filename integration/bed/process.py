@@ -1,4 +1,4 @@
-"""Run a build step's command; its output is shown only when it fails."""
+"""Run a command on this computer; its output is shown only if it fails."""
 
 import os
 import shlex

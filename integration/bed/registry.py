@@ -74,24 +74,24 @@ class Registry(Lifetime):
 
     def push(self, image: str, repository: str, tag: str = "latest") -> str:
         """Push an image of buildah's storage, and return the digest of its manifest."""
-        digest = self.directory / "digest"
-        options = [f"--digestfile={digest}"]
+        digest_file = self.directory / "digest"
+        options = [f"--digestfile={digest_file}"]
         options.append(f"--cert-dir={self.client_directory()}" if self._tls else "--tls-verify=false")
         if self._login:
             options.append(f"--creds={USER}:{PASSWORD}")
         buildah("push", "--quiet", *options, image, f"docker://{self.name(repository, tag)}")
-        return digest.read_text()
+        return digest_file.read_text()
 
     def copy(self, source: str, repository: str, tag: str = "latest") -> str:
         """Copy an image of any transport, with all its architectures, and return its digest."""
-        digest = self.directory / "digest"
-        options = ["--all", "--quiet", f"--digestfile={digest}"]
+        digest_file = self.directory / "digest"
+        options = ["--all", "--quiet", f"--digestfile={digest_file}"]
         options.append(f"--dest-cert-dir={self.client_directory()}" if self._tls else "--dest-tls-verify=false")
         if self._login:
             options.append(f"--dest-creds={USER}:{PASSWORD}")
         name = f"docker://{self.name(repository, tag)}"
         run(["skopeo", "--insecure-policy", "copy", *options, source, name])
-        return digest.read_text()
+        return digest_file.read_text()
 
     def client_directory(self) -> Path:
         """Return a directory for `--cert-dir`: every file in it that ends in .crt is a CA."""
@@ -106,7 +106,7 @@ class Registry(Lifetime):
         if self._tls:
             files = {"certificate": "registry.crt", "key": "registry.key"}
             http["tls"] = {name: str(self.directory / file) for name, file in files.items()}
-        found: dict[str, object] = {
+        configuration: dict[str, object] = {
             "version": "0.1",
             "log": {"level": "warn"},
             "storage": {"filesystem": {"rootdirectory": str(self.directory / "storage")}},
@@ -115,8 +115,8 @@ class Registry(Lifetime):
         if self._login:
             passwords = self.directory / "htpasswd"
             passwords.write_text(run(["htpasswd", "-Bbn", USER, PASSWORD]))
-            found["auth"] = {"htpasswd": {"realm": "bed", "path": str(passwords)}}
-        return found
+            configuration["auth"] = {"htpasswd": {"realm": "bed", "path": str(passwords)}}
+        return configuration
 
     def _answers(self) -> bool:
         context = ssl.create_default_context(cafile=str(self.directory / "ca.crt")) if self._tls else None

@@ -18,7 +18,7 @@ TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
 DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
 # Toolkit and device plugin load NVML with dlopen, so its symbols are unresolved at link time: flags of their Makefiles.
-# They need cgo, so their binaries need a C library at least as new as the build machine's.
+# They need cgo, so their binaries need a C library at least as new as that of the computer that builds them.
 NVML_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
 
 

@@ -17,7 +17,7 @@ UBUNTU_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0
 
 
 def ubuntu_tree(target: Path, packages: Sequence[str]) -> None:
-    """Make a minimal Ubuntu tree with apt(8) at `target`. Raises BedError if the package of its keys is another one."""
+    """Make a minimal Ubuntu tree with apt(8) at `target`. Raises BedError if the keyring has another checksum."""
     package, keys = target.with_name("keyring.deb"), target.with_name("keys")
     with urllib.request.urlopen(f"{UBUNTU_ARCHIVE}/{UBUNTU_KEYRING}", timeout=60) as response:
         package.write_bytes(response.read())

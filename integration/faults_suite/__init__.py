@@ -1,1 +1,1 @@
-"""The proof suite: crashes, faults, damage, fuzzing and attacks. See docs/reliability.md."""
+"""The fault suite: crashes, faults, damage, fuzzing and attacks. See docs/reliability.md."""

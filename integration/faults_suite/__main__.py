@@ -88,23 +88,24 @@ def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Total
 
 
 def _crashes_and_faults(
-    pool: Pool, totals: Totals, report: Callable[[str], None], name: str, crashes: int, failures: int
+    pool: Pool, totals: Totals, report: Callable[[str], None], name: str, crash_step: int, fault_step: int
 ) -> None:
+    """Try one in `crash_step` crash points of the scenario, and one in `fault_step` of its faults."""
     began = time.monotonic()
     baseline = pool.apply(_baseline, (name,))
     totals.findings += [Finding(name, "without any strike", baseline.faults)] if baseline.faults else []
-    points, failing = crash_points(baseline, crashes), faults(baseline, failures)
-    left, wrong = _strike_all(pool, name, points), _strike_all(pool, name, failing)
+    points, failing = crash_points(baseline, crash_step), faults(baseline, fault_step)
+    unconverged, wrong = _strike_all(pool, name, points), _strike_all(pool, name, failing)
     totals.crash_points += len(points)
-    totals.converged += len(points) - len(left)
+    totals.converged += len(points) - len(unconverged)
     totals.faults += len(failing)
     totals.faults_wrong += len(wrong)
-    totals.findings += [*left, *wrong]
+    totals.findings += [*unconverged, *wrong]
     report(
-        f"{name}: {len(points)} crash points, {len(left)} do not converge; {len(failing)} faults, {len(wrong)} wrong "
-        f"({time.monotonic() - began:.0f} s)"
+        f"{name}: {len(points)} crash points, {len(unconverged)} do not converge; {len(failing)} faults, "
+        f"{len(wrong)} wrong ({time.monotonic() - began:.0f} s)"
     )
-    for finding in (*left, *wrong):
+    for finding in (*unconverged, *wrong):
         report(str(finding))
 
 
@@ -123,7 +124,7 @@ def _damage_files(pool: Pool, totals: Totals, report: Callable[[str], None], nam
 def _fuzz_parsers(pool: Pool, totals: Totals, report: Callable[[str], None], inputs: int) -> None:
     began = time.monotonic()
     wrong = [found for found in pool.imap(fuzz, [Fuzz(name, inputs) for name in PARSERS], chunksize=1) if found]
-    # The totals leave out inputs: their number is arbitrary.
+    # The totals count parsers and not inputs, whose number is arbitrary.
     totals.faults += len(PARSERS)
     totals.faults_wrong += len(wrong)
     totals.findings += wrong

@@ -1,11 +1,11 @@
-"""Kills before and after every call that changes something, and within calls that can be half done."""
+"""Kills before every call that changes something, and within calls that can be half done."""
 
 from integration.faults_suite.interception import TORN, Strike
 from integration.faults_suite.points import Baseline
 
 
 def crash_points(baseline: Baseline, every: int = 1) -> list[Strike]:
-    """Return kills before each call: the state after a call is the state before the next one."""
+    """Return kills before each call (the state after it is that before the next one), and within those of TORN."""
     points = [Strike(number) for number in range(0, len(baseline.writing), every)]
     torn = [number for number, call in enumerate(baseline.writing) if call.name in TORN]
     return [*points, *(Strike(number, torn=True) for number in torn[::every])]

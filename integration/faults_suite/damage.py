@@ -1,4 +1,4 @@
-"""Damage state files like a failing disk, an older release or a careless administrator."""
+"""Damage the agent's files like a failing disk, a newer release or a careless administrator."""
 
 import hashlib
 import os
@@ -57,7 +57,7 @@ FILE = re.compile("[0-7]{4} ")
 KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO": _fifo, "a dangling link": _link}
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
-OTHERS = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
+UNRECOGNISED = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
 """Damage after which a file is not recognised as ours: a settings file is then an administrator's, and stays."""
 REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
 
@@ -70,9 +70,9 @@ class Damage:
     how: str
 
     @property
-    def by_somebody(self) -> bool:
+    def foreign(self) -> bool:
         """Return whether the damaged file counts as foreign (ForeignFile)."""
-        return self.path in SETTINGS and self.how in OTHERS
+        return self.path in SETTINGS and self.how in UNRECOGNISED
 
     def do(self, tree: Path) -> None:
         place = tree / self.path[1:]
@@ -88,7 +88,7 @@ class Damage:
 
 
 def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> list[Damage]:
-    """Return every damage to every one of our files."""
+    """Return every damage to every one of our files; with `every`, a sample of one in so many."""
     files = [path for path, text in sorted(state.items()) if path.startswith(places) and FILE.match(text)]
     found = [Damage(path, how) for path in files for how in (*CONTENTS, *KINDS)]
     return [each for each in found if int(hashlib.sha256(repr(each).encode()).hexdigest(), 16) % every == 0]
@@ -97,7 +97,7 @@ def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> l
 def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
     """Run the story's work on a world with that damage and no other change.
 
-    The record may differ afterwards, because it is a cache that is filled again: a driver root may get another index.
+    The state is not compared, because it is a cache that is filled again: a driver root may get another index.
     """
     wrong: list[str] = []
     with directory() as place, silence():
@@ -113,9 +113,9 @@ def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
             wrong += world.faults()
             wrong += [f"{each} was taken away" for each in sorted(baseline.rights - world.rights())]
             if "bit" not in what.how:
-                # Otherwise only a digest would reveal that a value in an intact document has changed.
-                expected = baseline.conditions | (REFUSED if what.by_somebody else {})
+                # A changed bit may leave a valid document with another value, which only a digest would reveal.
+                expected = baseline.conditions | (REFUSED if what.foreign else {})
                 wrong += [f"{kind} is {now.get(kind)}" for kind, wanted in expected.items() if now.get(kind) != wanted]
-            if what.by_somebody:
+            if what.foreign:
                 wrong += differences(settings, snapshot(world.tree / "etc/systemd"))
     return Finding(story.name, f"{what.path} is {what.how}", tuple(wrong)) if wrong else None

@@ -27,7 +27,7 @@ READING = (EIO, EACCES)
 
 
 def faults(baseline: Baseline, every: int = 1) -> list[Strike]:
-    """Return every writing call with each of its errors, and every distinct reading call once: passes repeat those."""
+    """Return each writing call with each of its errors, and each distinct reading call, once, with each of READING."""
     strikes = [
         Strike(number, code, torn=call.name in TORN and code != EIO)
         for number, call in enumerate(baseline.writing)

@@ -78,7 +78,7 @@ def _mutate(choose: random.Random, corpus: list[bytes]) -> bytes:
 
 
 def grows(parser: str) -> list[str]:
-    """Return a sentence for each text of which the parser takes more than linear time."""
+    """Return a sentence for each kind of text for which the parser takes more than linear time."""
     parse = PARSERS[parser]
     corpus = [path.read_bytes() for path in sorted((CORPUS / parser).iterdir())]
     found = ((name, _slow(parse, make)) for name, make in _long_texts(corpus))
@@ -125,7 +125,7 @@ def _units(corpus: list[bytes]) -> Iterator[tuple[str, bytes]]:
 
 def _slow(parse: object, make: Callable[[int], bytes]) -> str:
     error = ""
-    # A busy machine may slow down one measurement, but not each of several.
+    # A busy computer may slow down one measurement, but not each of several.
     for _ in range(TRIES):
         large = _seconds(parse, make(LARGE))
         if large < QUICKLY:

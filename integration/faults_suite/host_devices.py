@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from integration.faults_suite.host_services import SimulatedHost
+from integration.faults_suite.host_services import ScenarioHost
 from tests.fakes.gpu_host import MACHINE, VERSION, units
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
@@ -11,7 +11,7 @@ LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 class HostDevices:
     """Two GPUs and a small driver, in a tree."""
 
-    def __init__(self, host: SimulatedHost, tree: Path) -> None:
+    def __init__(self, host: ScenarioHost, tree: Path) -> None:
         self.host, self.tree = host, tree
 
     def _set_up(self) -> None:
@@ -28,7 +28,7 @@ class HostDevices:
         units(host, "inactive")
         host.bus.unit("systemd-nspawn@another.service", "inactive")
 
-    def install(self, version: str, old: str = "") -> None:
+    def install(self, version: str) -> None:
         """Install a driver's files, with names as in Debian; the loaded module stays the same."""
         listing = []
         for name, number in (("cuda", "1"), ("nvidia-ml", "1"), ("nvidia-ptxjitcompiler", "1")):
@@ -39,9 +39,8 @@ class HostDevices:
             listing.append(f"\tlib{name}.so.{number} (libc6,x86-64) => {LIBRARIES}/lib{name}.so.{number}\n")
         self.host.file("/usr/bin/nvidia-smi", f"nvidia-smi {version}", executable=True)
         self.host.loader_cache(f"{len(listing)} libs found in cache `/etc/ld.so.cache'\n{''.join(listing)}")
-        cache = self.tree / "etc/ld.so.cache"
-        # A new inode, as after ldconfig.
-        cache.write_text(f"{version} {old}")
+        # Another content and time, as after ldconfig: the agent then reads the listing again.
+        (self.tree / "etc/ld.so.cache").write_text(version)
 
     def plug(self, address: str) -> None:
         """Add the sysfs device by which the agent notices that a detached GPU is back."""

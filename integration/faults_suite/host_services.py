@@ -11,7 +11,7 @@ from tests.fakes.host import CHANGES, JOB_VERBS, Host, ScriptedBus, ScriptedRunn
 
 
 class Site(Protocol):
-    """How the simulated services act on the machine."""
+    """The world on which the simulated services act."""
 
     tree: Path
     watch: Watch
@@ -57,7 +57,7 @@ class Bus(ScriptedBus):
 
 
 class Runner(ScriptedRunner):
-    """systemctl, mount and rm."""
+    """systemctl, mount, umount and rm."""
 
     def __init__(self, world: Site) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class Runner(ScriptedRunner):
             return Completed(0, b"", b"")
 
 
-class SimulatedHost(Host):
-    """A host whose mounts are simulated too."""
+class ScenarioHost(Host):
+    """The host of a scenario: its mounts are simulated too."""
 
     world: Site
 

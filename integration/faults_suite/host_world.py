@@ -29,7 +29,7 @@ from agent.model.paths import (
 )
 from agent.model.reasons import Reason
 from integration.faults_suite.host_devices import HostDevices
-from integration.faults_suite.host_services import Bus, Runner, SimulatedHost
+from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch
 from integration.faults_suite.trees import numbered, snapshot, temporary
 from tests.fakes.gpu_host import MACHINE, UNITS, units
@@ -65,7 +65,7 @@ class HostWorld(HostDevices):
         self.wrong: list[str] = []
         """Things that must never happen, but did."""
         self.machines: dict[str, dict[str, object]] = {MACHINE: {}}
-        super().__init__(SimulatedHost(tree, runner=Runner(self)), tree)
+        super().__init__(ScenarioHost(tree, runner=Runner(self)), tree)
         self.host.world, self.host.bus = self, Bus(self)
         self.host._bus = self.host.bus
         self.host.bus.mounts.tree = self.tree
@@ -127,12 +127,14 @@ class HostWorld(HostDevices):
                 self._started()
 
     def _started(self) -> None:
+        """Boot the machine from its settings file and from the drop-in that PID 1 has read."""
         loaded = (self.loaded or b"").decode()
         self._before_start(loaded)
         text = (self._content(nspawn_file(MACHINE)) or b"").decode()
         values = [line.partition("=")[2].split(":")[0] for line in text.splitlines() if line.startswith("Bind")]
         ours = [each for each in values if each not in ("/dev/kmsg", "/lib/modules", "/sys/module")]
         missing = [each for each in ours if not self.host.exists(each)]
+        # The drop-in's script comments out such lines with `#missing:`.
         if missing and "missing:" not in loaded:
             self.wrong.append(f"the machine cannot boot without {', '.join(missing)}")
         nodes = [each for each in ours if each.startswith("/dev/") and each not in missing]
@@ -179,16 +181,13 @@ class HostWorld(HostDevices):
             return None
 
     def answer(self) -> None:
-        """Run the machine half: unmount what is no longer granted, and report what is missing."""
+        """Act as the machine half: unmount what is no longer granted, and report what is missing."""
         with self.watch.pause():
             handoff = self.handoff()
             if not self.running or handoff is None:
                 return
-            devices = (
-                {each.path: f"{each.major}:{each.minor}" for each in handoff.requests[0].devices}
-                if (handoff.requests)
-                else {}
-            )
+            granted = handoff.requests[0].devices if handoff.requests else ()
+            devices = {each.path: f"{each.major}:{each.minor}" for each in granted}
             self.nodes = {path: numbers for path, numbers in self.nodes.items() if path in devices}
             missing_nodes = [path for path, number in devices.items() if self.nodes.get(path, [""])[-1] != number]
             self.missing_nodes = bool(missing_nodes)
@@ -267,8 +266,7 @@ class HostWorld(HostDevices):
         found = numbered(snapshot(self.tree) | {"mounts": mounts}, MANIFESTS)
         for path in [*found]:
             # Leave out the settings that the machine started with: they differ if a start was killed. Leave out the
-            # record
-            # of driver roots too: only a start begins it, and without it none is removed until the next start.
+            # record of driver roots too: only a start begins it, and without it none is removed until the next start.
             if "/started." in path or path == handed_roots_file(MACHINE):
                 del found[path]
         if (live := live_file(MACHINE)) in found:

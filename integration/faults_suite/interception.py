@@ -246,7 +246,7 @@ def _ioctl(watch: Watch) -> Callable[..., Attribute]:
 
 @contextmanager
 def watched(watch: Watch, *, in_order: bool = False) -> Iterator[Watch]:
-    """Watch calls until the block ends. `in_order`: run threads that the caller joins at once, for a fixed order."""
+    """Watch calls until the block ends. With `in_order`, threads run one after the other, in a fixed order."""
     for name in WRITING:
         setattr(os, name, _writing(watch, name))
     for name in READING:

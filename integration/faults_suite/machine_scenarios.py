@@ -40,7 +40,7 @@ def _nothing(world: MachineWorld) -> None:
     pass
 
 
-def _one(world: MachineWorld) -> None:
+def _with_one_gpu(world: MachineWorld) -> None:
     machine = world.machine
     machine.drop(NEW_NODE)
     del machine.nodes[NEW_NODE]
@@ -49,25 +49,25 @@ def _one(world: MachineWorld) -> None:
     world.settle()
 
 
-def _add(world: MachineWorld) -> None:
+def _add_gpu(world: MachineWorld) -> None:
     world.machine.node(NEW_NODE, 195, 1)
     world.machine.mounts.append(NEW_NODE)
     world.machine.hand(REQUEST)
 
 
-def _remove(world: MachineWorld) -> None:
+def _remove_gpu(world: MachineWorld) -> None:
     world.machine.hand(one_gpu())
 
 
-def _remove_all(world: MachineWorld) -> None:
+def _remove_gpus(world: MachineWorld) -> None:
     world.machine.hand(replace(REQUEST, gpus=(), devices=(), driver_version="", driver_root="", files=()))
 
 
-def _switch(world: MachineWorld) -> None:
+def _switch_driver(world: MachineWorld) -> None:
     world.machine.hand(stage(world.machine, NEWER, "/run/host-nvidia/1"))
 
 
-def _main(world: MachineWorld) -> None:
+def _replace_main_file(world: MachineWorld) -> None:
     world.machine.put(MAIN, MAIN_2)
 
 
@@ -82,7 +82,7 @@ def _edit_links(world: MachineWorld) -> None:
     world.machine.drop("/usr/bin/nvidia-smi")
 
 
-def _mig(directory: Path) -> MachineWorld:
+def _begin_with_mig(directory: Path) -> MachineWorld:
     world = begin(directory, mig_spec)
     world.machine.mounts.clear()
     for device in DEVICES:
@@ -107,14 +107,14 @@ def _without_instances(world: MachineWorld) -> None:
     world.settle()
 
 
-def _instances(world: MachineWorld) -> None:
+def _make_instances(world: MachineWorld) -> None:
     for device in DEVICES:
         if device.capability:
             _bind(world, device)
     world.machine.hand(WITH_INSTANCES)
 
 
-def _node(directory: Path) -> MachineWorld:
+def _begin_with_node(directory: Path) -> MachineWorld:
     machine = gpu_machine(directory / "machine")
     machine.__class__ = Node
     assert isinstance(machine, Node)
@@ -145,15 +145,15 @@ def _unwanted(world: MachineWorld) -> None:
 SETTLE, UPDATE_NODE = MachineWorld.settle, MachineWorld.update_node
 SCENARIOS = (
     Scenario("first run", _nothing, _nothing),
-    Scenario("first run with a configuration of containerd", _nothing, _main),
-    Scenario("new handoff: GPU added", _one, _add),
-    Scenario("new handoff: GPU removed", SETTLE, _remove),
-    Scenario("new handoff: no GPU left", SETTLE, _remove_all),
-    Scenario("new handoff: another driver", SETTLE, _switch),
-    Scenario("containerd's configuration replaced", SETTLE, _main),
+    Scenario("first run with a configuration of containerd", _nothing, _replace_main_file),
+    Scenario("new handoff: GPU added", _with_one_gpu, _add_gpu),
+    Scenario("new handoff: GPU removed", SETTLE, _remove_gpu),
+    Scenario("new handoff: no GPU left", SETTLE, _remove_gpus),
+    Scenario("new handoff: another driver", SETTLE, _switch_driver),
+    Scenario("containerd's configuration replaced", SETTLE, _replace_main_file),
     Scenario("spec changed by somebody", SETTLE, _edit_spec),
     Scenario("links removed by somebody", SETTLE, _edit_links),
-    Scenario("MIG instances made", _without_instances, _instances, start=_mig),
-    Scenario("condition on the Node", _nothing, _publish_status, UPDATE_NODE, start=_node),
-    Scenario("condition on the Node withdrawn", _set_on_node, _unwanted, UPDATE_NODE, start=_node),
+    Scenario("MIG instances made", _without_instances, _make_instances, start=_begin_with_mig),
+    Scenario("condition on the Node", _nothing, _publish_status, UPDATE_NODE, start=_begin_with_node),
+    Scenario("condition on the Node withdrawn", _set_on_node, _unwanted, UPDATE_NODE, start=_begin_with_node),
 )

@@ -63,17 +63,16 @@ class MachineWorld:
         kept = []
         for device in spec["devices"]:
             edits = device["containerEdits"]
-            mine = [each for each in edits.get("deviceNodes", []) if each["path"] in nodes]
-            if device["name"] == "all" or mine == edits.get("deviceNodes", []):
-                edits["deviceNodes"] = [self._numbered(each) for each in mine]
+            present = [each for each in edits.get("deviceNodes", []) if each["path"] in nodes]
+            if device["name"] == "all" or present == edits.get("deviceNodes", []):
+                edits["deviceNodes"] = [self._numbered(each) for each in present]
                 kept.append(device)
         spec["devices"] = kept
         if root == ROOT:
             return spec
         names = self.machine.entries(f"{root}/{LIBRARIES}")
-        newer = next(name for name in names if name.startswith("libcuda.so.") and name.count(".") > 2)
-        newer = newer.removeprefix("libcuda.so.")
-        text = json.dumps(spec).replace(ROOT, root).replace(VERSION, newer)
+        library = next(name for name in names if name.startswith("libcuda.so.") and name.count(".") > 2)
+        text = json.dumps(spec).replace(ROOT, root).replace(VERSION, library.removeprefix("libcuda.so."))
         moved: dict[str, Any] = json.loads(text)
         return moved
 

@@ -109,8 +109,8 @@ def record_baseline(story: Story) -> Baseline:
         )
 
 
-def _facts(world: World, baseline: Baseline, how: Strike) -> list[str]:
-    """Return conditions that hide the failed call, and report its effect as a fact."""
+def _unfounded(world: World, baseline: Baseline, how: Strike) -> list[str]:
+    """Return conditions that became False because a reading call failed, but do not say so."""
     if how.writing:
         return []
     words = os.strerror(how.code)
@@ -144,7 +144,7 @@ def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
         world.watch = Watch("/nowhere")
         if how.code:
             what += [f"{each} was taken away" for each in sorted(kept - world.rights())]
-            what += _facts(world, baseline, how)
+            what += _unfounded(world, baseline, how)
         what += clean(story, world, baseline)
     if watch.struck is None:
         what.append("the call was not made: the calls differ from run to run")

@@ -81,4 +81,4 @@ PLACES = {
         "/etc/containerd/conf.d/",
     ),
 }
-"""Directories with our files, which the suite damages."""
+"""How the paths of our files begin that the suite damages."""

@@ -19,7 +19,7 @@ VARYING = (
     (re.compile(r'"digest": "[0-9a-f]{64}"'), '"digest": "DIGEST"'),
     (re.compile(r'"losses": \[[^]]*\]'), '"losses": []'),
 )
-"""Parts that differ between runs: times, inode numbers, and counts of repairs, which may lack the killed one."""
+"""Parts that differ between runs: times, inode numbers, digests of these, and counts that may lack the killed run."""
 
 
 def snapshot(tree: Path) -> dict[str, str]:
@@ -55,13 +55,14 @@ GENERATION = re.compile(r"\b[0-9a-f]{16}\b")
 
 def numbered(found: dict[str, str], manifests: str) -> dict[str, str]:
     """Number driver roots by their order: an incomplete one may have used up an index, which is not a difference."""
-    known = sorted(int(path[len(manifests) + 1 : -5]) for path in found if re.fullmatch(f"{manifests}/\\d+.json", path))
-    ranks = {str(index): str(rank) for rank, index in enumerate(known)}
+    paths = (path for path in found if re.fullmatch(f"{manifests}/\\d+.json", path))
+    indices = sorted(int(path[len(manifests) + 1 : -5]) for path in paths)
+    ranks = {str(index): str(rank) for rank, index in enumerate(indices)}
 
     def rank(text: str) -> str:
         return INDEX.sub(lambda match: re.sub(r"\d+$", lambda one: ranks.get(one[0], one[0]), match[0]), text)
 
-    # The directory for removals: made on the first removal, and left empty.
+    # Without the directory for removals: the first removal makes it, and it stays, empty.
     kept = {path: text for path, text in found.items() if path != REMOVED}
     return {rank(path): GENERATION.sub("GENERATION", rank(text)) for path, text in kept.items()}
 

@@ -21,7 +21,7 @@ from integration.bed.vm.transfer import HOST_FROM_GUEST, send_files
 
 # Files that an administrator adds to a node's root file system: the kubelet's unit and the pod network.
 CLUSTER_FILES = Path(__file__).with_name("cluster_files")
-# The kubelet sets these itself, or does not start. In a machine it cannot: /proc/sys is read-only there.
+# If the kubelet cannot set these itself, it does not start. In a machine it cannot: /proc/sys is read-only there.
 KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
 SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
 # Manifests that users deploy, and those that only the tests need.
@@ -109,8 +109,8 @@ class Cluster(Lifetime):
         plugin = yaml.safe_load(manifest("device-plugin"))
         (container,) = plugin["spec"]["template"]["spec"]["containers"]
         container |= {"image": DEVICE_PLUGIN, "imagePullPolicy": "Never"}
-        known = {variable["name"]: variable["value"] for variable in container["env"]} | environment
-        container["env"] = [{"name": name, "value": value} for name, value in known.items()]
+        variables = {each["name"]: each["value"] for each in container["env"]} | environment
+        container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         self.apply(plugin)
         self.wait_plugin(gpus)
 
@@ -246,9 +246,9 @@ class Cluster(Lifetime):
             "evictionHard": dict.fromkeys(EVICTION_SIGNALS, "0%"),
             # The default of 10 s would delay what the API knows of changed resources.
             "nodeStatusUpdateFrequency": "2s",
-            # The default follows the line before, and the kubelet would write what has not changed.
+            # Without this setting, it would be 2 s too, and the kubelet would write its status even if nothing changed.
             "nodeStatusReportFrequency": "5m",
-            # QEMU forwards this port of the API server's machine to the kubelet.
+            # QEMU forwards this port of 127.0.0.1, where the API server runs, to the kubelet.
             "port": self._kubelet_port,
         }
 
@@ -273,7 +273,7 @@ def pod(
     }
     if gpus:
         container["resources"] = {"limits": {resource: str(gpus)}}
-    # Without a token: the kubelet would start systemd-run and mount for it.
+    # Without a token: to mount one, the kubelet would start systemd-run and mount.
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,

@@ -127,14 +127,14 @@ class ControlPlane(Lifetime):
         return json.dumps(content)
 
     def kubelet_kubeconfig(self, node: str) -> str:
-        """Return a node's kubeconfig for this machine with a client certificate, as kubelets have."""
+        """Return a kubeconfig for use on this computer, with the client certificate of a node's kubelet."""
         content = json.loads(self.kubeconfig(node_user(node)))
         files = {key: str(self.directory / f"kubelet-{node}.{end}") for key, end in CERTIFICATE_FILES.items()}
         content["users"][0]["user"] = files
         return json.dumps(content)
 
     def write_kubeconfig(self, user: str, path: Path) -> Path:
-        """Write the kubeconfig of `user` for this machine, readable only by its owner, and return its path."""
+        """Write a kubeconfig of `user` for use on this computer, readable only by the file's owner; return its path."""
         _write_private(path, self.kubeconfig(user))
         return path
 
@@ -241,7 +241,7 @@ class ControlPlane(Lifetime):
     def _controller_options(self) -> list[Argument]:
         return [
             f"--root-ca-file={self.directory / 'ca.crt'}",
-            # It signs the certificates of kubelets that join with a bootstrap token.
+            # The controller-manager signs the certificates of kubelets that join with a bootstrap token.
             f"--cluster-signing-cert-file={self.directory / 'ca.crt'}",
             f"--cluster-signing-key-file={self.directory / 'ca.key'}",
             f"--service-account-private-key-file={self.directory / 'service-account.key'}",

@@ -29,7 +29,7 @@ class Offering:
 @contextmanager
 def offering(release: str = RELEASE) -> Iterator[Offering]:
     """Run a control plane of this release (see ControlPlane) and the service of one node."""
-    # The usual temporary paths are longer than a socket's path may be.
+    # Not in pytest's tmp_path, which is too long for the path of a socket.
     control_plane = ControlPlane((NODE,), release=release)
     with control_plane as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
         kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))

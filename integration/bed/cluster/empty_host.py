@@ -136,7 +136,7 @@ class EmptyHost(Lifetime):
                 raise ClusterError(f"not within {seconds:.0f} s: {what}\n{pods}\n{events[-4000:]}")
             time.sleep(0.5)
 
-    def node_is_ready(self) -> bool:
+    def nodes_are_ready(self) -> bool:
         """Return whether all nodes have registered and are Ready."""
         nodes = {node["metadata"]["name"]: node for node in self.get("nodes")["items"]}
         conditions = [each for node in nodes.values() for each in node["status"].get("conditions", ())]

@@ -64,7 +64,7 @@ class StandInKubelet:
         self._cluster.kubectl("delete", f"--raw={SLICES}?fieldSelector=spec.nodeName={self._node}", user=self._user)
 
     def kubeconfig(self, machine: DraMachine, directory: str = "/pki") -> str:
-        """Return the kubeconfig, whose certificate and key are in this directory of the machine."""
+        """Put the kubelet's certificate and key into `directory` of the machine; return a kubeconfig that uses them."""
         content: dict[str, Any] = json.loads(self._cluster.kubelet_kubeconfig(self._node))
         user = content["users"][0]["user"]
         for key, end in CERTIFICATE_FILES.items():
@@ -114,7 +114,7 @@ def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, A
     extended = status.get("extendedResourceClaimStatus")
     if extended:
         names[""] = extended["resourceClaimName"]
-    found: dict[str, list[Any]] = {}
+    devices: dict[str, list[Any]] = {}
     for name, claim_name in names.items():
         (claim,) = (
             each
@@ -123,7 +123,7 @@ def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, A
         )
         answer = driver.prepare(claim)
         assert not answer.error, answer.error
-        found[name] = list(answer.devices)
+        devices[name] = list(answer.devices)
     result = {}
     for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
         wanted = [(each["name"], each.get("request", "")) for each in container["resources"].get("claims", ())]
@@ -133,7 +133,7 @@ def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, A
         result[container["name"]] = {
             cdi
             for name, request in wanted
-            for device in found[name]
+            for device in devices[name]
             if not request or request in device.request_names
             for cdi in device.cdi_device_ids
         }

@@ -1,6 +1,7 @@
 """Debian's packaged driver, moved to where other distributions and systems keep it: simulated layouts.
 
-File contents, versions and the set of files stay Debian's. The sources that are named determine where each goes.
+Each function says which source it follows, and which files it leaves out. The others keep Debian's content, except
+those that `apply_rpm_changes` changes.
 """
 
 import json

@@ -15,10 +15,10 @@ def buildah(*arguments: Argument) -> str:
 
 
 def build(name: str, base: str, *options: Argument) -> str:
-    """Return the image that containerfiles/build makes from containerfiles/NAME on `base`; unchanged layers stay."""
+    """Return the image that containerfiles/build makes from containerfiles/NAME on `base`. Layers are cached."""
     # The toolkit is compiled: NVIDIA's packages are not served everywhere.
-    build = REPOSITORY / "containerfiles" / "build"
-    run([build, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
+    script = REPOSITORY / "containerfiles" / "build"
+    run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
     # Layers of earlier builds that no image uses now.
     buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"

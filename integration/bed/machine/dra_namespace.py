@@ -1,7 +1,7 @@
 """The service that offers GPUs, as its unit runs it, in a machine of namespaces instead of a virtual machine.
 
-The program under test is real. Simulated are the kubelet, a process of that name that only sleeps, its cgroup, and
-nvidia-smi.
+The program under test is real. Simulated are the kubelet, a process of that name that only sleeps, its cgroup,
+nvidia-smi and systemctl.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from integration.bed.process import Argument
 from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
 
 DIRECTORIES = ("/run/unbounded-agent", "/var/lib/unbounded-agent")
-"""Of the agent: those of this machine stay hidden."""
+"""The agent's; those of this computer stay hidden."""
 KUBECONFIG = f"{DIRECTORIES[0]}/kubelet.conf"
 MIG_LINES = """\
 GPU 0: Simulated GPU (UUID: GPU-01)
@@ -34,7 +34,7 @@ for directory in /run/unbounded-agent /var/lib/unbounded-agent; do
 done
 mount --bind "$tree/programs" /usr/local/sbin
 (exec -a kubelet "$python" -I -S -c 'import signal; signal.pause()' "$@") &
-# A kubelet is a service of systemd, and this process is none.
+# The cgroup that a kubelet has as a service of systemd.
 mount --bind "$tree/cgroup" /proc/$!/cgroup
 cd /
 exec "$python" -P -S -m agent.dra

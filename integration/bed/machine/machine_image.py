@@ -49,7 +49,7 @@ def debian_base() -> Path:
 def _build_debian(output: Path) -> None:
     root = output / "root"
     debian.debian_tree(root, "minbase", ["ca-certificates"])
-    # The build machine's host name and resolver do not belong in the image, and nspawn makes the device nodes.
+    # This computer's host name and resolver do not belong in the image, and nspawn makes the device nodes.
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).unlink()
     shutil.rmtree(root / "dev")

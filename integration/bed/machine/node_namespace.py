@@ -26,7 +26,7 @@ set -eu
 root=$1 kubectl=$2 python=$3 host_name=$4
 shift 4
 echo "$host_name" >/proc/sys/kernel/hostname
-# Directories of the agent: this machine's own stay hidden.
+# The agent's directories; those of this computer stay hidden.
 for directory in {runtime} {state}; do
     mount -t tmpfs tmpfs "${{directory%/*}}"
     mkdir "$directory"
@@ -35,11 +35,11 @@ done
 mount -t tmpfs tmpfs /usr/local/sbin
 touch /usr/local/sbin/kubectl
 mount --bind "$kubectl" /usr/local/sbin/kubectl
-# A kubelet is a service of systemd, and this process is none.
 exec 3>"$root/started"
 (exec -a kubelet "$python" -I -S -c 'import time; print(flush=True); time.sleep(120)' "$@" >&3) &
 kubelet=$!
 while [ ! -s "$root/started" ]; do sleep 0.05; done
+# The cgroup that a kubelet has as a service of systemd.
 echo 0::/system.slice/kubelet.service >"$root/cgroup"
 mount --bind "$root/cgroup" /proc/$kubelet/cgroup
 status=0

@@ -1,4 +1,4 @@
-"""Writes images into an OCI layout, byte by byte, so that they can be as hostile as a registry can serve them."""
+"""Writes images into an OCI layout without an image tool, so that they can be as hostile as a registry can serve."""
 
 import gzip
 import hashlib

@@ -1,6 +1,6 @@
-"""Measure set-up and hot-plug of GPUs in a machine, relative to bare tools in the same run.
+"""Measure GPUs in a machine (set-up, hot-plug), claims, the start of pods, and the root file systems of nodes.
 
-Absolute times are those of an emulated processor and mean little; the ratios compare what ran side by side.
+Most absolute times are those of an emulated processor and mean little; the ratios compare what ran side by side.
 """
 
 import argparse

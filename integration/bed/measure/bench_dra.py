@@ -61,7 +61,7 @@ def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:
 
 
 def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
-    """Return the seconds from a published CDI specification, each with one GPU more or less, to its slice."""
+    """Return the seconds from each published CDI specification, each with another number of GPUs, to its slice."""
     seen: dict[int, float] = {}
     client = ApiClient(Credentials(offer.machine, KUBECONFIG))
     selector = f"spec.nodeName={NODE}"

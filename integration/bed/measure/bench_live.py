@@ -74,7 +74,7 @@ def measure_idle(guest: Guest, seconds: float) -> Measures:
 
 
 def _plug(host: SimulatedHost, port: int) -> None:
-    """Plug in one more GPU and wait for its driver; its node is not made yet."""
+    """Plug in one more GPU, and wait until it has its driver and the service is quiet; its node is not made yet."""
     host.qemu.plug(port)
     bound = f"until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(host.gpus)}; do sleep 0.5; done"
     host.guest.run(["sh", "-c", bound], timeout=60)

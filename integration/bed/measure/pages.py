@@ -1,4 +1,4 @@
-"""Fetch the service's HTTP pages on the host, by bash: Python's start takes longest in the emulated machine."""
+"""Fetch the service's HTTP pages on the host, by bash, because Python takes long to start on the emulated processor."""
 
 from dataclasses import dataclass
 

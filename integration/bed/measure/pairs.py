@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from integration.bed.measure.bench_script import Measures
 
 DISTURBED = 0.25
-"""A spread of the bare runs, which do the same work each time, that other work at the same time must have caused."""
+"""The bare runs do the same work each time: if they spread more than this, other work has disturbed them."""
 
 
 def compared(name: str, ours: Sequence[float], bare: Sequence[float]) -> Measures:

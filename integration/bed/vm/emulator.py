@@ -1,4 +1,4 @@
-"""QEMU of the same Debian release on every machine.
+"""QEMU of the same Debian release on every computer.
 
 Debian 12's QEMU 7.2 takes three times as long as 10.0 for each process that the guest starts.
 """

@@ -13,7 +13,7 @@ from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket
 from integration.bed.vm.qemu import Qemu
 
 SHARED = 3.0
-"""By how much a limit for a command is longer: two guests, unit tests and builds may share two processors."""
+"""Multiplies the limit of each command: two guests, unit tests and builds may share two processors."""
 CHUNK = 256 * 1024
 
 
@@ -119,7 +119,7 @@ class Guest:
         return content
 
     def set_clock(self) -> None:
-        """Set the guest's clock to this machine's time: a restored guest has the time of its snapshot."""
+        """Set the guest's clock to this computer's time: a restored guest has the time of its snapshot."""
         self.run(["date", "--utc", "--set", f"@{time.time():.3f}"])
 
     def _synchronize(self, timeout: float) -> JSONSocket:

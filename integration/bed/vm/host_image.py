@@ -14,7 +14,8 @@ from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, k
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
 AGENT_ENVIRONMENT = Path("/opt/unbounded-agent/1")
-"""As systemd/install leaves it, so that it finds the packages there. The simulated host has no network."""
+"""Like an environment that systemd/install has left, so that its next run finds the packages in it: the simulated host
+has no network."""
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Tests start these. nvidia-persistenced would need a real driver.
@@ -77,7 +78,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
     inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
     if wheels is not None:
         inputs += [wheels, REPOSITORY / "requirements.lock"]
-    # Each kind has its own name: the cache keeps only the newest result of a name.
+    # Each kind has its own name: otherwise, to build one could remove the others from the cache.
     name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
     return cached(name, inputs, build) / "host.ext4"
 

@@ -12,13 +12,13 @@ from integration.bed.vm.emulator import emulator
 from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket, JSONValue
 
 PORTS = 12
-# /dev/kvm is never used: on some machines it can be opened, but a stock kernel then crashes while it boots.
+# /dev/kvm is never used: on some computers it can be opened, but a stock kernel then crashes while it boots.
 MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35")
-# no_timer_check: on a loaded machine the emulated timer is late, and the kernel would doubt its interrupt routing.
+# no_timer_check: on a busy computer the emulated timer is late, and the kernel would doubt its interrupt routing.
 # clocksource=hpet: QEMU's TSC keeps counting across loadvm. A restored guest would see its clock jump by minutes, and
 # its watchdogs would kill what runs.
 # no5lvl: QEMU walks the page tables in software, and a fifth level made everything 20 % slower.
-# The last line: hardening and waits of Debian's kernel that cost little on a processor, and a third of an emulated one.
+# The last line turns off what costs a real processor little, and an emulated one a third of its time: hardening, waits.
 KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet no5lvl"
     " init_on_alloc=0 randomize_kstack_offset=off audit=0 nowatchdog rcupdate.rcu_expedited=1"
@@ -28,7 +28,7 @@ KERNEL_ARGUMENTS = (
 def processors() -> int:
     """Return how many processors a virtual machine has: one for each of pytest-xdist's workers, otherwise two.
 
-    The second processor of a machine makes most tests only a sixth faster. A second machine runs other tests meanwhile.
+    A second processor makes most tests only a sixth faster. A second virtual machine runs other tests meanwhile.
     """
     return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 

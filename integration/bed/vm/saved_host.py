@@ -1,4 +1,4 @@
-"""A simulated host whose preparation takes minutes, kept with its snapshots: it boots once for each checkout."""
+"""A simulated host whose preparation takes minutes: it and its snapshots are kept for each state of the checkout."""
 
 from collections.abc import Callable
 from pathlib import Path

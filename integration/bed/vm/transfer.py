@@ -10,7 +10,7 @@ from pathlib import Path
 from integration.bed.vm.guest import Guest
 
 HOST_FROM_GUEST = "10.0.2.2"
-"""127.0.0.1 of this machine, as the guest sees it through QEMU's user-mode network."""
+"""127.0.0.1 of this computer, as the guest sees it through QEMU's user-mode network."""
 
 
 def send_files(guest: Guest, files: Mapping[str, Path | bytes], directory: str, timeout: float = 240) -> None:

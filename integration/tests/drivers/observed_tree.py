@@ -29,7 +29,7 @@ class TreeRunner(ScriptedRunner):
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] == "/sbin/ldconfig":
-            # ldconfig runs inside the tree, where this machine's paths do not exist.
+            # ldconfig runs inside the tree, where this computer's paths do not exist.
             arguments = (each.removeprefix(str(self._tree)) for each in argv[1:])
             return host_runner((*self._prefix, *arguments), timeout)
         return super().__call__(argv, timeout)

@@ -123,7 +123,7 @@ def expect_as_on_debian(spec: dict[str, Any], host: Moved, place: Path, tmp_path
     (tmp_path / "debian").mkdir()
     usual = specified(tree, found, tmp_path / "debian")
     everything = {*mounts(usual), *links_in_pods(usual)}
-    # Also directories: nvidia-cdi-hook and the agent make links that are not in the driver root.
+    # Also the links that nvidia-cdi-hook and the agent make: they are not among the driver root's files.
     left_out = {f"/{target}" for target in host.debian.files if not host.places(target)}
     left_out |= {each for each in everything if not host.places(each.lstrip("/"))}
     assert {*mounts(spec), *links_in_pods(spec)} == everything - left_out

@@ -54,7 +54,7 @@ class Shell:
 
     def run(self, script: str) -> str:
         """Return a script's output, whatever its exit status: without a GPU most programs fail."""
-        # If a command fails, crictl prints only that. It also adds line breaks.
+        # If a command fails, crictl prints only the failure. It also adds line breaks.
         script = f"({script}) 2>&1 || true"
         return self.node.in_container(self.container, "sh", "-c", script, timeout=120).stdout.strip()
 
@@ -157,7 +157,7 @@ def test_glx_asks_the_x_server_and_falls_back_to_llvmpipe(bed: Bed, shell: Shell
 
 
 def configure(bed: Bed, setting: str) -> None:
-    """Wait until the published specification has the setting, or no such setting if it is empty."""
+    """Configure the variable, or none if `setting` is empty, and wait until the published specification follows."""
     line = f'pod_environment.nvidia = {{ {NAME} = "{setting}" }}\n' if setting else ""
     bed.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + line).encode())
     bed.run("systemctl", "reload", "unbounded-agent.service")

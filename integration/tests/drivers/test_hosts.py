@@ -83,7 +83,7 @@ def test_apply_makes_the_machine_ready_and_a_pod_sees_its_gpu(other: Bed) -> Non
 
 
 def test_the_unit_allows_only_its_templates_devices_and_the_granted_ones(other: Bed) -> None:
-    """systemd 252's template differs from 257's (no /dev/fuse). Ours repeats the installed one, without disks."""
+    """systemd 252's template differs from 257's (no /dev/fuse). The drop-in repeats the host's own, without disks."""
     template = other.run("systemctl", "cat", "systemd-nspawn@.service").stdout
     wanted = re.findall(r"^DeviceAllow=(\S.*)$", template, re.MULTILINE)
     effective = other.run("systemctl", "show", UNIT, "--property=DeviceAllow", "--value").stdout

@@ -18,7 +18,8 @@ from integration.tests.kubernetes.test_pods import expect_gpus, look
 
 pytestmark = pytest.mark.scenario("001")
 
-# Then the links of Debian's alternatives system are dangling. The last line removes what Talos does not have.
+# Once the driver has moved: remove the dangling links of Debian's alternatives system, and directories that Talos does
+# not have. The last line fails if the loader cache still has the driver.
 REST = """
 find /usr /etc -xdev -xtype l -delete
 rm -rf /usr/lib/nvidia /{libraries}/nvidia

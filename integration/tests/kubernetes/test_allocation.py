@@ -20,7 +20,7 @@ from integration.tests.kubernetes.test_dra import HOLD, NUMBER, holding, wait_fo
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 KUBECONFIG = "/root/admin.kubeconfig"
-# Not known yet. The kubelet does the same work for both, and asks a driver instead of a device plugin.
+# Chosen without a measurement: the kubelet does the same work for both, and asks a driver instead of a device plugin.
 DRA_VS_PLUGIN = 1.5
 SECONDS = 900.0
 """The emulated host takes up to a minute for one run of the command, which calls kubectl and makes passes."""

@@ -124,7 +124,7 @@ def test_the_example_driver_s_demo(node: Offering) -> None:
             "its service account exists",
             lambda namespace=namespace: node.cluster.kubectl("get", "serviceaccounts", "-oname", "-n", namespace),  # type: ignore[misc]
         )
-        # Parameters that the driver defines are for another driver here; see the next test.
+        # The manifests' parameters still name the example driver, so ours ignores them; see the next test.
         create(node, path.read_text().replace(f"deviceClassName: {DRIVER}", "deviceClassName: nvidia-gpu"))
     pods = started(node, 8)
     one, two = pods["gpu-test1/pod0"]["ctr0"], pods["gpu-test1/pod1"]["ctr0"]
@@ -160,7 +160,7 @@ def test_parameters_for_our_driver_are_refused(node: Offering) -> None:
     [("memory", 1), ("product", 1), ("shared", 1), ("two-gpus", 2), ("admin-access", 8)],
 )
 def test_our_examples(node: Offering, name: str, count: int, shared: bool) -> None:
-    """They get the same where claims may share GPUs."""
+    """They get the same devices whether or not claims may share GPUs."""
     offer(node, *map(whole, GPUS), shared=shared)
     create(node, example(f"claim-{name}"))
     (containers,) = started(node, 1).values()
@@ -283,7 +283,7 @@ def claim_of(kind: str, name: str, spec: dict[str, Any]) -> str:
 
 
 def claiming(name: str, count: int = 1, **source: str) -> str:
-    """Return a pod with one container that has so many claims, from a template or one that there is."""
+    """Return a pod with one container that has so many claims, made from a template or existing."""
     claims = [{"name": f"claim-{number}", **source} for number in range(count)]
     wanted = [{"name": each["name"]} for each in claims]
     container = {"name": "main", "image": "registry.invalid/none", "resources": {"claims": wanted}}

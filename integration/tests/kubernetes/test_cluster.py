@@ -337,7 +337,7 @@ def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: 
 
 @pytest.fixture
 def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> Iterator[str]:
-    """One more GPU, of Intel's, in the machine, which has the image of Intel's device plugin; its PCI address."""
+    """The PCI address of an Intel GPU that was plugged in; the machine also has the image of Intel's device plugin."""
     record_property("Intel GPU device plugin", intel_plugin_version())
     send_files(bed.guest, {INTEL_ARCHIVE: intel_plugin_image()}, f"/var/lib/machines/{MACHINE}")
     bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{INTEL_ARCHIVE}", timeout=180)

@@ -139,10 +139,10 @@ class ContainerdMachine:
     def settle(self, vendor: str = "nvidia", *, default: bool = False, drop_in: str = "") -> Condition:
         """Run the step once, with notes and ownership as a new process reads them."""
         self.spawned.clear()
-        system, known = System(self._runner, str(self.root)), machine_vendor(vendor)
-        assert known
+        system, half = System(self._runner, str(self.root)), machine_vendor(vendor)
+        assert half
         handoff = Handoff("node", "x86_64", (), default_runtime=default, containerd_drop_in=drop_in)
-        return configure_vendor(Context.of(system, handoff), known)
+        return configure_vendor(Context.of(system, handoff), half)
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Return inode and text of each file below /etc/containerd; a rewritten file has another inode."""
@@ -227,7 +227,7 @@ def release(machine: ContainerdMachine) -> tuple[int, ...]:
 
 
 def versions(machine: ContainerdMachine) -> list[int]:
-    """Return the versions of files that this containerd reads, except the undocumented first."""
+    """Return the versions of files that this containerd reads, except 1, which the agent refuses."""
     if release(machine) < (2,):
         return [2]
     return [2, 3] if release(machine) < (2, 3) else [2, 3, 4]

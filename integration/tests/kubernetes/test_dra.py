@@ -191,7 +191,7 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
     cluster.finished("none-left")
 
 
-def test_service_kubelet_and_api_server_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
+def test_service_and_kubelet_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
     cluster.apply(pod("holder", "sh", "-c", HOLD, gpus=1))
     held = holding(cluster, "holder")
 
@@ -267,7 +267,7 @@ def test_thirty_cycles_of_plug_fault_recovery_and_unplug(cluster: Cluster, bed: 
         if cycle % 3 == 0:
             names, avoided = [f"cycle-{cycle}-{index}" for index in range(4)], ninth
             cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in names))
-            cluster.wait("claims are allocated", lambda names=names: None not in map(partial(claim_of, cluster), names))  # type: ignore[misc]
+            cluster.wait("claims are allocated", lambda names=names: None not in map(partial(gpu_of, cluster), names))  # type: ignore[misc]
         bed.agent("gpus", "attach", addresses(cluster)[ninth])
         cluster.wait("no taint", lambda uuid=ninth: not tainted(cluster, uuid))  # type: ignore[misc]
         bed.host.qemu.unplug(PORT)
@@ -327,7 +327,7 @@ def agree(cluster: Cluster, bed: Bed, number: int) -> None:
     assert sorted(addresses(cluster).values()) == sorted(in_sysfs)
 
 
-def claim_of(cluster: Cluster, name: str) -> str | None:
+def gpu_of(cluster: Cluster, name: str) -> str | None:
     """Return the UUID of the GPU that the scheduler gave a pod, if it has yet."""
     made = cluster.get("pod", name)["status"].get("extendedResourceClaimStatus")
     claim = cluster.get("resourceclaim", made["resourceClaimName"]) if made else {}
@@ -338,6 +338,6 @@ def claim_of(cluster: Cluster, name: str) -> str | None:
 def hold_different(cluster: Cluster, names: list[str]) -> set[str]:
     """Wait until pods have started, assert that each sees the GPU of its claim and no two the same; return these."""
     seen = {name: holding(cluster, name) for name in names}
-    assert seen == {name: claim_of(cluster, name) for name in names}
+    assert seen == {name: gpu_of(cluster, name) for name in names}
     assert len(set(seen.values())) == len(names)
     return set(seen.values())

@@ -29,7 +29,7 @@ ip rule show | sort
 cat /proc/swaps
 sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops kernel.keys net.ipv4.ip_forward
 """
-"""Prints what `up` changes on a host, and what its node's pods do. systemd-nspawn's own lock and mount stay."""
+"""Prints what `up` and the node's pods change on a host, without systemd-nspawn's own lock and mount, which stay."""
 
 
 @pytest.fixture(scope="module", params=["trixie", pytest.param("bookworm", marks=pytest.mark.exhaustive)])
@@ -63,7 +63,7 @@ def test_one_command_makes_a_node_that_runs_a_gpu_pod(empty_host: EmptyHost, fou
     secret = empty_host.guest.read(TOKEN).decode().strip().partition(".")[2]
     assert secret not in made.stdout + made.stderr
     empty_host.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
-    empty_host.wait("the node is Ready", empty_host.node_is_ready)
+    empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
     empty_host.offer_gpus()
     assert empty_host.run_gpu_pod().count("GPU-") == 1
     node = Node(empty_host.guest)

@@ -1,6 +1,6 @@
 """`up` is killed at each step, and the host loses its power at some: the next `up` goes on, and the node joins.
 
-Of what `up` put into the machine, the machine half reports changes.
+Also: the machine half reports changes of the files that `up` put into the machine.
 """
 
 import json
@@ -75,7 +75,7 @@ def empty_host(installed: EmptyHost) -> EmptyHost:
 
 
 def expect_joined(host: EmptyHost) -> None:
-    """Run `up` to its end; nothing of what was interrupted is left, and another `up` has nothing to do."""
+    """Run `up` to its end; nothing of what was interrupted is left, and another `up` succeeds."""
     host.guest.run(["unbounded-agent", "up"], timeout=SECONDS)
     assert host.get("node", NODE)["metadata"]["name"] == NODE
     assert host.guest.run(["sh", "-c", LEFTOVERS], check=False).stdout == ""

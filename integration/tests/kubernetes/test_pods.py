@@ -88,14 +88,14 @@ def test_runtime_class_gives_our_spec_and_nothing_else(shared: Bed) -> None:
 
     nvidia-container-runtime must not make its own specification in memory: the mounts are those of ours.
     """
-    known = uuids(shared.run("nvidia-smi", "-L").stdout)
-    assert len(set(known)) == len(GPUS)
+    on_host = uuids(shared.run("nvidia-smi", "-L").stdout)
+    assert len(set(on_host)) == len(GPUS)
     mounts = look(shared.node, cdi=("1",)).mounts
     assert mounts >= {mount["containerPath"] for mount in shared.node.spec()["containerEdits"]["mounts"]}
-    for value, granted in (("2", {2}), (known[3], {3}), ("all", set(range(8)))):
+    for value, granted in (("2", {2}), (on_host[3], {3}), ("all", set(range(8)))):
         seen = look(shared.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": value})
         expect_gpus(seen.probe, granted)
-        assert seen.uuids == [known[minor] for minor in sorted(granted)], value
+        assert seen.uuids == [on_host[minor] for minor in sorted(granted)], value
         assert seen.mounts == mounts, value
 
 

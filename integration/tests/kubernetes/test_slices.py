@@ -45,7 +45,7 @@ def cluster(release: str) -> Iterator[ControlPlane]:
 @pytest.fixture
 def machine(cluster: ControlPlane) -> Iterator[DraMachine]:
     """A machine whose service offers two GPUs, with the certificate of the node's kubelet."""
-    # The usual temporary paths are longer than a socket's path may be.
+    # Not in pytest's tmp_path, which is too long for the path of a socket.
     with tempfile.TemporaryDirectory(prefix="dra-") as directory:
         yield from running_machine(cluster, Path(directory))
 

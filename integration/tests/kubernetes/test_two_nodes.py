@@ -19,7 +19,7 @@ NETWORK = f"[machines.{SECOND_MACHINE}.nspawn]\nvirtual_ethernet = true\n"
 @pytest.fixture(scope="module")
 def empty_host() -> Iterator[EmptyHost]:
     with EmptyHost(NODE, SECOND, memory_mib=6144) as host:
-        # It gives the second machine its address, and lets it out by the host's (80-container-ve.network).
+        # It gives the second machine an address, and translates it to the host's (80-container-ve.network).
         host.guest.run(["systemctl", "unmask", "systemd-networkd.service"])
         host.guest.run(["systemctl", "start", "systemd-networkd.service"])
         yield host
@@ -47,7 +47,7 @@ def test_two_machines_join_as_two_nodes(empty_host: EmptyHost) -> None:
     names = {name: machine["node"] for name, machine in result["machines"].items()}
     assert names == {MACHINE: NODE, SECOND_MACHINE: SECOND}
     empty_host.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
-    empty_host.wait("both nodes are Ready", empty_host.node_is_ready)
+    empty_host.wait("both nodes are Ready", empty_host.nodes_are_ready)
     empty_host.offer_gpus(GPUS)
 
 

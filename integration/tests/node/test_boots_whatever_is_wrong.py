@@ -37,8 +37,8 @@ def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_age
     assert "unbounded_agent_config_last_reload_successful 0.0" in ready.page("/metrics")
     journal = ready.run("journalctl", "-b", "--no-pager", "-u", f"unbounded-agent-prepare@{MACHINE}").stdout
     assert "speed: unknown key" in journal
-    known = json.loads(ready.run("cat", "/run/unbounded-agent/conditions.json").stdout)[MACHINE]
-    assert "LastGoodSettings" in {each["reason"] for each in known}
+    conditions = json.loads(ready.run("cat", "/run/unbounded-agent/conditions.json").stdout)[MACHINE]
+    assert "LastGoodSettings" in {each["reason"] for each in conditions}
     expect_by_cdi(ready)
 
     settings = f"/etc/systemd/nspawn/{MACHINE}.nspawn"

@@ -1,4 +1,4 @@
-"""systemd reads its files again on the host and in the machine, and no GPU is unavailable for a moment."""
+"""systemd reads its files again on the host and in the machine, and no GPU is unavailable even for a moment."""
 
 import json
 from collections.abc import Callable

@@ -115,7 +115,7 @@ def test_each_change_alone_is_repaired(ready: Bed, measured: Measured) -> None:
 
 @pytest.mark.exhaustive
 def test_containerd_restarted_with_a_rewritten_main_file(ready: Bed, measured: Measured) -> None:
-    """The new process has the administrator's settings and ours; a file that we may not edit is named."""
+    """In the end, containerd runs with the administrator's settings and the agent's, after one more restart at most."""
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))
     before, counts = ready.starts(), dict(repairs(ready))
     starts = "journalctl --output=cat --unit=containerd --no-pager _PID=1 | grep -c ^Started"

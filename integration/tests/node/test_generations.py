@@ -22,7 +22,7 @@ from integration.tests.node.test_published_roots import mounted
 
 pytestmark = pytest.mark.scenario("002")
 
-UNITS = f"systemctl show --value --property=ActiveEnterTimestampMonotonic systemd-nspawn@{MACHINE}.service"
+STARTED_AT = f"systemctl show --value --property=ActiveEnterTimestampMonotonic systemd-nspawn@{MACHINE}.service"
 HOLDERS = "find /proc/[0-9]*/fd -lname '/dev/nvidia*' 2>/dev/null || true"
 
 
@@ -49,10 +49,10 @@ def start_pod(bed: Bed, name: str) -> str:
 
 def reboot(bed: Bed, container: str) -> None:
     """Reboot the machine. Stop the container first: its sleep ignores SIGTERM as process 1, which would cost 90 s."""
-    before = bed.run(*UNITS.split()).stdout.strip()
+    before = bed.run(*STARTED_AT.split()).stdout.strip()
     bed.node.run("crictl", "stop", "--timeout", "0", container)
     bed.run("machinectl", "reboot", MACHINE)
-    bed.run("sh", "-c", f'while [ "$({UNITS})" = {before} ]; do sleep 1; done', timeout=180)
+    bed.run("sh", "-c", f'while [ "$({STARTED_AT})" = {before} ]; do sleep 1; done', timeout=180)
     bed.wait_ready()
 
 

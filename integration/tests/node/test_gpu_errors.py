@@ -36,7 +36,7 @@ def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 240) -> None
 
 
 def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) -> None:
-    """The test runs in the service's sandbox, with Debian's kernel.dmesg_restrict."""
+    """The service reads the kernel log in its sandbox, with Debian's kernel.dmesg_restrict."""
     assert ready.run("sysctl", "--values", "kernel.dmesg_restrict").stdout.strip() == "1"
     for prefix in ("", "<0>", "<3>"):
         spoofed = f"{prefix}NVRM: Xid (PCI:{FIRST.removesuffix('.0')}): {DOUBLE_BIT_ECC}, pid=1, name=x"

@@ -48,7 +48,7 @@ def test_libraries_without_the_module(installed: Bed) -> None:
 
 
 def test_the_module_without_nodes(installed: Bed) -> None:
-    """Otherwise there would be a CDI specification without devices."""
+    """It is reported as a fault, because nvidia-ctk would make a CDI specification without devices."""
     installed.run("sh", "-c", "rm /dev/nvidia[0-9]*")
     assert installed.conditions()["DevicesPresent"]["reason"] == "NodesMissing"
     found = doctor(installed)
@@ -151,7 +151,7 @@ def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
     planned = installed.run(*as_user, "plan").stdout
     assert "would write /etc/systemd/nspawn/gpu-node.nspawn" in planned
     assert "would stage nvidia driver 550.163.01 as driver root 0" in planned
-    # /var/lib/machines has mode 0700: a user cannot see whether the machine exists, but whether it runs.
+    # /var/lib/machines has mode 0700: a user cannot see whether the machine exists, but can see whether it runs.
     assert "would start machine gpu-node" in planned
     refused = installed.run(*as_user, "apply", check=False)
     assert refused.status == 1

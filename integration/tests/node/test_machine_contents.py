@@ -67,7 +67,7 @@ def test_nvidia_ctk_ranks_specs_as_conditions_assume(tmp_path: Path) -> None:
     assert names(etc, run_) == {"1", "3"}
 
 
-# ---- on the bed
+# ---- on the simulated host
 
 
 @pytest.mark.exhaustive

@@ -113,8 +113,8 @@ def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
     at_start = ready.starts()
     ready.guest.write("/etc/unbounded-agent/config.toml", f"[machines.{MACHINE}]\nimex_channels = true\n".encode())
     ready.run("systemctl", "reload", "unbounded-agent.service", timeout=120)
-    make = "awk '$2 == \"nvidia-caps-imex-channels\" { print $1 }' /proc/devices"
-    ready.run("sh", "-c", f"mkdir {CHANNEL.rpartition('/')[0]} && mknod {CHANNEL} c $({make}) 0")
+    major = "awk '$2 == \"nvidia-caps-imex-channels\" { print $1 }' /proc/devices"
+    ready.run("sh", "-c", f"mkdir {CHANNEL.rpartition('/')[0]} && mknod {CHANNEL} c $({major}) 0")
     opens = ("python3", "-c", OPEN, CHANNEL)
     wait_until(ready, "given", lambda: ready.node.run(*opens, check=False).status == 0 and is_ready(ready))
     ready.run("rm", CHANNEL)

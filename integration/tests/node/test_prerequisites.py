@@ -1,4 +1,4 @@
-"""Prerequisites of the host: a driver that the configuration can load, and that machines with any network can see."""
+"""The host's driver: the service loads it if that is configured, and machines see it, whatever network they have."""
 
 import time
 

@@ -17,12 +17,12 @@ ATTACKS = (
     "mount -o remount,bind,rw {parent} && touch {parent}/x",
     "mount -o remount,rw {parent}",
     "chattr +i {parent}",
-    # It is no longer mounted here, so it is not a mount point for this machine's kernel calls.
+    # Unmounted here, the directory is no mount point any more, which the kernel would refuse to remove.
     "umount {root} && rmdir {root}",
     "mv {root} {parent}/9",
     "mkdir {parent}/999",
 )
-"""Each follows the ones before, as root in the machine with all capabilities and no user namespace."""
+"""Each follows the ones before, as root in the machine, with a machine's capabilities and no user namespace."""
 NO_OVERLAY = """
 rmmod overlay || true
 mv "$(modinfo -F filename overlay)" /root/
@@ -32,7 +32,7 @@ OVERLAY_AGAIN = "mv /root/overlay.ko* /usr/lib/modules/$(uname -r)/kernel/fs/ove
 
 
 def mounted(bed: Bed) -> set[str]:
-    """Return the host's mount points below the agent's state."""
+    """Return the mount points of overlays in the agent's state directory, relative to it."""
     listed = bed.run("findmnt", "--noheadings", "--raw", "--output=TARGET,FSTYPE").stdout.splitlines()
     found = {path for path, kind in map(str.split, listed) if kind == "overlay"}
     return {path.removeprefix(f"{STATE}/") for path in found if path.startswith(f"{STATE}/")}

@@ -49,7 +49,7 @@ def opened(bed: Bed, machine: str) -> set[int]:
 
 
 def test_each_machine_has_its_own(installed: Bed) -> None:
-    """One is configured by number, and gets none that the other names. The kernel separates them, and so do faults."""
+    """One is configured by number, and gets none that the other names. The missing machine does not affect them."""
     roots(installed)
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIG.encode())
     finished = installed.agent("apply", timeout=400, check=False)

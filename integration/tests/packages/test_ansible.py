@@ -13,7 +13,7 @@ from integration.bed.process import CommandError
 HOSTS = ("gpu-1", "gpu-2", "gpu-3")
 PACKAGE = "unbounded-agent"
 CONFIGURATION = "etc/unbounded-agent/config.toml"
-MARK = "[machines]\n"
+NO_MACHINES = "[machines]\n"
 SUMMARY = re.compile(r"^(\S+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=(\d+)", re.MULTILINE)
 
 
@@ -34,9 +34,9 @@ def hosts() -> Iterator[Fleet]:
 
 
 def variables(hosts: Fleet, number: str, **more: object) -> str:
-    """Return the option for a file with the role's variables."""
+    """Write a file with the role's variables, and return the option that names it."""
     package = put(hosts.controller, packages(number)[PACKAGE])
-    text = yaml.safe_dump({"unbounded_agent_package": package, "unbounded_agent_config": MARK, **more})
+    text = yaml.safe_dump({"unbounded_agent_package": package, "unbounded_agent_config": NO_MACHINES, **more})
     (hosts.controller.path / "srv/variables.yml").write_text(text)
     return "--extra-vars=@/srv/variables.yml"
 
@@ -55,7 +55,7 @@ def test_first_host(hosts: Fleet) -> None:
     assert summary(printed)["gpu-1"][0] >= 3
     assert "secret words" not in printed
     assert version(host) == "1.0"
-    assert (host.path / CONFIGURATION).read_text() == MARK
+    assert (host.path / CONFIGURATION).read_text() == NO_MACHINES
     token = host.path / "etc/unbounded-agent/token"
     assert token.read_text() == "secret words"
     assert token.stat().st_mode & 0o777 == 0o600
@@ -69,7 +69,7 @@ def test_an_invalid_configuration_reaches_no_host(hosts: Fleet) -> None:
     options = variables(hosts, "1.0", unbounded_agent_config="[machines.gpu-node]\nspeed = 1\n")
     with pytest.raises(CommandError, match=r"speed: unknown key"):
         hosts.playbook(options, "--limit=gpu-1")
-    assert (hosts.hosts["gpu-1"].path / CONFIGURATION).read_text() == MARK
+    assert (hosts.hosts["gpu-1"].path / CONFIGURATION).read_text() == NO_MACHINES
 
 
 @pytest.mark.exhaustive
@@ -89,13 +89,13 @@ def test_rolling_upgrade(hosts: Fleet) -> None:
 def test_the_first_host_that_fails_stops_the_upgrade(hosts: Fleet) -> None:
     """The second host has a machine that does not become ready; the third one keeps its release."""
     hosts.playbook(variables(hosts, "1.0"))
-    kept = variables(hosts, "1.1", unbounded_agent_config="", unbounded_agent_check_seconds=1)
+    options = variables(hosts, "1.1", unbounded_agent_config="", unbounded_agent_check_seconds=1)
     bad = hosts.hosts["gpu-2"].path / CONFIGURATION
     bad.write_text("[machines.gpu-node]\n")
     try:
         with pytest.raises(CommandError) as stopped:
-            hosts.playbook(kept, unbounded_agent_check="true")
+            hosts.playbook(options, unbounded_agent_check="true")
     finally:
-        bad.write_text(MARK)
+        bad.write_text(NO_MACHINES)
     assert summary(str(stopped.value)).get("gpu-2", (0, 0))[1] == 1
     assert [version(host) for host in hosts.hosts.values()] == ["1.1", "1.1", "1.0"]

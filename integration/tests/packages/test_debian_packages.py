@@ -18,7 +18,7 @@ HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-ag
 MONITORING = "unbounded-agent-monitoring"
 VERSION, NEXT = "1.0", "1.1"
 SUITES = {"bookworm": "3.11", "trixie": "3.13", "noble": "3.12"}
-"""Python's version, by the distribution's."""
+"""Versions of Python, by the code name of the distribution's release."""
 SETTINGS = "/etc/unbounded-agent"
 
 

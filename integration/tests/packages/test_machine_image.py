@@ -12,7 +12,7 @@ from integration.bed.packages import TOOLS, Root, debian_root, packages
 from integration.bed.process import CommandError
 
 IMAGE = "agent-ubuntu2404"
-"""The bed's machines are made of the other one."""
+"""The image without NVIDIA's toolkit. The bed's machines are made from the one with it."""
 MACHINE = "unbounded-agent-machine"
 
 
@@ -34,7 +34,7 @@ def test_an_image_of_packages() -> None:
 
 @pytest.fixture
 def root() -> Iterator[Root]:
-    """Yield a root with gpg, in which Python downloads /root/key, and apt-get does nothing."""
+    """Yield a root with gpg. Its python3 copies /root/key instead of a download; its apt-get only records arguments."""
     with debian_root("trixie", *TOOLS) as root:
         (root.path / "usr/local/bin/python3").write_text('#!/bin/sh\nexec cp /root/key "$4"\n')
         (root.path / "usr/local/bin/apt-get").write_text('#!/bin/sh\necho "$@" >>/root/apt-get\n')

@@ -27,7 +27,7 @@ def test_containerd_reads_every_setting(release: str, tmp_path: Path) -> None:
         place = tmp_path / file.path.removeprefix("/etc/containerd/").lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(file.content)
-    # The root is the bed's cache: containerd sees the files in its place without a change of the cache.
+    # The root is in the bed's cache, which must not change: a mount shows the files only to this containerd.
     script = 'mount -t tmpfs none "$1/etc" && mkdir "$1/etc/containerd" && mount --bind "$2" "$1/etc/containerd"'
     script += ' && exec chroot "$1" /usr/bin/containerd --config "$3" config dump'
     printed = run(["unshare", "--mount", "sh", "-ec", script, "sh", root, tmp_path, MAIN])

@@ -34,7 +34,7 @@ STARTED = "Kubelet version"
 """What each start of the kubelet logs once."""
 SECONDS = 120.0
 OLD_CGROUPS = {"failCgroupV1": False}
-"""The build machine may still have cgroup v1; a node's host never has."""
+"""The computer that runs the tests may still have cgroup v1; a node's host never has."""
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
 HANDOFF = handoff_directory(MACHINE)
 NAMESPACE = f"""

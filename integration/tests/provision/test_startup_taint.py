@@ -96,14 +96,14 @@ def set_condition(cluster: ControlPlane, value: str) -> None:
 def set_status(cluster: ControlPlane, change: Callable[[dict[str, Any]], None]) -> None:
     path, user = f"/api/v1/nodes/{NODE}", node_user(NODE)
     node = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
-    # Then a write cannot meet one of the controllers.
+    # Without a version, the write cannot conflict with one of the controllers'.
     node["metadata"].pop("resourceVersion")
     change(node.setdefault("status", {}))
     cluster.kubectl("replace", f"--raw={path}/status", "--filename=-", stdin=json.dumps(node), user=user)
 
 
 def stand_in_for_a_readiness_controller(cluster: ControlPlane, taint: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start what stands in for the node-readiness-controller, which cannot be had here: docs/autoscaling.md has it."""
+    """Start the commands of docs/autoscaling.md, which stand in for the node-readiness-controller."""
     kubeconfig = cluster.write_kubeconfig(ADMIN, cluster.directory / "stand-in.kubeconfig")
     script = f"""
         kubectl wait --for=condition={KIND} --timeout={SECONDS}s node/{NODE} &&
