@@ -66,11 +66,28 @@ class Endpoint:
         """
         if address == self._address or self._inherited:
             return
-        server = Server(address)
-        if self._server:
-            self._server.stop()
+        try:
+            server = Server(address)
+        except AgentError:
+            if not self._server:
+                raise
+            # The old server may have the port: the kernel lets no two sockets listen on 127.0.0.1 and 0.0.0.0.
+            server = self._replace(self._server, address)
+        else:
+            if self._server:
+                self._server.stop()
         self._address = address
         self._use(server)
+
+    def _replace(self, old: Server, address: str) -> Server:
+        """Stop the old server, and return a new one; if that fails, raise AgentError and serve on the old address."""
+        old.stop()
+        self._server = None
+        try:
+            return Server(address)
+        except AgentError:
+            self.listen()
+            raise
 
     def _use(self, server: Server) -> None:
         server.site = self._site

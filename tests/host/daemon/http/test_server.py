@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.daemon.http.endpoint import Endpoint
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.peers import Peers
 from agent.host.daemon.http.server import CONNECTIONS, OPENMETRICS, POLICY, VERBOSE, Limits, Page, Server, Site
@@ -298,36 +297,6 @@ def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) 
 def test_a_local_server_without_its_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="nowhere/statusz"):
         LocalServer(str(tmp_path / "nowhere"), "statusz.sock")
-
-
-def get(family: socket.AddressFamily, address: tuple[str, int] | str) -> bytes:
-    """Send a request, and return the whole response."""
-    with socket.socket(family) as connection:
-        connection.settimeout(30)
-        connection.connect(address)
-        connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-def test_sockets_of_systemd_are_served_instead_of_the_address(tmp_path: Path) -> None:
-    """They outlive the service: stopping or moving it must not close them. One may be a Unix socket."""
-    site = Site(fresh={"/livez": Page(HTTPStatus.OK, b"ok\n")}, fresh_until=time.monotonic() + LONG)
-    with socket.create_server(("127.0.0.1", 0)) as loopback, socket.socket(socket.AF_UNIX) as local:
-        local.bind(str(tmp_path / "socket"))
-        local.listen()
-        endpoint = Endpoint("192.0.2.1:1", (loopback.dup(), local.dup()))
-        waiting = socket.create_connection(loopback.getsockname(), 30)
-        waiting.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
-        endpoint.publish(site)
-        with waiting:
-            assert waiting.recv(15) == b"HTTP/1.0 200 OK", "not Not Found"
-        assert endpoint.error == ""
-        for _ in range(2):
-            assert get(socket.AF_INET, loopback.getsockname()).endswith(b"\r\n\r\nok\n")
-            assert get(socket.AF_UNIX, local.getsockname()).endswith(b"\r\n\r\nok\n")
-            endpoint.listen()
-            endpoint.move("192.0.2.2:1")
-        assert loopback.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
 def test_browsers_get_a_policy_without_scripts(server: Server) -> None:
