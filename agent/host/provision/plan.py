@@ -149,7 +149,7 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
     if isinstance(facts.record, Broken | Unseen):
         advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
         return Problem("record", f"it is unknown what `up` made: {facts.record.why}", advice)
-    if isinstance(facts.root, Unseen):
+    if isinstance(facts.root, Unseen | Broken):
         return Problem("root", facts.root.why, "correct this, then run `unbounded-agent reset` again")
     if isinstance(facts.record, Absent) and not isinstance(facts.root, Absent):
         return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")

@@ -167,6 +167,7 @@ def test_reset_can_be_repeated() -> None:
         replace(NEW, root=77),
         replace(MADE, root=78),
         replace(MADE, root=Unseen("no permission")),
+        replace(MADE, root=Broken("a symbolic link")),
         replace(MADE, record=Broken("damaged")),
         replace(MADE, record=Unseen("no permission")),
     ],
