@@ -93,17 +93,20 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
     """Run independent steps at the same time. Raises AgentError for the first that fails.
 
-    The other steps are completed even then, so that the next attempt finds their results.
+    The other steps are completed even then, so that the next attempt finds their results, but not after Ctrl-C.
     """
     failures: list[BaseException] = []
 
     def call(action: Action) -> None:
         try:
             _run(action, tools, progress)
+        except KeyboardInterrupt:
+            # Only in the main thread. The others end with the process.
+            raise
         except BaseException as error:
             failures.append(error)
 
-    # Daemon threads, so that the process ends if it is interrupted while it waits for them.
+    # Daemon threads, so that the process ends after Ctrl-C, even while it waits for them.
     threads = [threading.Thread(target=call, args=(action,), daemon=True) for action in actions[1:]]
     for thread in threads:
         thread.start()
