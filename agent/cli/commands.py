@@ -77,7 +77,10 @@ COMMANDS = {
             "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
             "sudo unbounded-agent doctor --bundle",
         ),
-        {0: "no fault, and every machine is ready; or the archive is written", 1: "there is a fault"},
+        {
+            0: "all machines are ready, host and cluster have no fault; or archive written",
+            1: "a machine is not ready, or there is a fault of the host or the cluster",
+        },
         root=False,
     ),
     "up": Command(

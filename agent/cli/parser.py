@@ -127,7 +127,7 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
 def _add_nodes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Add the arguments of commands that make, remove, start and stop nodes."""
     commands["up"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this machine")
-    text = "make the root file system again; everything in the old one is lost"
+    text = "make the root file system of MACHINE again; everything in the old one is lost"
     commands["up"].add_argument("--rebuild", action="store_true", help=text)
     commands["up"].add_argument("--json", action="store_true", help="print JSON, one object per line (docs/json.md)")
     commands["preflight"].add_argument("--json", action="store_true", help=JSON)

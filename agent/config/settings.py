@@ -52,7 +52,8 @@ class MachineSettings(Model):
     gets these nodes.
     """
     require_gpus: bool = False
-    """Whether the machine counts as not ready on a host without GPUs."""
+    """Whether the machine counts as not ready while it gets no GPU: the host has none, an administrator detached them,
+    or they have another kernel driver or none (docs/conditions.md#ready)."""
     driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
     """How many seconds the machine's start waits for a driver that loads late when the host boots.
 
