@@ -84,7 +84,8 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
     # Each kind has its own name: otherwise, to build one could remove the others from the cache.
-    base = cached("-".join(("package-root", suite, *more)), [*included, Path(debian.__file__)], build) / "root"
+    tools = [Path(str(module.__file__)) for module in ((debian, ubuntu) if suite == ubuntu.UBUNTU else (debian,))]
+    base = cached("-".join(("package-root", suite, *more)), [*included, *tools], build) / "root"
     # Not in /tmp, which may be a tmpfs or itself an overlay.
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:
         upper, work, merged = (Path(name) / part for part in ("upper", "work", "merged"))

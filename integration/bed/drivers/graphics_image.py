@@ -7,6 +7,7 @@ from pathlib import Path
 
 from integration.bed import debian
 from integration.bed.cache import cached
+from integration.bed.machine import pod_images
 from integration.bed.machine.pod_images import SOURCES, compile_program, finish_root, write_image
 
 GRAPHICS_TEST = "registry.invalid/graphics-test:local"
@@ -26,7 +27,7 @@ def graphics_image() -> Path:
     def build(output: Path) -> None:
         write_image(output, "graphics-test", GRAPHICS_TEST, "[]", _fill)
 
-    inputs: list[Path | str] = [PACKAGES, Path(__file__), Path(debian.__file__), SOURCES]
+    inputs: list[Path | str] = [PACKAGES, Path(__file__), Path(debian.__file__), Path(pod_images.__file__), SOURCES]
     return cached("graphics-image", inputs, build) / "graphics-test.tar"
 
 

@@ -52,7 +52,7 @@ def draw(entries: Sequence[Mapping[str, Mapping[str, float]]]) -> Iterator[str]:
     if not names:
         yield "no run was kept"
         return
-    yield f"{'measurement':28} {'runs':{len(entries)}}  best   last (quartiles); {DISTURBED}: disturbed"
+    yield f"{'measurement':28} {'runs':{len(entries)}}  least  last (quartiles); {DISTURBED}: disturbed"
     for name in names:
         values = [None if name in disturbed(each["measures"]) else each["measures"].get(name) for each in entries]
         good = [value for value in values if value is not None]

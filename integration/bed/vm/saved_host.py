@@ -6,7 +6,7 @@ from pathlib import Path
 from integration.bed import wheels
 from integration.bed.cache import REPOSITORY, cached
 from integration.bed.machine.machine_image import machines_disk
-from integration.bed.vm import guest, qemu, simulated_host
+from integration.bed.vm import guest, installation, qemu, simulated_host
 from integration.bed.vm.emulator import emulator
 from integration.bed.vm.host_image import host_image
 from integration.bed.vm.kernel_modules import boot_files
@@ -25,7 +25,7 @@ def saved_host(prepare: Callable[[SimulatedHost], None], prepared_by: Path) -> S
             prepare(host)
             host.save(target)
 
-    sources = [Path(str(module.__file__)) for module in (guest, qemu, simulated_host)]
+    sources = [Path(str(module.__file__)) for module in (guest, installation, qemu, simulated_host)]
     inputs: list[Path | str] = [*sources, prepared_by, wheels.agent(), REPOSITORY / "systemd", *emulator()]
     inputs += [str(image), str(machines), str(boot_files()), str(qemu.processors())]
     return SimulatedHost(saved=cached(f"saved-host-{qemu.processors()}", inputs, build))

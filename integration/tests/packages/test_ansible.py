@@ -73,6 +73,16 @@ def test_an_invalid_configuration_reaches_no_host(hosts: Fleet) -> None:
 
 
 @pytest.mark.exhaustive
+def test_up_gets_the_programs_that_it_needs(hosts: Fleet) -> None:
+    """Whether it then makes nodes depends on the configuration, which has none here."""
+    host = hosts.hosts["gpu-1"]
+    with pytest.raises(CommandError, match="no machine has node settings"):
+        hosts.playbook(variables(hosts, "1.0", unbounded_agent_up=True), "--limit=gpu-1")
+    assert "skopeo version" in host.run("skopeo", "--version")
+    assert "umoci version" in host.run("umoci", "--version")
+
+
+@pytest.mark.exhaustive
 def test_rolling_upgrade(hosts: Fleet) -> None:
     """One command line upgrades one host after the other, and back."""
     hosts.playbook(variables(hosts, "1.0"))
