@@ -74,7 +74,7 @@ class Reconciler:
     system: System
     devices: DeviceSource
     progress: Callable[[str], None] = lambda _: None
-    """Called with a sentence when a step begins, and with an empty text when a part of a step is done."""
+    """Called with a sentence when a step begins, and with an empty text after an observation or a part of a step."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
@@ -98,6 +98,7 @@ class Reconciler:
         return facts, planned, diff(planned, facts, self._acknowledged(facts, planned))
 
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
+        """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
         goals = {goal.name: goal for goal in planned.goal.machines}
         released, missing_nodes, faults = set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
@@ -250,6 +251,7 @@ class Reconciler:
         return publish_gpu_states(self.system, states, unchanged=planned.held)
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
+        """Make the directories that machines bind, then perform the steps, except removals that failed recently."""
         if planned.goal.machines:
             # Every machine's settings bind this directory.
             self.system.make_directory(HOST_NVIDIA)

@@ -15,7 +15,7 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 LIMIT = 1024
-"""Bytes of a token's file that are read."""
+"""Bytes of the largest token file that is read."""
 
 
 def given_token(machine: str, system: System) -> str | None:

@@ -19,11 +19,11 @@ def publish_gpu_states(
     """
     failures = []
     try:
-        known = system.entries(MACHINES_STATE)
+        with_state = system.entries(MACHINES_STATE)
     except OSError:
         # publish_host_status reports this failure.
-        known = ()
-    for name in sorted({*known, *states} - set(unchanged)):
+        with_state = ()
+    for name in sorted({*with_state, *states} - set(unchanged)):
         path = gpu_states_file(name)
         try:
             # A machine that never had a goal has no such directory.

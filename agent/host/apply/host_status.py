@@ -19,13 +19,13 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
     """Write the host status for each machine in `ready`, and remove all others. Return failures, one sentence each."""
     failures = []
     try:
-        known = system.entries(MACHINES_STATE)
+        with_state = system.entries(MACHINES_STATE)
     except FileNotFoundError:
-        known = ()
+        with_state = ()
     except OSError as error:
-        known = ()
+        with_state = ()
         failures.append(f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: {error.strerror}")
-    for name in sorted({*known, *ready}):
+    for name in sorted({*with_state, *ready}):
         path = conditions_file(name)
         try:
             # A machine that never had a goal has no such directory.

@@ -85,7 +85,7 @@ def mount_parent(system: System) -> bool:
 
 
 def unpublish(index: int, system: System) -> None:
-    """Unmount driver root `index`, if it is mounted. Raises ApplyError while a process has one of its files open."""
+    """Unmount driver root `index`, if it is mounted. Fails while a file in it is open. Raises AgentError, OSError."""
     path = driver_root(index)
     if path in mounted(system, OVERLAY):
         failure = _run_job("StopUnit", mount_unit(path), system)
@@ -95,7 +95,7 @@ def unpublish(index: int, system: System) -> None:
 
 
 def unpublish_parent(system: System) -> None:
-    """Unmount HOST_NVIDIA, below which no driver root may be mounted any longer. Raises ApplyError."""
+    """Unmount HOST_NVIDIA, below which no driver root may be mounted any longer. Raises AgentError, OSError."""
     if HOST_NVIDIA in mounted(system, OVERLAY):
         failure = _run_job("StopUnit", mount_unit(HOST_NVIDIA), system)
         if HOST_NVIDIA in mounted(system, OVERLAY):

@@ -16,9 +16,11 @@ class _Observation:
 
 @dataclass(slots=True)
 class Ages:
-    """Remembers the change times that this process saw, so that only the first age of a file depends on the wall clock.
+    """Remembers the change times that this process saw, so that setting the wall clock can hardly distort an age.
 
-    If a file's change time differs from the one that was observed last, the file changed after that observation.
+    The first age of a file depends on the wall clock alone. If the change time later differs from the one that was
+    observed last, the file changed after that observation: its age is at most the time since then, whatever the wall
+    clock says.
     """
 
     _observations: dict[str, _Observation] = field(default_factory=dict)

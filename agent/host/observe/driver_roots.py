@@ -23,7 +23,8 @@ INDICES = 64
 STAGED_AGAIN = "the driver root will be staged again"
 """Ends the messages about driver roots whose manifest or files cannot be used."""
 SPARE = 2
-"""Free indices that a pass needs: it stages at most two roots per vendor, for the loaded module and for newer files."""
+"""Free indices that a pass needs. Only NVIDIA's driver has driver roots, and a pass stages at most two of them: one for
+the loaded kernel module, and one for newer files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,11 @@ def _is_plain(index: int, system: System) -> bool:
 
 
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
-    """Return the index above all taken ones or, if that has no mount point, the lowest free index.
+    """Return the index above all taken ones or, if too few mount points are left there, the lowest free index.
 
-    The SPARE - 1 indices after it are free too. `protected` means that HOST_NVIDIA is mounted. If it is not, machines
-    can create directories in it, so indices whose directory exists are skipped.
+    The SPARE - 1 indices after the returned one are free too. If no such index is left, the one above all taken ones is
+    returned, although it has no mount point. `protected` means that HOST_NVIDIA is mounted. If it is not, machines can
+    create directories in it, so indices whose directory exists are skipped.
     """
     above = max(taken, default=-1) + 1
     free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]

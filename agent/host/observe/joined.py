@@ -5,11 +5,11 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 LIMIT = 1024
-"""Bytes of the file in which the machine says so."""
+"""Bytes of the largest file that is read."""
 
 
 def observe_joined(machine: str, system: System) -> str:
-    """Return the name of the running machine's Node object; empty if its kubelet has not joined the cluster.
+    """Return the name of the machine's Node object; empty if its kubelet has not joined since the machine's last start.
 
     The name is not trusted: root in the machine can write anything into the file.
     """

@@ -32,7 +32,7 @@ class Listing:
 def parse_listing(output: str) -> Listing | Broken:
     """Parse the output of `ldconfig -p`; Broken if it has another format or is cut short.
 
-    The missing libraries of an output that is cut short would count as absent.
+    Otherwise, the libraries that are missing at the end of an output that was cut short would count as absent.
     """
     header, _, body = output.partition("\n")
     match = HEADER.fullmatch(header)
@@ -69,8 +69,8 @@ class LoaderCache:
     """Lists loader caches. ldconfig runs only if a cache file has changed since it was listed last."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[FileIdentity, Listing]] = {}
-        """The last listings, by root."""
+        self._last: dict[str, tuple[FileIdentity, Listing]] = {}
+        """The last listings, by root, each with the identity that the cache file had then."""
 
     def read(self, system: System, root: str = "/") -> Seen[Listing]:
         """List the loader cache of the host, or of the system in the directory `root`.
@@ -78,7 +78,7 @@ class LoaderCache:
         The paths in the listing are relative to that root.
         """
         where = "" if root == "/" else f"{root}: "
-        known = self._known.pop(root, None)
+        last = self._last.pop(root, None)
         try:
             inner = system if root == "/" else system.below(root)
         except OSError as error:
@@ -88,21 +88,21 @@ class LoaderCache:
             return Absent(f"{where}{CACHE}: no such file; run ldconfig")
         if not isinstance(identity, FileIdentity):
             return identity
-        if known and known[0] == identity:
-            self._known[root] = known
-            return known[1]
+        if last and last[0] == identity:
+            self._last[root] = last
+            return last[1]
         # With `-C`, the host's ldconfig can read any glibc's cache. With `-r`, ldconfig would call chroot(2), which the
         # service may not call.
         listing = self._list(system, *(("-C", inner.full_path(CACHE)) if where else ()))
         if isinstance(listing, Listing):
-            self._known[root] = (identity, listing)
+            self._last[root] = (identity, listing)
         return listing
 
     def skipped(self) -> tuple[str, ...]:
         """Return one sentence for each root whose listing has unknown lines."""
         return tuple(
             f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
-            for root, (_, listing) in self._known.items()
+            for root, (_, listing) in self._last.items()
             if listing.skipped
         )
 

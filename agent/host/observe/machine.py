@@ -32,9 +32,9 @@ from agent.system.seen import read_seen
 
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
     """Return the machine's facts. The report is not parsed here."""
-    directory = report_directory(name)
-    report = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{directory}/{REPORT_NAME}")
-    content, age = (report[0], ages.of(directory, report[1])) if isinstance(report, tuple) else (report, 0.0)
+    report_file = f"{report_directory(name)}/{REPORT_NAME}"
+    report = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), report_file)
+    content, age = (report[0], ages.of(report_file, report[1])) if isinstance(report, tuple) else (report, 0.0)
     if isinstance(content, Absent):
         content = Absent(f"machine {name} has not reported")
     granted, granted_age = _granted(name, system, ages)

@@ -37,7 +37,7 @@ class Report:
 def _printable(text: str) -> str:
     # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
     if not text.isprintable():
-        raise ValueError(f"control characters are not allowed: {text[:80]!a}")
+        raise ValueError(f"unprintable characters are not allowed: {text[:80]!a}")
     return printable(text)
 
 
@@ -104,7 +104,10 @@ def parse_report(data: bytes) -> Report:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return the first problem as a sentence, without the input, which the machine controls."""
+    """Return the first problem as a sentence.
+
+    The sentence may quote a key or text that the machine controls, so it is short and printable ASCII.
+    """
     first: Any = error.errors(include_input=False, include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])[:200]
     return f"{ascii(key)[1:-1] or 'the document'}: {ascii(first['msg'][:200])[1:-1]}"

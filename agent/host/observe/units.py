@@ -35,7 +35,8 @@ class Unit:
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
     has_run: bool = False
-    """The unit has been active since the host booted, and is not active now (InactiveEnterTimestampMonotonic)."""
+    """The unit has stopped, or failed to start, since the host booted, and is not active now
+    (InactiveEnterTimestampMonotonic)."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 

@@ -58,6 +58,8 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
 
     Driver roots come before the handoffs that name them. The rest are steps that no machine waits for, such as removing
     unused driver roots. But if a new root is staged, unused ones are removed first: the new root may need their space.
+    If systemd must reload its units, it does so right after the settings if a machine is not running, otherwise after
+    the handoffs or in a later pass.
     """
     refused: dict[str, str | Unseen] = {}
     faults, machines = {**plan.faults, **acknowledged.faults}, []

@@ -72,7 +72,7 @@ def without_plain(facts: Facts) -> Facts:
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories with mounts. A failed step is tried again only after a reboot."""
+    """Return the step that replaces plain directories with mounts; none if a mount has failed since the host booted."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
@@ -93,7 +93,7 @@ def _replaceable(facts: Facts) -> bool:
 
 
 def _on_host(root: StagedRoot, facts: Facts) -> bool:
-    """Return whether the host has files of the root's version, or of the module's version, which can replace them."""
+    """Return whether the host has files that can replace the root's: of the same version, or of the loaded module's."""
     driver = next((each.driver for each in facts.vendors if each.vendor == root.vendor), None)
     if driver is None or not isinstance(driver.user_space.files, tuple):
         return False
@@ -115,9 +115,9 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     used = _used_roots(goal, facts)
     if used is None:
         return actions
-    known = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
+    complete = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
     corrupt = dict.fromkeys(facts.corrupt_roots, "incomplete")
-    on_disk = {**known, **corrupt}
+    on_disk = {**complete, **corrupt}
     return actions + [RemoveDriverRoot(index, on_disk[index]) for index in sorted(on_disk.keys() - used)]
 
 

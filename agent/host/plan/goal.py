@@ -34,7 +34,7 @@ class Plan:
     """Machines that must not change: they are missing, have an error, could not be observed (fail static), or still run
     although they are no longer configured."""
     skipped: dict[str, str]
-    """Machines that get nothing, and have no files of the agent that would have to be removed."""
+    """Machines that get nothing. They have no files of the agent, and get none."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors by machine; the plan leaves such a machine as it is."""
 
@@ -237,7 +237,7 @@ def _is_handed(vendor: VendorFacts) -> bool:
 
 
 def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
-    """Return a digest of the settings that only a restart can change: all but the devices."""
+    """Return a digest of the settings whose change needs a restart: all but the devices and ResolvConf=."""
     # All configured mounts are included, because a source that appears or disappears must not change the digest.
     nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
     # These lines are left out: a machine that runs without them needs no restart.

@@ -30,12 +30,12 @@ def remember(
     for goal in goals:
         for address in (address for grant in goal.grants for address in grant.gpus):
             granted.setdefault(address, set()).add(goal.name)
-    known = {each.pci_address: each for each in before.gpus}
+    recorded = {each.pci_address: each for each in before.gpus}
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     uuids = {gpu.uuid for gpu in present.values() if gpu.uuid}
     gpus = []
-    for address in sorted({*known, *granted}):
-        gpu, old = present.get(address), known.get(address)
+    for address in sorted({*recorded, *granted}):
+        gpu, old = present.get(address), recorded.get(address)
         if gpu is not None:
             model, uuid = (old.model, old.uuid) if old else ("", "")
             keeping = [name for name in (old.machines if old else ()) if name in held and name in config.machines]

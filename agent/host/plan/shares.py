@@ -71,7 +71,10 @@ def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
 
 
 def _may_open(machine: MachineFacts) -> set[str]:
-    """Return the GPUs that the machine was granted or may still open, as far as is known of a machine with a fault."""
+    """Return the GPUs that the machine was granted or may still open, as far as they are known.
+
+    The paths of nodes that GPUs share may be among them. That does no harm, because no GPU's address equals a path.
+    """
     granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
     return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
 

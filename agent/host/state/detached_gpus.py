@@ -37,13 +37,14 @@ _RECORD = Record(dict[str, _Note])
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """PCI addresses of detached GPUs."""
+    """What the record says, by PCI address."""
 
     gpus: frozenset[str] = frozenset()
+    """Detached GPUs."""
     draining: frozenset[str] = frozenset()
     """Detached GPUs that processes may still use until the last of these processes has exited."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """All GPUs that no new pod may get: those in `gpus`, and those that machines still have."""
+    """All GPUs that no new pod may get: those in `gpus`, and those that are only tainted so far."""
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
@@ -67,7 +68,10 @@ def observe_detached(system: System) -> Detached:
 
 
 def record_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
+    """Record the GPU as detached, if it exists. Return whether it does. Raises OSError.
+
+    The caller must hold the pass lock.
+    """
     return _record(system, address, draining=draining)
 
 
@@ -77,17 +81,17 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
 
 
 def _record(system: System, address: str, **values: bool) -> bool:
-    """Record the GPU with these values, and return whether it exists.
+    """Record the GPU with these values, if it exists. Return whether it does.
 
     If it is in the record already, `since` stays, and so does `evict` unless it is among the values: `gpus detach` may
     first taint a GPU, and detach it later.
     """
-    device, known = _device(system, address), _usable_record(system)
+    device, notes = _device(system, address), _usable_record(system)
     if device is not None:
-        before = known.get(address)
+        before = notes.get(address)
         kept = {"evict": before.evict, "since": before.since} if before else {"since": time.time()}
         note = _Note.model_validate({"device": device, **kept, **values})
-        _RECORD.write(DETACHED_GPUS, {**known, address: note}, system)
+        _RECORD.write(DETACHED_GPUS, {**notes, address: note}, system)
     return device is not None
 
 

@@ -1,7 +1,7 @@
 """Keeps in /run which GPUs had a fatal error in the kernel log.
 
-A GPU counts as recovered once a driver is bound to it again, after it came back on the bus or the driver was reloaded.
-If it was reset without either, `gpus attach` clears the record. A reboot of the host clears the record as well.
+An error counts until the GPU's driver is unbound: the GPU leaves the bus, or the driver is unloaded. If a GPU was reset
+without either, `gpus attach` removes it from the record. A reboot of the host clears the whole record.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _RECORD = Record(dict[str, _Fault])
 
 
 def observe_faults(system: System) -> Mapping[str, GpuFault]:
-    """Return the last fatal error by PCI address. GPUs that were bound to a driver later are left out."""
+    """Return the last fatal error by PCI address. GPUs whose driver was unbound since then are left out."""
     return {address: GpuFault(each.reason, each.meaning, each.since) for address, each in _recorded(system).items()}
 
 
@@ -35,20 +35,20 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
     Return whether the record changed. Raises OSError.
     """
-    bound, known = binding(system, address), _recorded(system)
-    if bound is None or (address in known and known[address].reason == fault.reason):
+    bound, recorded = binding(system, address), _recorded(system)
+    if bound is None or (address in recorded and recorded[address].reason == fault.reason):
         return False
     new = _Fault(reason=fault.reason, meaning=fault.meaning, since=fault.since, binding=bound)
-    _RECORD.write(GPU_FAULTS, {**known, address: new}, system)
+    _RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)
     return True
 
 
 def forget_fault(system: System, address: str) -> bool:
     """Remove a GPU from the record, and return whether it was there. Raises OSError."""
-    known = _recorded(system)
-    if address not in known:
+    recorded = _recorded(system)
+    if address not in recorded:
         return False
-    _RECORD.write(GPU_FAULTS, {each: fault for each, fault in known.items() if each != address}, system)
+    _RECORD.write(GPU_FAULTS, {each: fault for each, fault in recorded.items() if each != address}, system)
     return True
 
 

@@ -31,7 +31,10 @@ _LOG_POSITION = Record(LogPosition)
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
-    """Return what the log said about lost GPUs, by PCI address. GPUs that were bound to a driver later are left out."""
+    """Return what the log said about lost GPUs, by PCI address.
+
+    GPUs whose driver was unbound since then are left out.
+    """
     return {address: lost.why for address, lost in _recorded(system).items()}
 
 

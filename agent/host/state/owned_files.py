@@ -10,7 +10,7 @@ from pydantic import AfterValidator, StringConstraints
 from agent.host.state.record import Record
 
 MARK = b"# Written by unbounded-agent"
-"""The first bytes of every text file that the agent writes."""
+"""The first bytes of every settings file that the agent writes on the host. Its JSON files do not have them."""
 
 
 def is_ours(content: bytes, digest: str) -> bool:

@@ -44,7 +44,7 @@ class Record(Generic[T]):
 
     @cached_property
     def _adapter(self) -> TypeAdapter[T]:
-        # Made at first use, which takes about a millisecond.
+        # Made at first use, because making it takes about a millisecond.
         return TypeAdapter(self._kind)
 
     def render(self, value: T) -> bytes:

@@ -34,7 +34,8 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
     for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
             system.remove_temporary(path)
-    # The unit's shell writes this file while it holds the pass lock. This pass has it now, so the file is a leftover.
+    # The shell in the machine's unit writes this file, after it has waited some seconds for the pass lock. This pass
+    # holds the lock, so the file is very probably a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))
@@ -45,14 +46,17 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 
 def clear_report(system: System, machine: str) -> None:
-    """Remove the old report before the machine starts. It is from the last run, or an earlier machine of this name."""
+    """Remove the old report before the machine starts, and the file that says that its kubelet has joined.
+
+    Both are from the machine's last run, or from an earlier machine of this name.
+    """
     for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
         with suppress(OSError):
             system.remove(path)
 
 
 def _machines(system: System, configured: tuple[str, ...]) -> set[str]:
-    """Return the names of all machines that have state, including those that are no longer configured."""
+    """Return the names of the configured machines, and of those that are no longer configured but still have state."""
     try:
         return {*configured, *system.entries(MACHINES_STATE)}
     except OSError:

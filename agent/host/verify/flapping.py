@@ -12,7 +12,7 @@ WINDOW = 600.0
 LOSSES = 4
 """Losses within WINDOW after which Ready must settle. Fewer losses may come from manual repairs or planned restarts."""
 SETTLING = 60.0
-"""Seconds without a fault until Ready is True again."""
+"""Seconds without a further loss until Ready is True again."""
 STARTING_LIMIT = 300.0
 """Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
 
@@ -30,7 +30,7 @@ def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) ->
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
     """Return Ready as users see it: False at once, but True only after a delay if Ready was lost too often.
 
-    Only False counts as a loss. Unknown is no fault: Ready is Unknown until a machine has answered a new handoff.
+    Only False counts as a loss. Unknown does not, because Ready is Unknown until a machine has answered a new handoff.
     """
     # Times in the future, from before the clock was set back, are dropped: they would not expire.
     losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)

@@ -28,9 +28,9 @@ def gpu_states(
     return tuple(sorted(replace(each, shared=shared) for each in (*states, *_lost(goal, remembered))))
 
 
-def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
-    state, reason, message, since = _health(gpu, known)
-    tainted = known.tainted.get(gpu.pci_address)
+def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
+    state, reason, message, since = _health(gpu, gpu_facts)
+    tainted = gpu_facts.tainted.get(gpu.pci_address)
     # Pods stay on a GPU that has failed: they are evicted only if an administrator detaches the GPU.
     effect = Effect.NONE if state is GpuState.HEALTHY else Effect.NO_SCHEDULE
     if tainted is not None:
@@ -38,7 +38,7 @@ def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
             message = "an administrator detaches it with `unbounded-agent gpus detach`"
-    placement = known.placements.get(gpu.pci_address) or Placement()
+    placement = gpu_facts.placements.get(gpu.pci_address) or Placement()
     return GpuStatus(
         gpu.pci_address,
         gpu.vendor,
@@ -53,9 +53,9 @@ def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
     )
 
 
-def _health(gpu: Gpu, known: GpuFacts) -> tuple[GpuState, str, str, float]:
+def _health(gpu: Gpu, gpu_facts: GpuFacts) -> tuple[GpuState, str, str, float]:
     """Return state, reason, message and time, as if the GPU was not being detached."""
-    fault = known.faults.get(gpu.pci_address)
+    fault = gpu_facts.faults.get(gpu.pci_address)
     if gpu.why_lost:
         reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)
         return GpuState.LOST, reason, gpu.why_lost, since

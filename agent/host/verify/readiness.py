@@ -68,8 +68,8 @@ def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
-        others = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
-        by_type = {each.type: each for each in (*others, running, ready)}
+        defaults = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
+        by_type = {each.type: each for each in (*defaults, running, ready)}
         return tuple(by_type.values())
     conditions = [
         unknown(kind, Reason.OBSERVATION_FAILED, why) for kind in ConditionType if kind is not ConditionType.READY
@@ -89,9 +89,10 @@ def evaluate(
     report: Report | Absent | Broken | Unseen,
     refused: str | Unseen,
 ) -> tuple[Condition, ...]:
-    """Return every condition except GPUsComplete, in the order of ConditionType, Ready last.
+    """Return the conditions in the order of ConditionType, Ready last.
 
-    `refused` is the reason why the machine's settings cannot be written; empty if they can.
+    GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` is the reason why the machine's
+    settings cannot be written; empty if they can.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
