@@ -22,11 +22,11 @@ def label_key(value: str) -> str:
     """Return the key of a label or taint. Raises ValueError if it is not a qualified name."""
     prefix, slash, name = value.rpartition("/")
     if slash and (len(prefix) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, prefix)):
-        raise ValueError(f"{value!r} is not a key: before the slash is a DNS subdomain in lower case")
+        raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{value!r} is not a key: its name has 1 to 63 letters, digits, dots, hyphens and underscores, and begins "
-            "and ends with a letter or digit"
+            f"{value!r} is not a key: its name must have 1 to 63 letters, digits, dots, hyphens and underscores, and "
+            "must begin and end with a letter or digit"
         )
     return value
 
@@ -35,8 +35,8 @@ def label_value(value: str) -> str:
     """Return the value of a label or taint. Raises ValueError if Kubernetes would reject it."""
     if value and not NAME.fullmatch(value):
         raise ValueError(
-            f"{value!r} is not a value: it has at most 63 letters, digits, dots, hyphens and underscores, and begins "
-            "and ends with a letter or digit"
+            f"{value!r} is not a value: it must have at most 63 letters, digits, dots, hyphens and underscores, and "
+            "must begin and end with a letter or digit"
         )
     return value
 
@@ -72,7 +72,7 @@ def ip_address(value: str) -> str:
 
 
 def node_addresses(value: str) -> str:
-    """Return the addresses: one, or an IPv4 and an IPv6 address separated by a comma. Raises ValueError otherwise."""
+    """Return the addresses: none, one, or one of IPv4 and one of IPv6, separated by a comma. Raises ValueError."""
     addresses = [ip_address(each) for each in value.split(",")] if value else []
     if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
         raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")

@@ -40,9 +40,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
             # Only the standard files must belong to root: a user who passes --config is responsible for that file.
             _merge(merged, _parse(system, file, root_owned=path == CONFIG_FILE), file, origins, ())
         except RecursionError as error:
-            raise ConfigError(
-                f"{file}: tables or lists are nested too deeply: no key has more than six parts"
-            ) from error
+            raise ConfigError(f"{file}: tables or lists are nested too deeply", "nest them less deeply") from error
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -90,12 +88,12 @@ def _error_lines(error: ValidationError, origins: dict[tuple[str, ...], str], de
     for each in error.errors():
         # pydantic adds the names of union members and "[key]" to the location. These are not keys in the file.
         keys = tuple(str(part) for part in each["loc"])
-        known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
-        file = origins.get(known, default_file)
-        if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
+        named = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
+        file = origins.get(named, default_file)
+        if each["type"] == "missing" or (each["type"] == "extra_forbidden" and named != keys):
             # Name the whole location: neither a missing key nor a key of a table in a list is in `origins`.
-            known = keys
-        sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what_is_wrong(each)}")
+            named = keys
+        sentences.setdefault(named, f"{file}: {'.'.join(named or keys)}: {_what_is_wrong(each)}")
     return "\n".join(sentences.values())
 
 

@@ -1,7 +1,7 @@
 """Settings for extra bind mounts, and which paths are refused. Pure.
 
 nspawn's own `Bind=` and `BindReadOnly=` accept any path. The paths that are refused here would keep a machine from
-starting, or hide what the agent and systemd need in it.
+starting, hide what the agent and systemd need in it, or let the machine take control of the host.
 """
 
 import posixpath
@@ -22,7 +22,7 @@ REFUSED_SOURCES = {
     ),
 }  # fmt: skip
 """Paths that cannot be a source, nor anything below them, by the reason."""
-SECRET = (
+CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
     # systemd's private socket and udevd's control socket.
@@ -53,12 +53,12 @@ LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-l
 """Directories in which the machine half makes links. They cannot be targets themselves, but files in them can."""
 
 
-def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) -> str:
+def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = CONTROL_PATHS) -> str:
     """Return the path. Raises ValueError if it must not be the source of a mount."""
     for why, paths in REFUSED_SOURCES.items():
         if is_below(value, paths):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if is_below(value, secret) or _is_above(value, secret):
+    if is_below(value, control_paths) or _is_above(value, control_paths):
         raise ValueError(
             f"{value} contains files that control the host or other machines: choose a directory without such files"
         )

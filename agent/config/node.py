@@ -20,7 +20,7 @@ Tag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,1
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@]+(/[^\s]*)?$", max_length=1024)]
-"""Without a user name and password, because everyone can read the configuration."""
+"""Without a user name and password, because the configuration must not contain secrets."""
 ServerUrl = Annotated[str, StringConstraints(pattern=r"^https://[^\s/@]+$", max_length=300)]
 Registry = Annotated[str, StringConstraints(pattern=r"^(_default|[A-Za-z0-9.-]+(:[0-9]{1,5})?)$", max_length=253)]
 """A registry's host name with its port, or `_default` for every registry without mirrors of its own."""

@@ -13,7 +13,8 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]
 VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
 """One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 NUMBER_LIMIT = 32
-"""Most variables that may be set: far more than the drivers know, and too few to slow down the start of containers."""
+"""The largest number of variables that may be set: far more than the drivers know, and too few to slow down the start
+of containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),

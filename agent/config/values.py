@@ -10,13 +10,17 @@ from pydantic import AfterValidator
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Matches paths that a Bind= line takes literally. systemd strips blanks at both ends; a backslash is an escape."""
+"""Matches paths that a Bind= line takes literally if their colons are escaped. systemd strips blanks at both ends; a
+backslash is an escape."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
-"""Most bytes of a path, and of each name in it, that system calls accept (PATH_MAX and NAME_MAX of limits.h)."""
+"""The largest numbers of bytes in a path, and in each name in it (PATH_MAX and NAME_MAX of limits.h)."""
 
 
 def absolute(value: str) -> str:
-    """Return the path without doubled or trailing slashes. Raises ValueError if it is not absolute or contains `..`."""
+    """Return the path without doubled or trailing slashes.
+
+    Raises ValueError if it is not absolute, contains `.` or `..`, or has unprintable characters.
+    """
     if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
         raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
     return "/" + "/".join(part for part in value.split("/") if part)

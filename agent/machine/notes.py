@@ -1,7 +1,7 @@
 """Keeps the machine half's records between its runs.
 
-Notes only save work. They are in MACHINE_STATE, below /run, which each boot of the machine clears. The ownership record
-is on disk, because the files that the agent writes into /etc outlive a boot.
+Most notes only save work. Notes are in MACHINE_STATE, below /run, which each boot of the machine clears. The ownership
+record is on disk, because the files that the agent writes into /etc outlive a boot.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from agent.system.journal import WARNING, say
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
 TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
-"""Prefixes of the temporary files of other services: of that note, and of the status of agent.dra, which is no note,
-but in the same directory."""
+"""Prefixes of temporary files that other services write next to the notes: that of NODE_CONDITION, and that of the
+status of agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
 
 
@@ -78,10 +78,10 @@ class Owned:
     def __init__(self, system: System) -> None:
         self._system = system
         copies = [_load_owned(system, path) for path in (OWNED, OWNED_COPY)]
-        known = [paths for paths in copies if isinstance(paths, frozenset)]
-        self._unknown = "" if known or copies == [None, None] else "; ".join(str(each) for each in copies if each)
-        self._paths = set(known[0] if known else ())
-        if known and copies != [known[0]] * 2:
+        readable = [paths for paths in copies if isinstance(paths, frozenset)]
+        self._fault = "" if readable or copies == [None, None] else "; ".join(str(each) for each in copies if each)
+        self._paths = set(readable[0] if readable else ())
+        if readable and copies != [readable[0]] * 2:
             # An error does not matter, such as that of a full or read-only disk: the good copy can still be read.
             with contextlib.suppress(OSError):
                 for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
@@ -93,7 +93,7 @@ class Owned:
     @property
     def paths(self) -> tuple[str, ...]:
         """All recorded paths, sorted, whether they exist or not."""
-        return tuple(sorted(self._known()))
+        return tuple(sorted(self._recorded()))
 
     def make_way(self, path: str) -> bool:
         """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
@@ -101,7 +101,7 @@ class Owned:
         If one of the agent's files was replaced by something that is not a file, that is removed; a directory is moved
         aside instead, because its content may matter.
         """
-        if path not in self._known():
+        if path not in self._recorded():
             return not self._system.exists(path)
         if self._system.exists(path) and not self._system.is_file(path):
             if stat.S_ISDIR(self._system.owner(path)[0]):
@@ -113,7 +113,7 @@ class Owned:
         return True
 
     def has(self, path: str) -> bool:
-        return path in self._known()
+        return path in self._recorded()
 
     def with_suffix(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the recorded paths that end with one of these suffixes, sorted."""
@@ -121,13 +121,13 @@ class Owned:
 
     def claim(self, path: str) -> None:
         """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
-        if path not in self._known():
+        if path not in self._recorded():
             self._paths.add(path)
             self._save()
 
     def remove(self, path: str) -> bool:
         """Remove a file that is recorded as the agent's, with its record. Return whether there was a file to remove."""
-        if path not in self._known():
+        if path not in self._recorded():
             return False
         removed = self._system.exists(path)
         self.make_way(path)
@@ -136,12 +136,14 @@ class Owned:
         self._save()
         return removed
 
-    def _known(self) -> set[str]:
-        if self._unknown:
+    def _recorded(self) -> set[str]:
+        """Return the recorded paths. Raises ApplyError if neither copy can be read."""
+        if self._fault:
             raise ApplyError(
-                f"cannot tell which files in this machine the agent wrote: {self._unknown}",
-                "if both records stay unreadable, remove them, and the files that CDISpecCurrent and RuntimeConfigured "
-                "then name (the specification in /etc/cdi, containerd's drop-in): the next run writes them again",
+                f"cannot tell which files in this machine the agent wrote: {self._fault}",
+                "if both copies of the record stay unreadable, remove them, and the files that CDISpecCurrent and "
+                "RuntimeConfigured then name (the specification in /etc/cdi, containerd's drop-in): the next run "
+                "writes them again",
             )
         return self._paths
 

@@ -1,7 +1,8 @@
 """Starts the generators of CDI specifications before the rest of the machine half is loaded.
 
-A generator takes longer than everything else, and depends only on the driver root. When the rest of the machine half
-runs the same command, it gets the result of the generator that was started here. It starts any other command itself.
+A generator takes longer than everything else, and depends only on what the host provides: the driver root and the
+device nodes. When the rest of the machine half runs the same command, it gets the result of the generator that was
+started here. It starts any other command itself.
 """
 
 import contextlib

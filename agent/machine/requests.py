@@ -102,7 +102,10 @@ def _allocatable(
 def _advertised(
     context: Context, vendor: MachineVendor, request: Request, published: Published
 ) -> tuple[Condition, ...]:
-    """Return GPUsAdvertised for GPUs that the vendor's device plugin offers."""
+    """Return GPUsAdvertised, after a restart of the device plugin if that is configured and needed.
+
+    Return nothing if the node itself offers its GPUs.
+    """
     if context.handoff.allocation == DRA:
         return ()
     kind = ConditionType.GPUS_ADVERTISED

@@ -106,13 +106,13 @@ def _is_outdated(published: FileIdentity, system: System) -> bool:
 
 
 def settle(context: Context) -> Outcome:
-    """Settle all requests, and merge their conditions: of each type, only the worst one is reported."""
+    """Settle all requests, and merge their conditions into one of each type."""
     remove_stale_specs(context)
-    unknown_nodes = note_unknown_nodes(context)
+    not_noted = note_unknown_nodes(context)
     requests = (*context.handoff.requests, *withdrawn_requests(context))
     outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
     node_condition = _node_condition(context)
-    all_conditions = (*unknown_nodes, *(condition for outcome in outcomes for condition in outcome.conditions))
+    all_conditions = (*not_noted, *(condition for outcome in outcomes for condition in outcome.conditions))
     conditions = _merged((*all_conditions, *_offered(context, outcomes)))
     if any(request.gpus for request in context.handoff.requests):
         conditions = with_remark_from(
@@ -137,7 +137,10 @@ def settle(context: Context) -> Outcome:
 
 
 def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, ...]:
-    """Publish the devices that claims can have, and return GPUsAdvertised, if the node itself is to offer its GPUs."""
+    """Publish the devices that claims can have, and return GPUsAdvertised, if the node itself is to offer its GPUs.
+
+    Otherwise, remove what was published, and return nothing.
+    """
     if context.handoff.allocation != DRA:
         with contextlib.suppress(OSError):
             context.system.remove(ALLOCATABLE)
@@ -176,7 +179,6 @@ def report(context: Context, outcome: Outcome) -> None:
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
-    # The limit is small, because the kernel refuses reads of KMALLOC_MAX_SIZE bytes or more in /proc/sys (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     counts = repair_counts(context.notes) if outcome.accepts_new_keys else None
     advertised = next((each.count for each in outcome.conditions if each.count is not None), None)
@@ -214,7 +216,10 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Return the worst condition of each type. Of equally bad ones, take WrongNode, which makes the host bind nodes."""
+    """Merge the conditions of each type into one, with the worst status and all messages of that status.
+
+    Among equally bad ones, the reason WrongNode wins, because it makes the host bind nodes.
+    """
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)

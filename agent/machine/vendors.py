@@ -1,6 +1,6 @@
 """Lists the vendors that the machine half supports. New vendors are added only here.
 
-A vendor is imported only if a machine needs it, because a run that changes nothing spends most of its time on
+A vendor's module is imported only when it is asked for, because a run that changes nothing spends most of its time on
 loading code.
 """
 
@@ -14,8 +14,8 @@ GPU_NODES: Mapping[str, tuple[str, ...]] = {
     "amd": ("kfd", "dri/*"),
     "intel": ("dri/*",),
 }
-"""By vendor, patterns (fnmatch) of the paths of nodes below /dev. A machine gets these nodes only by a grant of GPUs,
-never by a setting."""
+"""By vendor, patterns (fnmatch) of the paths of nodes below /dev. A node that matches, and that is bound into the
+machine although the handoff does not name it, is withdrawn."""
 
 
 def machine_vendor(name: str) -> MachineVendor | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from agent.config.mounts import LINK_DIRECTORIES, REFUSED_TARGETS, SECRET
+from agent.config.mounts import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.plan.diff import Acknowledged, diff
@@ -233,7 +233,8 @@ def test_a_dead_server_does_not_shorten_gpu_deadlines() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *SECRET, *(f"{place}/below" for place in SECRET), "/", "/var", "/var/lib", "/etc", "/run", "/proc", "/proc/1",
+        *CONTROL_PATHS, *(f"{place}/below" for place in CONTROL_PATHS),
+        "/", "/var", "/var/lib", "/etc", "/run", "/proc", "/proc/1",
         "/sys", "/dev", "/dev/kvm", "/root/data", "/tmp/data", "/run/user/0", "/run/udev", "/lib/modules", "srv",
         "/srv/../etc", "/srv/a\nBind=/", "/srv/a ", "/srv/\\a",
     ],

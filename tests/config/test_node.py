@@ -38,8 +38,8 @@ def test_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kubelet.labels", '{ "gpu/" = "x" }', "'gpu/' is not a key: its name has 1 to 63 letters"),
-        ("kubelet.labels", '{ "GPU.example.com/a" = "x" }', "before the slash is a DNS subdomain in lower case"),
+        ("kubelet.labels", '{ "gpu/" = "x" }', "'gpu/' is not a key: its name must have 1 to 63 letters"),
+        ("kubelet.labels", '{ "GPU.example.com/a" = "x" }', "what precedes the slash must be a DNS subdomain"),
         ("kubelet.labels", '{ "a" = "x y" }', "'x y' is not a value"),
         ("kubelet.labels", '{ "a" = 1 }', "must be a string"),
         ("kubelet.taints", '["gpu"]', "'gpu' is not a taint: write KEY=VALUE:EFFECT"),

@@ -147,7 +147,7 @@ def test_the_error_for_two_damaged_copies_says_what_to_do(machine: Machine) -> N
         machine.put(path, "")
     with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
         Owned(machine).has(SPEC)
-    assert "if both records stay unreadable, remove them" in str(raised.value)
+    assert "if both copies of the record stay unreadable, remove them" in str(raised.value)
 
 
 def test_a_record_of_an_older_release_gets_its_copy(machine: Machine) -> None:

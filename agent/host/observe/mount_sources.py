@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from agent.config.mounts import SECRET, mountable
+from agent.config.mounts import CONTROL_PATHS, mountable
 from agent.config.settings import Config
 from agent.config.values import is_below, plain
 from agent.model.facts import Broken, Seen
@@ -19,28 +19,28 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
     The time is bounded, because a network mount may hang.
     """
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
-    secret = {*SECRET, *_real_paths(system)} if mounts else set[str]()
+    control_paths = {*CONTROL_PATHS, *_real_paths(system)} if mounts else set[str]()
     writable = {mount.source for mount in mounts if not mount.read_only}
     return {
-        source: read_seen(lambda path: _source(system, path, secret, read_only=path not in writable), source)
+        source: read_seen(lambda path: _source(system, path, control_paths, read_only=path not in writable), source)
         for source in sorted({mount.source for mount in mounts})
     }
 
 
 def _real_paths(system: System) -> list[str]:
-    """Return the real paths of SECRET: /var/lib/machines, for example, may be a link."""
-    seen = (read_seen(system.real_path, path) for path in SECRET)
+    """Return the real paths of CONTROL_PATHS: /var/lib/machines, for example, may be a link."""
+    seen = (read_seen(system.real_path, path) for path in CONTROL_PATHS)
     return [path for path in seen if isinstance(path, str)]
 
 
-def _source(system: System, path: str, secret: Collection[str], *, read_only: bool) -> MountSource | Broken:
+def _source(system: System, path: str, control_paths: Collection[str], *, read_only: bool) -> MountSource | Broken:
     """Return the source; Broken if it must not be mounted. Raises OSError."""
     source = call_source(path, lambda: _resolve(system, path))
     try:
-        mountable(plain(source.path), read_only=read_only, secret=secret)
+        mountable(plain(source.path), read_only=read_only, control_paths=control_paths)
     except ValueError as error:
         return Broken(str(error))
-    if any(is_below(step, secret) for step in source.components):
+    if any(is_below(step, control_paths) for step in source.components):
         return Broken("the path to it leads through a place that controls the host or other machines")
     # A user who can replace the source with a link could give root in the machine access to any part of the host.
     if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):

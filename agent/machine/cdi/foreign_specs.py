@@ -105,18 +105,18 @@ def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec,
     system, notes = context.system, context.notes
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
-    found, known = [], {}
+    specs, notes_by_path = [], {}
     for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
             if context.owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
-            found.append(spec)
+            specs.append(spec)
             if note:
-                known[path] = note
-    notes.save(name, known)
-    return tuple(found)
+                notes_by_path[path] = note
+    notes.save(name, notes_by_path)
+    return tuple(specs)
 
 
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
@@ -132,18 +132,18 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
     return collision(Reason.NAMES_COLLIDE, shared_names, paths, own)
 
 
-def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
+def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, own: OwnSpec) -> Condition:
     """Return the condition of a specification with these devices, adjusted to the effect of the other files. Pure."""
     if condition.status is not Status.TRUE:
         return condition
     if foreign.blocking:
         return false(condition.type, Reason.RUNTIME_BLOCKED, f"{'; '.join(foreign.blocking)}; remove it")
-    own = [f"{vendor.spec_kind}={name}" for name in devices]
+    own_names = [f"{own.spec_kind}={name}" for name in devices]
     for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
-        shared_names = [name for name in own if name in paths_by_name]
+        shared_names = [name for name in own_names if name in paths_by_name]
         if shared_names:
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
-            return collision(reason, shared_names, paths, vendor)
+            return collision(reason, shared_names, paths, own)
     further = [
         f"{path} has further devices of this kind: {_shortened(names)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
@@ -151,21 +151,21 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
     return replace(condition, message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
-def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
+def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
     """Return the condition for devices of the agent that other files have too. Pure."""
     kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
-    stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
+    stop = _advice(own) if own.rival_spec in paths else f"remove {where} and stop what writes it"
     if reason is Reason.SHADOWED:
         return false(
             kind,
             Reason.SHADOWED,
-            f"{where} takes precedence over {vendor.spec_path} for {_shortened(shared_names)}: pods get what it "
+            f"{where} takes precedence over {own.spec_path} for {_shortened(shared_names)}: pods get what it "
             f"contains; {stop}",
         )
     return false(
         kind,
         Reason.NAMES_COLLIDE,
-        f"{where} and {vendor.spec_path} both define {_shortened(shared_names)}, so no pod can get them; {stop}",
+        f"{where} and {own.spec_path} both define {_shortened(shared_names)}, so no pod can get them; {stop}",
     )
 
 
@@ -237,14 +237,14 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
     )
 
 
-def _advice(vendor: OwnSpec) -> str:
-    if not vendor.rival_units:
-        return f"remove {vendor.rival_spec}, and stop running the program that wrote it"
+def _advice(own: OwnSpec) -> str:
+    if not own.rival_units:
+        return f"remove {own.rival_spec}, and stop running the program that wrote it"
     # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they must be
     # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
     # there.
-    units = " ".join(vendor.rival_units)
-    return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {vendor.rival_spec}"
+    units = " ".join(own.rival_units)
+    return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"
 
 
 def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:

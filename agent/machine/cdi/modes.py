@@ -1,4 +1,4 @@
-"""Publishes the CDI specifications that a vendor's generator makes in further modes, besides that for GPUs.
+"""Publishes the CDI specifications that a vendor's generator makes in further modes, besides the one for GPUs.
 
 Each mode has a file of its own. These specifications are treated like that of the GPUs: generated in another
 directory, verified, published by a rename, and generated again when an input changes.
@@ -30,7 +30,7 @@ MODE_LIMIT = 8.0
 """Seconds to generate the specification of one mode. No mode does anything slow."""
 LIMIT = 10.0
 """Seconds to generate the specifications of all modes. Even a run that also generates the specification of the GPUs
-twice stays far below TimeoutStartSec= of unbounded-agent-gpu.service. systemd kills a run at that limit, and a killed
+twice stays below TimeoutStartSec= of unbounded-agent-gpu.service. systemd kills a run at that limit, and a killed
 run withdraws and reports nothing."""
 SHORTEST = 1.0
 """Seconds of LIMIT that must be left to start the generator."""
@@ -41,7 +41,7 @@ class _Mode:
     """One mode's specification: its inputs, and where it is published. It implements OwnSpec."""
 
     name: str
-    vendor: CdiModes
+    generator: CdiModes
     request: Request
     """What the specification is made from."""
     spec_path: str
@@ -128,7 +128,8 @@ class _Publisher:
     def keep(self, mode: _Mode) -> str:
         """Remove withdrawn nodes from a published specification that could not be generated again, or remove the file.
 
-        Returns what was done, as the end of a message; empty if the file is up to date or missing. Raises nothing.
+        Returns what was done, as the end of a message; empty if the file is up to date, missing, or not the agent's.
+        Raises nothing.
         """
         try:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
@@ -147,7 +148,7 @@ class _Publisher:
 
         try:
             text = self._system.read(mode.spec_path)
-            spec = mode.vendor.narrowed(json.loads(text), mode.request)
+            spec = mode.generator.narrowed(json.loads(text), mode.request)
             if spec is not None and _text(normalised(spec)) != text:
                 self._system.write(mode.spec_path, _text(normalised(spec)))
         except (OSError, ValueError, RecursionError):
@@ -198,14 +199,14 @@ class _Publisher:
         directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
         self._system.make_directory(directory)
         try:
-            made = mode.vendor.generate(self._system, mode.name, mode.request, directory, limit)
+            made = mode.generator.generate(self._system, mode.name, mode.request, directory, limit)
         finally:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
         spec, remarks = adapt_to_containerd(self._context, normalised(made))
         present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
         live = live_numbers(self._system, mode.request.devices)
-        problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
+        problems = mode.generator.verify(mode.name, spec, mode.request, live, present)
         if problems or not isinstance(spec, dict):
             raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
         return spec, remarks
@@ -222,9 +223,9 @@ def _host_paths(spec: object) -> set[str]:
 def _inputs_digest(context: Context, mode: _Mode) -> str:
     """Return a digest of everything that the specification depends on."""
     system = context.system
-    tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}
+    tools = {path: astuple(system.identity(path)) for path in mode.generator.tools if system.is_file(path)}
     live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
-    present = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
+    present = [path for path in mode.generator.optional_paths(mode.name) if system.exists(path)]
     # containerd's version decides what the specification may contain.
     depends = [asdict(mode.request), tools, live, present, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())

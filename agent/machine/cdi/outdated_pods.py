@@ -16,7 +16,7 @@ from agent.system.files import System
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
 """containerd's bundles of the CRI's running containers: `<container id>/config.json` is the OCI specification.
 
-Since containerd 1.2, it is below the directory `state` of containerd's configuration, by default /run/containerd.
+Since containerd 1.2, they are below the directory `state` of containerd's configuration, by default /run/containerd.
 """
 NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""

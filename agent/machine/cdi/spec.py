@@ -62,7 +62,10 @@ class Candidate:
 
 
 def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
-    """Bring the published specification up to date. Programs are started only if an input or a file has changed."""
+    """Bring the published specification up to date.
+
+    If the last result was good, programs are started only after an input or a file has changed.
+    """
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
         if removed:
@@ -70,7 +73,7 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> P
         message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
         return Published(not_applicable(KIND, message))
     if not context.owned.make_way(vendor.spec_path):
-        return Published(_foreign(vendor.spec_path))
+        return Published(_left_unchanged(vendor.spec_path))
     foreign = foreign_specs.find_foreign(context, vendor)
     published = _publish(context, vendor, request, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
@@ -175,7 +178,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
     """Return the result if no new specification could be published. The current one, if any, stays (fail static)."""
     if current is None:
-        return Published(false(KIND, reason, f"{message}. No CDI specification has been published yet"))
+        return Published(false(KIND, reason, f"{message}. There is no usable CDI specification"))
     if current.verdict.problems:
         faults = "; ".join(current.verdict.problems)
         return Published(false(KIND, reason, f"{message}. The published one stays, but is out of date: {faults}"))
@@ -270,6 +273,6 @@ def _generator_name(vendor: MachineVendor) -> str:
     return vendor.tools[0] if vendor.tools else "this agent"
 
 
-def _foreign(path: str) -> Condition:
+def _left_unchanged(path: str) -> Condition:
     what = f"{path} exists and was not written by the agent, so it was left unchanged"
     return false(KIND, Reason.FOREIGN_FILE, f"{what}: move it away if nothing needs it")

@@ -79,7 +79,7 @@ def write_and_read_back(
         raise
     if faults:
         _restore(context, changes, before, noted)
-        return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
+        return f"the drop-in does not work: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
         # Noted again, with the present time: a containerd that started during the change may have read only one of the
         # new files.

@@ -86,7 +86,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
 def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
     """Return the path of the drop-in, and the former paths where it must be removed.
 
-    If only CDI is needed, the drop-ins for vendors' runtimes stay, because containerd would restart without them.
+    If only CDI is needed, the drop-ins for vendors' runtimes stay, because their removal would restart containerd.
     """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
@@ -189,6 +189,7 @@ def _planned_change(
     try:
         same = before[drop_in] is not None and files.parse(drop_in, before[drop_in] or b"") == document
     except AgentError:
+        # The drop-in is no longer TOML.
         same = False
     return PlannedChange(
         main=None if text == before[MAIN] else text,
@@ -201,7 +202,10 @@ def _planned_change(
 
 
 def _baseline(system: System, main: Table, imported: Iterable[str], version: tuple[int, ...]) -> Table:
-    """Return containerd's effective configuration for the main file and these imports alone. Raises DocumentError."""
+    """Return containerd's effective configuration for the main file and these imports alone.
+
+    Raises DocumentError if containerd refuses them; also CommandError and OSError.
+    """
     system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
     try:
         return files.effective_config(system, BASELINE, version)

@@ -45,7 +45,7 @@ def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
 def _load(system: System, path: str) -> Table:
     content = read_optional(system, path)
     if content is None:
-        raise DocumentError(f"{path} is imported, but does not exist", f"create it, or remove its import from {MAIN}")
+        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
     return parse(path, content)
 
 

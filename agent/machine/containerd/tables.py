@@ -69,7 +69,7 @@ def drop_in_path(handler: RuntimeHandler | None) -> str:
 
 
 def import_pattern(drop_in: str) -> str:
-    """Return the pattern that the main file must import. Outside CONF_D, it is made from the drop-in's path."""
+    """Return the pattern that the main file must import: IMPORT, or one for a drop-in that IMPORT does not cover."""
     stem, suffix = posixpath.splitext(drop_in)
     return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
 
@@ -180,12 +180,12 @@ def problems(
         if _at(runtime, "options").get("BinaryName") != handler.binary:
             yield f"runtime {handler.name} does not run {handler.binary}"
         # Compared with the base runtime in `before`, not with the drop-in, which may have keys unknown to containerd.
-        taken, known = dict(_leaves(runtime)), dict(_leaves(_base_runtime(cri_of(before), handler)))
+        actual, base = dict(_leaves(runtime)), dict(_leaves(_base_runtime(cri_of(before), handler)))
         for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
             if (
-                path in known
+                path in base
                 and not _is_set_by_drop_in((handler.name, *path), handler)
-                and taken.get(path) != known[path]
+                and actual.get(path) != base[path]
             ):
                 yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
     yield from cdi_problems(after)
@@ -194,7 +194,7 @@ def problems(
 
 
 def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
-    """Return whether the drop-in sets this key, whatever its value was before."""
+    """Return whether the drop-in may set this key, whatever its value was before."""
     if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
         return True
     return handler is not None and (
@@ -231,6 +231,7 @@ def _combined_cri_table(configuration: Configuration, cri_name: str, *, last_fil
 def _add_settings(
     table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool
 ) -> None:
+    """Add to the drop-in's `table` what CDI and the handler need. `effective` is the CRI table without it."""
     if version < 3 or effective.get("enable_cdi") is False:
         # `enable_cdi` is true by default since containerd 2.0, and deprecated since 2.2.
         table["enable_cdi"] = True

@@ -55,7 +55,7 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 
 
 def _version_without_groups(context: Context) -> str:
-    """Return the version of a containerd in this machine that does not support additionalGids; empty if none is.
+    """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
 
     A specification must suit both the program on disk and a running containerd whose program has been replaced.
     """

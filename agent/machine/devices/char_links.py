@@ -16,7 +16,10 @@ DIRECTORY = "/dev/char"
 
 
 def link_nodes(context: Context, request: Request) -> None:
-    """Make missing links, and remove the agent's links to nodes that are no longer granted. Errors are only logged."""
+    """Make missing links, and remove the agent's links to nodes that are no longer granted.
+
+    Raises OSError if the note about its links cannot be read. Other errors are only logged.
+    """
     system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"
     noted = {link: target for link, target in notes.load(name).items() if isinstance(target, str)}

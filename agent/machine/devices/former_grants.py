@@ -14,10 +14,11 @@ from agent.system.files import System
 
 
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
-    """Note mounted nodes that the handoff does not name as if they were granted, so that later steps withdraw them.
+    """Find mounted nodes that the handoff does not name, and note them like granted ones: later steps withdraw them.
 
     Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
-    before a run could note them. Returns a condition if nodes cannot be found or noted, otherwise an empty tuple.
+    before a run could note them. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an
+    empty tuple.
     """
     requests = context.handoff.requests
     known = {device.path for request in requests for device in request.devices}

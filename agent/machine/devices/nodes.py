@@ -73,13 +73,13 @@ def check_devices(context: Context, request: Request) -> Condition:
     if wrong:
         return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     name = f"opened-{request.vendor}"
-    known = _still_valid(notes.load(name), live, context.generation)
-    due = tuple(device.path for device in request.devices if device.path not in known)
+    codes = _still_valid(notes.load(name), live, context.generation)
+    due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
-        known |= _open(system, due)
-        nodes = {path: [live[path].major, live[path].minor, code] for path, code in known.items()}
+        codes |= _open(system, due)
+        nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
         notes.save(name, {"generation": context.generation, "nodes": nodes})
-    return _condition(known)
+    return _condition(codes)
 
 
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
@@ -139,6 +139,7 @@ def _withdraw_nodes(
         try:
             _withdraw(context.system, path)
         except (AgentError, OSError) as error:
+            # It stays in the note, so that the next run tries again.
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
@@ -176,7 +177,7 @@ def _withdraw(system: System, path: str) -> None:
         # With --lazy, umount succeeds even while programs in the machine have the node open.
         system.run("umount", "--lazy", path)
     else:
-        raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there are more")
+        raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there may be more")
     # The mount point is an empty file. Any other file is not the agent's.
     if system.is_file(path) and not system.identity(path).size:
         system.remove(path)

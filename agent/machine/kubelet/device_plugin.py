@@ -78,7 +78,7 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
         plugin = read_plugin(system, vendor)
     except DocumentError as error:
         return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
-    granted = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
+    in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
     if system.listening_process(KUBELET_SOCKET) is None:
         return unknown(
             KIND, Reason.KUBELET_DOWN, f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`"
@@ -88,21 +88,21 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     not_running = _not_running(vendor, plugin)
     if not_running is not None:
         return not_running
-    known = _known_gpus(context.notes, vendor, request, plugin)
+    once_advertised = _once_advertised(context.notes, vendor, request, plugin)
     outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
     registered = plugin.registered or {}
-    condition = _compare(vendor, request, granted, registered, known if outdated else None)
-    return replace(condition, count=len(granted & _gpus(vendor, request, registered)))
+    condition = _compare(vendor, request, in_spec, registered, once_advertised if outdated else None)
+    return replace(condition, count=len(in_spec & _gpus(vendor, request, registered)))
 
 
-def _known_gpus(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
+def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
     """Return the GPUs that this run or an earlier one found advertised since the plugin began to serve."""
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
     before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
-    known = {*before, *_gpus(vendor, request, plugin.registered or {})}
-    notes.save(name, {"begun": plugin.begun, "known": sorted(known)})
-    return known
+    gpus = {*before, *_gpus(vendor, request, plugin.registered or {})}
+    notes.save(name, {"begun": plugin.begun, "known": sorted(gpus)})
+    return gpus
 
 
 def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -184,43 +184,43 @@ def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
 def _compare(
     vendor: MachineVendor,
     request: Request,
-    granted: set[str],
+    in_spec: set[str],
     registered: Mapping[str, tuple[str, ...]],
-    known: Set[str] | None,
+    once_advertised: Set[str] | None,
 ) -> Condition:
-    """Compare the granted GPUs with the advertised ones, and return the condition.
+    """Compare the GPUs in the CDI specification with the advertised ones, and return the condition.
 
-    The GPUs' identities are compared, because time-slicing and MIG change the counts. `known` has the GPUs that the
-    plugin has advertised since it started; None if the plugin needs no restart to notice the CDI specification's last
-    change.
+    The GPUs' identities are compared, because time-slicing and MIG change the counts. `once_advertised` has the GPUs
+    that the plugin has advertised since it started; None if the plugin needs no restart to notice the CDI
+    specification's last change.
     """
     gpus = _gpus(vendor, request, registered)
-    ids = [(resource, each) for resource, listed in registered.items() for each in listed]
+    pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
     foreign = {
-        f"{resource} {each}" for resource, each in ids if each != MONITORING_ID and not vendor.gpu_of(each, request)
+        f"{resource} {each}" for resource, each in pairs if each != MONITORING_ID and not vendor.gpu_of(each, request)
     }
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
-    if request.gpus and not granted:
+    if request.gpus and not in_spec:
         return unknown(
             KIND, Reason.NOT_PUBLISHED, f"no CDI specification names the granted GPUs yet, see CDISpecCurrent; {counts}"
         )
-    missing, stale = granted - gpus, gpus - granted
+    missing, stale = in_spec - gpus, gpus - in_spec
     if missing and foreign:
         message = f"the advertised ids have another form ({_names(foreign)}), so {_names(missing)} cannot be found"
         return unknown(KIND, Reason.UNKNOWN_IDS, message)
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
-    parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
+    parts += [f"{_names(stale)} is advertised, but not in the CDI specification (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
     # A plugin that once advertised a GPU, and no longer does, considers the GPU unhealthy. A restarted plugin would not
     # know that.
-    if known is not None and (missing - known or stale):
+    if once_advertised is not None and (missing - once_advertised or stale):
         why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
     if missing:
         return false(KIND, Reason.GPUS_MISSING, message)
     if stale:
         return false(KIND, Reason.STALE_GPUS, message)
-    return true(KIND, Reason.ADVERTISED, f"every granted GPU is advertised ({counts})")
+    return true(KIND, Reason.ADVERTISED, f"every GPU in the CDI specification is advertised ({counts})")
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:

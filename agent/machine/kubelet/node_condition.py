@@ -58,8 +58,8 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The noted result of a run."""
+class LastRun:
+    """The noted result of the last run."""
 
     at: float
     """The time of the run, in seconds since the epoch."""
@@ -107,7 +107,7 @@ def reported(system: System, notes: Notes, now: float) -> Condition | None:
     if not system.exists(HOST_STATUS):
         return None
     try:
-        last = _last_outcome(notes.load(NOTE))
+        last = _last_run(notes.load(NOTE))
     except OSError as error:
         return unknown(KIND, Reason.NOT_TRIED, f"cannot read the result of the last run: {error}")
     if last is None or abs(now - last.at) > SILENT_AFTER:
@@ -119,6 +119,10 @@ def reported(system: System, notes: Notes, now: float) -> Condition | None:
 
 
 def _set_condition(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
+    """Set the condition on the Node if it has changed or a heartbeat is due.
+
+    Return the condition that the agent last set on this Node (None if none is noted), and NodeConditionSet.
+    """
     wanted, problem = _wanted(system, now)
     identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
@@ -280,10 +284,9 @@ def _last_applied(noted: dict[str, Any]) -> Applied | None:
         return None
 
 
-def _last_outcome(noted: dict[str, Any]) -> Outcome | None:
+def _last_run(noted: dict[str, Any]) -> LastRun | None:
     try:
-        answer = str(noted["reason"]), str(noted["message"])
-        return Outcome(float(noted["at"]), Status(noted["status"]), *answer)
+        return LastRun(float(noted["at"]), Status(noted["status"]), str(noted["reason"]), str(noted["message"]))
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -67,7 +67,10 @@ def _may_write(system: System, path: str) -> bool:
 
 
 def _content(system: System, path: str) -> bytes | None:
-    """Return the content; None if there is no file, empty for a directory or the like. Raises OSError."""
+    """Return the content; None if there is no file. Raises OSError.
+
+    The content is empty for what cannot be the agent's: a directory, a link, a file larger than LIMIT.
+    """
     try:
         return system.read_untrusted(path, LIMIT)[0]
     except FileNotFoundError:

@@ -95,7 +95,7 @@ def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
     assert serving.machine.report()["advertised_gpus"] == 1
     serving.advertise(gpu=[*UUIDS, OTHER])
     assert serving.condition() == ("False", "StaleGPUs")
-    assert serving.message().startswith(f"{OTHER} is advertised, but not granted")
+    assert serving.message().startswith(f"{OTHER} is advertised, but not in the CDI specification")
     serving.advertise(gpu=[UUIDS[0], OTHER])
     assert serving.condition() == ("False", "GPUsMissing")
     assert UUIDS[1] in serving.message()

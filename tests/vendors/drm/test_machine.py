@@ -627,7 +627,7 @@ def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
     [
         (["card0-0", "card0-1", "card1-0", "card1-1"], ("True", "Advertised"), "gpu.intel.com/i915: 4"),
         (["card0-0"], ("False", "GPUsMissing"), f"{SECOND} is granted, but not advertised"),
-        (["card0-0", "card1-0", "card2-0"], ("False", "StaleGPUs"), "card2 is advertised, but not granted"),
+        (["card0-0", "card1-0", "card2-0"], ("False", "StaleGPUs"), "card2 is advertised, but not in the CDI"),
     ],
 )
 def test_what_intels_plugin_advertises(
