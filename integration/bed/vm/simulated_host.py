@@ -27,16 +27,19 @@ class SimulatedHost(Lifetime):
     """A host on copies of images: `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
 
     Neither image is written to: overlays of this host take the changes, and are removed with it. `saved` is a directory
-    that `save` has filled: the host continues from its last snapshot.
+    that `save` has filled: the host continues from its last snapshot. With `one_processor`, it has one in any case: in
+    hours, QEMU loses the timer of an emulated second processor.
     """
 
     def __init__(
         self, host: Path | None = None, machines: Path | None = None, *,
         gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "", saved: Path | None = None,
+        one_processor: bool = False,
     ) -> None:  # fmt: skip
         self.directory = run_directory("simulated-host")
         self._memory_mib = memory_mib
         self._append = append
+        self._one_processor = one_processor
         self._boot = boot_files()
         self._snapshots: dict[str, frozenset[int]] = {}
         try:
@@ -156,7 +159,7 @@ class SimulatedHost(Lifetime):
     def _start(self, ports: Iterable[int], snapshot: str | None = None) -> Qemu:
         return Qemu(
             self.directory, self._boot, self._disks, ports,
-            memory_mib=self._memory_mib, append=self._append, snapshot=snapshot,
+            memory_mib=self._memory_mib, append=self._append, snapshot=snapshot, one_processor=self._one_processor,
         )  # fmt: skip
 
     def _continue(self, saved: Path) -> Qemu:

@@ -17,7 +17,7 @@ ATTACKS = (
     "mount -o remount,bind,rw {parent} && touch {parent}/x",
     "mount -o remount,rw {parent}",
     "chattr +i {parent}",
-    # Unmounted here, the directory is no mount point any more, which the kernel would refuse to remove.
+    # Unmount the directory here: the kernel would refuse to remove a mount point.
     "umount {root} && rmdir {root}",
     "mv {root} {parent}/9",
     "mkdir {parent}/999",
