@@ -11,16 +11,16 @@ import stat
 from typing import Any
 
 from agent.model.errors import ApplyError
-from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, OWNED
+from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, NODE_NAME, OWNED
 from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
 from agent.system.journal import WARNING, say
 
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
-TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
-"""Prefixes of temporary files that other services write next to the notes: that of NODE_CONDITION, and that of the
-status of agent.dra."""
+TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NAME}")
+"""Prefixes of temporary files that other services write next to the notes: the service that sets the Node's condition,
+and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
 
 

@@ -1,6 +1,6 @@
 """Lists the vendors that the machine half supports. New vendors are added only here.
 
-A vendor's module is imported only when it is asked for, because a run that changes nothing spends most of its time on
+A vendor's module is imported only if it is needed, because a run that changes nothing spends most of its time on
 loading code.
 """
 

@@ -12,6 +12,7 @@ from agent.model.paths import (
     MANIFESTS,
     OWNED,
     RELOAD_PENDING,
+    REMEMBERED_GPUS,
     REPORT_NAME,
     WAKE,
     conditions_file,
@@ -25,7 +26,10 @@ from agent.model.paths import (
 )
 from agent.system.files import NEW, System
 
-HOST_FILES = (CONDITIONS, DETACHED_GPUS, GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE)
+HOST_FILES = (
+    *(CONDITIONS, DETACHED_GPUS, GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE),
+    *REMEMBERED_GPUS,
+)
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:

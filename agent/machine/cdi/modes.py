@@ -68,7 +68,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             failed.append(
                 f"{name}: the image's agent does not support this mode; bring the image to the host's release"
             )
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, AgentError):
                 # A newer agent wrote this file. It is removed, because this release cannot tell which of its devices
                 # are still granted.
                 owned.remove(path)

@@ -18,7 +18,7 @@ from agent.model.conditions import Condition, ConditionType, Status, false, not_
 from agent.model.errors import AgentError, CommandError, DocumentError
 from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_host_status
 from agent.model.json_document import parse_object
-from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
+from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK, NODE_NAME
 from agent.model.reasons import Reason
 from agent.model.text import rfc3339
 from agent.system.files import System
@@ -35,7 +35,7 @@ HEARTBEAT = 300.0
 KUBECTL_LIMIT = 15
 """Seconds for one run of kubectl, which makes one request to the API server."""
 NOTE = NODE_CONDITION
-NODE = f"{MACHINE_STATE}/node.json"
+NODE = f"{MACHINE_STATE}/{NODE_NAME}"
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )

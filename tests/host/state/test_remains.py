@@ -6,6 +6,7 @@ from agent.model.paths import (
     GPU_FAULTS,
     MANIFESTS,
     OWNED,
+    REMEMBERED_GPUS,
     conditions_file,
     granted_file,
     live_file,
@@ -26,7 +27,7 @@ def temporary(path: str) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [OWNED, GPU_FAULTS, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE),
+    [OWNED, GPU_FAULTS, *REMEMBERED_GPUS, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE),
      live_file(MACHINE), granted_file(FORMER), conditions_file(FORMER)],
 )  # fmt: skip
 def test_a_pass_removes_what_a_killed_writer_left(gpu_host: Host, path: str) -> None:

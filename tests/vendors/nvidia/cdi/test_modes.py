@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from agent.config.settings import MachineSettings
 from agent.machine.cdi.modes import publish_modes
 from agent.machine.context import Context
+from agent.machine.notes import OWNED_COPY
 from agent.machine.run import run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
@@ -415,6 +416,17 @@ def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
     run(machine)
     assert "; ModeNotServed: quantum: the image's agent does not support this mode" in machine.message("CDISpecCurrent")
     assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
+
+
+def test_a_mode_of_a_later_release_without_a_record_of_files(machine: Machine) -> None:
+    """It is unknown whose file it is, so it stays. The machine reports."""
+    machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    machine.put(published("quantum"), "{}")
+    for path in (OWNED, OWNED_COPY):
+        machine.put(path, "")
+    run(machine)
+    assert "CDISpecCurrent" in machine.conditions()
+    assert machine.exists(published("quantum"))
 
 
 @pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])
