@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from agent.dra.grpc_connection import Connection
-from agent.dra.grpc_wire import Code, RpcError, Service, Unary
+from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ class Calls:
         """Whether a call with one response is running."""
         return any(job.unary for job in self._jobs.values())
 
-    def start(self, connection: Connection, stream: int, service: Service, request: bytes) -> None:
+    def start(self, connection: Connection, stream: int, method: Method, request: bytes) -> None:
         """Run a call whose request is complete. Raises RpcError if it cannot."""
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
         # A thread may outlive its call, so busy threads are counted, not calls.
         if not self._threads.acquire(blocking=False):
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
-        job = self._jobs[connection, stream] = _Job(isinstance(service, Unary))
-        call = partial(self._run, job, connection, stream, service, request)
+        job = self._jobs[connection, stream] = _Job(isinstance(method, Unary))
+        call = partial(self._run, job, connection, stream, method, request)
         if self._idle.acquire(blocking=False):
             self._work.put(call)
             return
@@ -87,13 +87,13 @@ class Calls:
             call()
             call = self._work.get()
 
-    def _run(self, job: _Job, connection: Connection, stream: int, service: Service, request: bytes) -> None:
+    def _run(self, job: _Job, connection: Connection, stream: int, method: Method, request: bytes) -> None:
         code, message, unary_response = Code.OK, "", None
         try:
-            if isinstance(service, Unary):
-                unary_response = service.handle(request)
+            if isinstance(method, Unary):
+                unary_response = method.handle(request)
             else:
-                for response in service.handle(request):
+                for response in method.handle(request):
                     job.ready.clear()
                     if job.gone:
                         break

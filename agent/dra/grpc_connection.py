@@ -29,8 +29,8 @@ from agent.dra.grpc_wire import (
     PREFIX,
     Code,
     Headers,
+    Method,
     RpcError,
-    Service,
     message_size,
     only_message,
     time_limit,
@@ -60,7 +60,7 @@ class _Http2(H2Connection):
 class Call:
     """A call, from its headers until its trailers are sent."""
 
-    service: Service | None = None
+    method: Method | None = None
     deadline: float | None = None
     """When the client stops waiting, by time.monotonic()."""
     body: bytearray = field(default_factory=bytearray)
@@ -77,7 +77,7 @@ class Call:
 class Caller(Protocol):
     """Runs calls."""
 
-    def start(self, connection: "Connection", stream: int, service: Service, request: bytes) -> None:
+    def start(self, connection: "Connection", stream: int, method: Method, request: bytes) -> None:
         """Run a call whose request is complete. Raises RpcError if it cannot."""
 
     def sent(self, connection: "Connection", stream: int) -> None:
@@ -90,12 +90,12 @@ class Caller(Protocol):
 class Connection:
     """The server's side of a connection."""
 
-    def __init__(self, services: Mapping[str, Service], caller: Caller, message_limit: int) -> None:
+    def __init__(self, methods: Mapping[str, Method], caller: Caller, message_limit: int) -> None:
         self.calls: dict[int, Call] = {}
         """Open calls by HTTP/2 stream."""
         self.greeted = False
         """Whether the client has sent its settings, the first frame of HTTP/2."""
-        self._services, self._caller, self._message_limit = services, caller, message_limit
+        self._methods, self._caller, self._message_limit = methods, caller, message_limit
         # Only headers from the client are validated: this module makes the few headers that are sent.
         self._http2 = _Http2(
             H2Configuration(
@@ -210,8 +210,8 @@ class Connection:
     def _read_headers(self, call: Call, headers: Mapping[bytes, bytes], now: float) -> None:
         """Set the call's method and deadline from a request's headers. Raises RpcError."""
         path = headers.get(b":path", b"").decode(errors="replace")
-        call.service = self._services.get(path)
-        if call.service is None:
+        call.method = self._methods.get(path)
+        if call.method is None:
             raise RpcError(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
         if headers.get(b"grpc-encoding", b"identity") != b"identity":
             raise RpcError(Code.UNIMPLEMENTED, "only the encoding identity is supported")
@@ -232,13 +232,13 @@ class Connection:
 
     def _receive_end(self, stream: int) -> None:
         call = self.calls.get(stream)
-        if call is None or call.trailers is not None or call.service is None:
+        if call is None or call.trailers is not None or call.method is None:
             return
         call.complete = True
         try:
             request = only_message(call.body, self._message_limit)
             call.body.clear()
-            self._caller.start(self, stream, call.service, request)
+            self._caller.start(self, stream, call.method, request)
         except RpcError as error:
             self.finish(stream, error.code, error.message)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from agent.dra.grpc_calls import Calls
 from agent.dra.grpc_connection import Connection, ConnectionLostError
-from agent.dra.grpc_wire import Code, Service
+from agent.dra.grpc_wire import Code, Method
 from agent.dra.unix_socket import ListeningSocket, peer_user
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ READ = 1 << 16
 LINGER = 0.5
 """Seconds that clients have to hang up after the server has announced that it stops."""
 LONGEST_WAIT = 3600.0
-"""Seconds. Clients may set time limits that no system call accepts (10 000 years)."""
+"""Seconds of one wait for events. Clients may set time limits that are too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 
@@ -63,8 +63,8 @@ class _Peer:
 class Server:
     """A server that listens as soon as it is created."""
 
-    def __init__(self, path: str, services: Mapping[str, Service], limits: Limits) -> None:
-        self._services, self._limits = services, limits
+    def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits) -> None:
+        self._methods, self._limits = methods, limits
         self._listener = ListeningSocket(path)
         self._calls = Calls(limits.calls, self._post)
         self._peers: dict[Connection, _Peer] = {}
@@ -87,7 +87,7 @@ class Server:
 
     @property
     def clients(self) -> int:
-        """How many clients are connected."""
+        """How many clients are connected and have begun HTTP/2."""
         return sum(connection.greeted for connection in tuple(self._peers))
 
     def stop(self, grace: float = 2.0) -> None:
@@ -173,7 +173,7 @@ class Server:
                 stream.close()
                 return
             stream.setblocking(False)
-            connection = Connection(self._services, self._calls, self._limits.message)
+            connection = Connection(self._methods, self._calls, self._limits.message)
             peer = _Peer(stream, connection, time.monotonic())
             self._selector.register(
                 stream, selectors.EVENT_READ, lambda: self._run_guarded(connection, lambda: self._read(peer))
@@ -243,9 +243,9 @@ class Server:
             self._waker.send(b"\0")
 
 
-def serve(path: str, services: Mapping[str, Service], limits: Limits = Limits()) -> Server:
-    """Serve gRPC on a Unix socket at a path. `services` has the methods by path, `/package.Service/Method`.
+def serve(path: str, methods: Mapping[str, Method], limits: Limits = Limits()) -> Server:
+    """Serve gRPC on a Unix socket at a path. `methods` has their paths, `/package.Service/Method`, as keys.
 
     Raises AgentError if the socket cannot be created.
     """
-    return Server(path, services, limits)
+    return Server(path, methods, limits)

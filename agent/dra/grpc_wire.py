@@ -56,7 +56,7 @@ class Streaming:
     handle: Callable[[bytes], Iterator[bytes]]
 
 
-Service = Unary | Streaming
+Method = Unary | Streaming
 
 
 def with_prefix(message: bytes) -> bytes:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from agent.dra.devices import Device, Health
-from agent.dra.grpc_wire import Service, Streaming
+from agent.dra.grpc_wire import Method, Streaming
 from agent.dra.messages import DeviceHealth, HealthStatus, encode_health
 
 REPEAT = 10.0
@@ -39,7 +39,7 @@ class HealthService:
         self._stopped = False
 
     @property
-    def services(self) -> dict[str, Service]:
+    def methods(self) -> dict[str, Method]:
         """The methods by path."""
         return {method: Streaming(self._watch) for method in METHODS}
 

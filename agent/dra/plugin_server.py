@@ -4,7 +4,7 @@ import logging
 from typing import Protocol
 
 from agent.dra.grpc_server import Server, serve
-from agent.dra.grpc_wire import Code, RpcError, Service, Unary
+from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 from agent.dra.health import HealthService
 from agent.dra.messages import (
     ClaimReference,
@@ -44,8 +44,8 @@ class DriverPlugin:
         self._registration = Registration(driver, endpoint)
         # Serve the endpoint first: the kubelet connects to it right after registration.
         self._sockets = (
-            (endpoint, self._services | health.services),
-            (f"{kubelet_root}/plugins_registry/{driver}-reg.sock", self._registration.services),
+            (endpoint, self._methods | health.methods),
+            (f"{kubelet_root}/plugins_registry/{driver}-reg.sock", self._registration.methods),
         )
         self._servers: list[Server] = []
         try:
@@ -79,8 +79,8 @@ class DriverPlugin:
         self._close()
 
     def _start(self) -> None:
-        for path, services in self._sockets:
-            self._servers.append(serve(path, services))
+        for path, methods in self._sockets:
+            self._servers.append(serve(path, methods))
 
     def _close(self) -> None:
         # The last one, for registration, is stopped first, so that the kubelet does not connect to an endpoint that is
@@ -89,7 +89,7 @@ class DriverPlugin:
             self._servers.pop().stop()
 
     @property
-    def _services(self) -> dict[str, Service]:
+    def _methods(self) -> dict[str, Method]:
         return {
             f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
             f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),

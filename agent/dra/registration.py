@@ -8,7 +8,7 @@ socket is removed, the kubelet forgets the driver.
 import logging
 import threading
 
-from agent.dra.grpc_wire import Code, RpcError, Service, Unary
+from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 from agent.dra.messages import RegistrationStatus, decode_registration_status, encode_plugin_info
 from agent.model.errors import DocumentError
 from agent.model.text import one_line
@@ -34,7 +34,7 @@ class Registration:
         self._status = RegistrationStatus(False, "")
 
     @property
-    def services(self) -> dict[str, Service]:
+    def methods(self) -> dict[str, Method]:
         """The methods by path."""
         return {
             f"{SERVICE}/GetInfo": Unary(lambda _: self._info),

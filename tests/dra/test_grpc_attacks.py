@@ -23,7 +23,7 @@ from hypothesis import strategies as some
 
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_server import Limits, Server, serve
-from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary, time_limit, with_prefix
+from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary, time_limit, with_prefix
 
 ECHO = "/test.Example/Echo"
 
@@ -33,7 +33,7 @@ def slowly(request: bytes) -> bytes:
     return request
 
 
-SERVICES: dict[str, Service] = {
+METHODS: dict[str, Method] = {
     ECHO: Unary(bytes),
     "/test.Example/Slow": Unary(slowly),
     "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
@@ -54,7 +54,7 @@ def server() -> Iterator[Server]:
 @contextlib.contextmanager
 def serving(limits: Limits) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
-        running = serve(f"{directory}/test.sock", SERVICES, limits)
+        running = serve(f"{directory}/test.sock", METHODS, limits)
         try:
             yield running
         finally:
@@ -191,7 +191,7 @@ def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:
     """After that, the server waits for events only, and does not wake up again and again."""
     http2 = H2Connection(H2Configuration(client_side=True))
     http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
-    connection = Connection(SERVICES, Refusing(), 100)
+    connection = Connection(METHODS, Refusing(), 100)
     connection.receive(asking(ECHO, 0, http2=http2, grpc_timeout="1S")[1], 0.0)
     connection.send(1, b"x")
     connection.finish(1, Code.OK)
@@ -233,7 +233,7 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
 )
 def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
     client, request = asking(ECHO, 1, None, **changed)
-    connection = Connection(SERVICES, Refusing(), 100)
+    connection = Connection(METHODS, Refusing(), 100)
     connection.receive(request, 0.0)
     events = client.receive_data(connection.to_send())
     headers = [dict(event.headers) for event in events if hasattr(event, "headers")]
@@ -244,7 +244,7 @@ def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
 class Refusing:
     """Runs no calls."""
 
-    def start(self, connection: Connection, stream: int, service: Service, request: bytes) -> None:
+    def start(self, connection: Connection, stream: int, method: Method, request: bytes) -> None:
         raise RpcError(Code.UNAVAILABLE, "not now")
 
     def sent(self, connection: Connection, stream: int) -> None:
@@ -258,7 +258,7 @@ class Refusing:
     some.lists(some.tuples(some.integers(0, 12), some.integers(0, 255), some.integers(0, 7), some.binary(max_size=60)))
 )
 def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, int, int, bytes]]) -> None:
-    connection = Connection(SERVICES, Refusing(), 100)
+    connection = Connection(METHODS, Refusing(), 100)
     with contextlib.suppress(ConnectionLostError):
         connection.receive(BEGIN, 0.0)
         for each in frames:
@@ -276,7 +276,7 @@ def test_damaged_requests_are_handled_or_end_the_connection(data: some.DataObjec
     damaged = bytearray(asking(ECHO, 20)[1])
     for _ in range(data.draw(some.integers(1, 4))):
         damaged[data.draw(some.integers(len(PREFACE), len(damaged) - 1))] = data.draw(some.integers(0, 255))
-    connection = Connection(SERVICES, Refusing(), 100)
+    connection = Connection(METHODS, Refusing(), 100)
     with contextlib.suppress(ConnectionLostError):
         for start in range(0, len(damaged), 7):
             connection.receive(bytes(damaged[start : start + 7]), 0.0)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from agent.dra.grpc_server import Limits, Server, serve
-from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary
+from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
 
 LONG = 300.0
@@ -27,7 +27,7 @@ class Example:
         self.closed = threading.Event()
 
     @property
-    def services(self) -> dict[str, Service]:
+    def methods(self) -> dict[str, Method]:
         return {
             "/test.Example/Echo": Unary(lambda request: request),
             "/test.Example/Refuse": Unary(self.refuse),
@@ -73,7 +73,7 @@ def path() -> Iterator[str]:
 
 @pytest.fixture
 def server(path: str, example: Example) -> Iterator[Server]:
-    running = serve(path, example.services)
+    running = serve(path, example.methods)
     yield running
     running.stop(0.1)
 
@@ -137,7 +137,7 @@ def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> 
 
 
 def test_too_many_calls_are_refused(path: str, example: Example) -> None:
-    server = serve(path, example.services, Limits(calls=2))
+    server = serve(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
         until(lambda: len(server._calls._jobs) == 2)
@@ -235,10 +235,10 @@ def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: 
 
 def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> None:
     """As after kill -9; a client connects again by itself."""
-    first = serve(path, example.services)
+    first = serve(path, example.methods)
     with grpc.insecure_channel(f"unix:{path}") as channel:
         assert call(channel, "Echo", b"1") == b"1"
-        second = serve(path, example.services)
+        second = serve(path, example.methods)
         assert not first.healthy
         first.stop()
         assert second.healthy, "the first one has removed the second one's socket"
