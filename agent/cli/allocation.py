@@ -39,8 +39,9 @@ CLASS = "device-class-"
 
 def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
-    machine = _machine(options.machine, reconciler)
+    machine = _machine(options.machine, options.to, reconciler)
     if not options.kubeconfig:
+        # Nothing is observed, so names stand for what the user must fill in: RESOURCE is the device plugin's resource.
         node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": 0}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0
@@ -49,14 +50,15 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     return 0 if _Move(options.to, machine, node_name, options.kubeconfig, reconciler).run() else 1
 
 
-def _machine(name: str, reconciler: Reconciler) -> str:
+def _machine(name: str, to: str, reconciler: Reconciler) -> str:
+    """Return the machine of this name, or the only one if the name is empty. Raises ConfigError."""
     machines = reconciler.config.machines
     if not name and len(machines) == 1:
         return next(iter(machines))
     if name not in machines:
         known = ", ".join(machines) or "none"
         what = f"machine {name} is not configured" if name else "which machine?"
-        raise ConfigError(f"{what} (configured: {known})", "name one: `unbounded-agent kube allocation dra MACHINE`")
+        raise ConfigError(f"{what} (configured: {known})", f"name one: `unbounded-agent kube allocation {to} MACHINE`")
     return name
 
 

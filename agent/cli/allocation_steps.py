@@ -1,7 +1,7 @@
 """The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
 
-The order matters. Neither a device plugin nor agent.dra knows which GPUs the other one has given to pods, and would
-give them to other pods again. So no pod may have a GPU while the node is moved.
+The order matters. A device plugin does not know which GPUs agent.dra has given to pods, nor the other way round, so
+each would give them to other pods again. So no pod may have a GPU while the node is moved.
 """
 
 import json
@@ -95,7 +95,11 @@ def parse_claimants(claims: Mapping[str, Any], node: str) -> tuple[str, ...]:
 
 
 def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], advertised: bool) -> tuple[Step, ...]:
-    """Return the steps to Dynamic Resource Allocation. `classes` are files with DeviceClasses."""
+    """Return the steps to Dynamic Resource Allocation.
+
+    `configured` is the machine's setting `allocation`, `classes` are files with DeviceClasses, and `advertised` is
+    whether GPUsAdvertised shows that agent.dra offers the GPUs.
+    """
     files = tuple(classes)
     return (
         _cordon(node),
@@ -174,10 +178,11 @@ def _end_pods(pods: tuple[str, ...], what: str) -> Step:
 
 def _remove_counts(node: Node) -> tuple[str, ...]:
     """Return the command that removes device plugins' resources from the node's status, if it has any."""
-    nothing = dict.fromkeys(sorted({*node.capacity, *node.allocatable}))
-    if not nothing:
+    # In a merge patch, null removes a key.
+    nulls = dict.fromkeys(sorted({*node.capacity, *node.allocatable}))
+    if not nulls:
         return ()
-    patch = json.dumps({"status": {"capacity": nothing, "allocatable": nothing}}, separators=(",", ":"))
+    patch = json.dumps({"status": {"capacity": nulls, "allocatable": nulls}}, separators=(",", ":"))
     return (f"kubectl patch node {node.name} --subresource=status --type=merge --patch={shlex.quote(patch)}",)
 
 

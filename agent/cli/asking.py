@@ -14,8 +14,8 @@ from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 
 ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
 """Commands that the service can run, with the arguments that they may have. They end soon, change nothing, and need
-nothing that the service's sandbox hides. `doctor` is missing: it needs the files of kernel modules, and reads libcuda's
-version as another user."""
+nothing that the service's sandbox hides, except that `gpus` needs processes: the process that asks searches those
+(LISTING). `doctor` is missing: it needs the files of kernel modules, and reads libcuda's version as another user."""
 TAKES_NAME = ("status",)
 """Those of the commands that may also have a machine's name as argument."""
 LIMIT = 4.0

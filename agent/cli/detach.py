@@ -94,7 +94,7 @@ def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Removal:
-    """The removal of one GPU from its machines."""
+    """Takes one GPU from its machines, or gives it back to them."""
 
     gpu: Gpu
     machines: tuple[str, ...]
@@ -123,7 +123,7 @@ class _Removal:
     def _detach(self, policy: str, seconds: int) -> Ending:
         address = self.gpu.pci_address
         if self._is_offered(self.machines):
-            # Pods that have the GPU keep it in their CDI specification, so that their containers can restart.
+            # While pods have the GPU, it stays in the CDI specification, so that their containers can restart.
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
             self._taint(evict=policy == "force")
             held = self._drain(limits[policy])

@@ -10,7 +10,8 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 PUBLIC = 0o004
-"""The permission bit of files that every user may read. Other files may contain secrets, so they are not shown."""
+"""The permission bit that lets every user read a file. Content that is written without this bit is not shown:
+it may be secret."""
 MISSING = "/dev/null"
 """Stands for a file that does not exist, as in the output of diff(1)."""
 

@@ -55,9 +55,9 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
         for gpu in vendor.gpus:
             yield _entry(facts, gpu, vendor, tuple(granted.get(gpu.pci_address, ())), system)
     remembered = planned.goal.remembered
-    for lost in remembered.gpus if isinstance(remembered, Remembered) else ():
-        if lost.lost:
-            yield Entry(lost.pci_address, lost.vendor, LOST, lost.machines, "", lost.model, lost.uuid)
+    for each in remembered.gpus if isinstance(remembered, Remembered) else ():
+        if each.lost:
+            yield Entry(each.pci_address, each.vendor, LOST, each.machines, "", each.model, each.uuid)
 
 
 def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...], system: System) -> Entry:
@@ -77,7 +77,7 @@ def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...
 
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:
-    """Return an attribute of the GPU in sysfs, which only some drivers have; empty if there is none."""
+    """Return an attribute of the GPU in sysfs; empty if its driver has no such attribute."""
     path = f"/sys/bus/pci/devices/{gpu.pci_address}/{name}"
     text = read_seen(lambda attribute: read_device_text(system, attribute), path)
     return printable(text.strip())[:ATTRIBUTE_LIMIT] if isinstance(text, str) else ""

@@ -14,7 +14,10 @@ PRINTED = {"forget": forget, "holders": holders}
 
 
 def gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Run a subcommand and print its sentences. Return 1 if `detach` or `attach` did not complete."""
+    """Run a subcommand and print its result.
+
+    Return 1 if `detach` or `attach` did not complete, or if `list` could not observe everything.
+    """
     command = options.gpus_command
     if command in (None, "list"):
         return list_gpus(reconciler, for_programs=options.json)

@@ -1,6 +1,6 @@
 """Lists the processes that use a GPU: `unbounded-agent gpus holders`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
@@ -46,14 +46,9 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
 
 
 def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
-    """Return the GPU's own nodes. Processes that use the GPU's MIG instances have these nodes open too."""
-    return tuple(_nodes(facts, address))
-
-
-def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
-    for vendor in facts.vendors:
-        if isinstance(vendor.devices, tuple):
-            yield from (node for node in vendor.devices if node.pci_address == address)
+    """Return the nodes of the GPU and of its partitions, without nodes that GPUs share."""
+    lists = (vendor.devices for vendor in facts.vendors if isinstance(vendor.devices, tuple))
+    return tuple(node for nodes in lists for node in nodes if node.pci_address == address)
 
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:

@@ -1,4 +1,4 @@
-"""`unbounded-agent kube`: the Kubernetes manifests and Helm values that come with the agent."""
+"""`unbounded-agent kube manifests`: the Kubernetes manifests and Helm values that come with the agent."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ SUFFIX = ".yaml"
 
 
 def manifests(names: Sequence[str], directory: str | None, system: System) -> int:
-    """Print the manifests of these names as one document, or list all manifests if there are no names.
+    """Print the manifests of these names one after the other, or list all manifests if there are no names.
 
     With a directory, write them there instead; without names, write all. Raises ConfigError for an unknown name.
     """

@@ -32,7 +32,7 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
 def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     """Start a machine and wait for it; let pods run there again if `stop` had cordoned its node."""
-    _known(name, reconciler)
+    _require_configured(name, reconciler)
     watch = Watch(reconciler, (name,))
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
@@ -42,11 +42,13 @@ def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
 
 def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     """Drain a machine's node if a kubeconfig is given, and stop the machine. Raises AgentError."""
-    _known(name, reconciler)
+    _require_configured(name, reconciler)
     if drain and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drain:
-        reconciler.progress("its pods end with it: --kubeconfig FILE would move them to other nodes first")
+        reconciler.progress(
+            f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
+        )
     reconciler.progress(f"stop machine {name}")
     reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
     return 0
@@ -57,7 +59,7 @@ def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) 
     return stop(name, reconciler, kubeconfig, drain=drain) or start(name, reconciler, kubeconfig)
 
 
-def _known(name: str, reconciler: Reconciler) -> None:
+def _require_configured(name: str, reconciler: Reconciler) -> None:
     if name not in reconciler.config.machines:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
 
@@ -73,7 +75,10 @@ def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
 
 
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
-    """Cordon the node and move its pods to other nodes. A note makes the next `start` uncordon the node."""
+    """Cordon the node and move its pods to other nodes.
+
+    A note makes the next `start` uncordon the node, unless it was cordoned before.
+    """
     node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system
     query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")

@@ -43,7 +43,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
     _forget_live(name, system)
-    # The unit also tries to mount an empty directory over the report.
+    # The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
         # Again, because the pass that held the lock may have found the machine running, and recorded its settings.

@@ -1,4 +1,7 @@
-"""Prints the output of commands. No other module prints. It imports little, because even errors need it."""
+"""Prints the output of commands. It imports little, because even errors need it.
+
+No other module prints, except agent.cli.asking: it prints what the service has captured here.
+"""
 
 import os
 import sys

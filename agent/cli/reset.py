@@ -31,7 +31,7 @@ def reset(options: argparse.Namespace) -> int:
 def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) -> int:
     """Remove the node, and print what is left to do. Return 1 if the host still differs from how it was found."""
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
-    without = Reconciler(
+    without_machine = Reconciler(
         reconciler.config.model_copy(update={"machines": others}),
         reconciler.system,
         reconciler.devices,
@@ -39,7 +39,8 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
     )
 
     def remove_files() -> tuple[str, ...]:
-        return without.reconcile(PASS_WAIT).failures
+        # A pass removes the files that the agent wrote for machines that are not configured.
+        return without_machine.reconcile(PASS_WAIT).failures
 
     with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
         ending = Reset(machine, reconciler.system, network, remove_files, not others, progress).run()

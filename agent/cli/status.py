@@ -48,9 +48,10 @@ def status(reconciler: Reconciler, request: Request = Request()) -> int:
         raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
     if request.watch is not None:
         return _watch(reconciler, request, request.watch)
-    facts, machines = _observe(reconciler, request)
     if request.wait is not None:
         facts, machines = _wait(reconciler, request, request.wait)
+    else:
+        facts, machines = _observe(reconciler, request)
     report_problems(facts)
     _print(reconciler, request, facts, machines)
     return _exit_code(machines) if request.check or request.wait is not None else 0
@@ -114,7 +115,6 @@ def _watch(reconciler: Reconciler, request: Request, interval: float) -> int:
             say([f"{CLEAR}{rfc3339(now)}", *lines])
         elif current != before:
             say([rfc3339(now), *lines])
-        sys.stdout.flush()
         before = current
         time.sleep(interval)
 

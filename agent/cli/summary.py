@@ -57,6 +57,7 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
 
 
 def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
+    """Return the key to sort by: groups that Ready needs come first, and among these, False before Unknown."""
     return all(each.type in NOT_NEEDED_FOR_READY for each in group), group[0].status is Status.UNKNOWN
 
 

@@ -24,7 +24,7 @@ RELOAD_LIMIT = 30.0
 """Seconds for systemd to reload the service."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 LOCK_WAIT = 5.0
-"""Seconds to wait for that lock."""
+"""Seconds to wait for the lock that only one `up` or `reset` can hold."""
 
 
 class Output:
@@ -183,7 +183,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 
 
 def _reload_service(system: System, output: Output) -> None:
-    """Make the service read the configuration. It removes the settings of machines that it does not know."""
+    """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
     if observe_units([SERVICE], system)[SERVICE].state == "active":
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:

@@ -23,7 +23,7 @@ PASS_WAIT = 60.0
 """Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLL = 0.5
 """Seconds between two passes while machines boot."""
-MOST = f"`up` waits {SERVER_LIMIT / 60:.0f} minutes at most"
+LIMIT_NOTE = f"this command waits {SERVER_LIMIT / 60:.0f} minutes at most"
 
 
 def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], progress: Callable[[str], None]) -> Work:
@@ -40,7 +40,7 @@ def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], pr
         while late:
             if time.monotonic() - started > SERVER_LIMIT:
                 return replace(work, checks=tuple(_gave_up(check) for check in work.checks))
-            sentence = f"waiting: {'; '.join(dict.fromkeys(check.message for check in late))}; {MOST}"
+            sentence = f"waiting: {'; '.join(dict.fromkeys(check.message for check in late))}; {LIMIT_NOTE}"
             if sentence != last_sentence:
                 progress(sentence)
                 last_sentence = sentence
@@ -118,15 +118,16 @@ class Watch:
                 # The limit counts only from when the API server answers, because the kubelet needs it to join.
                 limit_since = now
             elif silent or now - limit_since > limit:
-                late = (_late(name, why, problems.get(name), now - started) for name, why in waiting.items())
-                return outcome, tuple(late)
+                return outcome, tuple(
+                    _timed_out(name, why, problems.get(name), now - started) for name, why in waiting.items()
+                )
             sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
             if sentence != last_sentence:
                 self.reconciler.progress(sentence)
                 last_sentence = sentence
 
     def _joined(self, name: str) -> bool:
-        """Return whether the machine has joined, and has no bootstrap token any longer."""
+        """Return whether the machine has joined and no longer has a bootstrap token, or has no node settings."""
         if self.reconciler.config.machines[name].node is None:
             return True
         return bool(self.node(name)) and not self.reconciler.system.exists(token_file(name))
@@ -157,11 +158,11 @@ class _Servers:
 def _progress(name: str, why: str, problem: Check | None) -> str:
     if problem is None:
         return f"{name}: waiting: {why}"
-    return f"{name}: waiting: {why}: {problem.message} ({MOST if problem.late else problem.advice})"
+    return f"{name}: waiting: {why}: {problem.message} ({LIMIT_NOTE if problem.late else problem.advice})"
 
 
-def _late(name: str, why: str, problem: Check | None, limit: float) -> str:
-    what = f"machine {name} is not ready within {limit:.0f} s: {why}"
+def _timed_out(name: str, why: str, problem: Check | None, waited: float) -> str:
+    what = f"machine {name} was not ready within {waited:.0f} s: {why}"
     if problem is None:
         return f"{what} (see `journalctl -M {name} -u kubelet`, then run `unbounded-agent up {name}` again)"
     if problem.late:

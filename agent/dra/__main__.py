@@ -21,7 +21,10 @@ class Journal(logging.Handler):
 
 
 def main() -> int:
-    """Run the service until SIGTERM or an error, and return the exit code. systemd restarts the unit in any case."""
+    """Run the service until SIGTERM, an error, or another identity of the kubelet. Return the exit code.
+
+    Unless somebody stopped the unit, systemd then restarts it, whatever the exit code.
+    """
     os.chdir("/")
     logging.basicConfig(level=logging.INFO, handlers=[Journal()], format="%(message)s")
     service = Service(System(MachineRunner()))

@@ -56,12 +56,12 @@ class ApiClient:
             try:
                 response = _send(connection, session, method, path, content)
             except CLOSED_BY_SERVER:
-                # Send it again, once. That is safe: a write has a resourceVersion or a fixed name, so a second one
-                # fails with a conflict.
+                # Send it again, once. That is safe: a slice is written with a resourceVersion or a fixed name, so a
+                # second write fails with a conflict. A second eviction of a pod changes nothing.
                 connection.close()
                 if not reused:
                     raise
-                connection = _new_connection(session, REQUEST_LIMIT)
+                connection = _Connection(session)
                 response = _send(connection, session, method, path, content)
             body = _bounded(response.read(ANSWER_LIMIT + 1), what)
         except (OSError, http.client.HTTPException) as error:
@@ -83,7 +83,7 @@ class ApiClient:
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
         session, what = self._credentials.session(), f"watch {path}"
-        connection = _new_connection(session, REQUEST_LIMIT)
+        connection = _Connection(session)
         try:
             response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:
@@ -113,7 +113,7 @@ class ApiClient:
                 if opened_by is session and time.monotonic() - since < IDLE_LIMIT:
                     return session, connection, True
                 connection.close()
-        return session, _new_connection(session, REQUEST_LIMIT), False
+        return session, _Connection(session), False
 
     def _keep(
         self, session: Session, connection: http.client.HTTPSConnection, response: http.client.HTTPResponse
@@ -128,13 +128,13 @@ class ApiClient:
 class _Connection(http.client.HTTPSConnection):
     """A connection that verifies the server's name from the kubeconfig, and notices a peer that no longer answers."""
 
-    def __init__(self, session: Session, timeout: float) -> None:
+    def __init__(self, session: Session) -> None:
         kubeconfig = session.kubeconfig
-        super().__init__(kubeconfig.host, kubeconfig.port, timeout=timeout, context=session.context)
-        self._session, self._seconds = session, timeout
+        super().__init__(kubeconfig.host, kubeconfig.port, timeout=REQUEST_LIMIT, context=session.context)
+        self._session = session
 
     def connect(self) -> None:
-        plain = socket.create_connection((self.host, self.port), self._seconds)
+        plain = socket.create_connection((self.host, self.port), REQUEST_LIMIT)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -146,10 +146,6 @@ class _Connection(http.client.HTTPSConnection):
         except BaseException:
             plain.close()
             raise
-
-
-def _new_connection(session: Session, timeout: float) -> http.client.HTTPSConnection:
-    return _Connection(session, timeout)
 
 
 def _send(

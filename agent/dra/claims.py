@@ -2,7 +2,7 @@
 
 The scheduler allocates devices. This module is a second guard: only devices that are granted and in a verified CDI
 specification are handed out, and a device of one claim goes to another claim only after the kubelet has unprepared the
-first one.
+first one, or if the first one is gone.
 """
 
 import logging
@@ -64,7 +64,7 @@ class NodeClaims:
         with self._lock:
             # Read after the claim: a device that was withdrawn meanwhile must not be handed out.
             available = self._devices()
-            prepared = tuple(_prepared(claim, each, available) for each in allocated)
+            prepared = tuple(_prepared_device(claim, each, available) for each in allocated)
             for other in self._holders(claim, prepared):
                 self._forget_stale(other, claim, prepared)
             if self._prepared.get(claim) != prepared:
@@ -89,14 +89,14 @@ class NodeClaims:
         return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
 
     def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Forget another claim that has a wanted device, but is gone. Raises AgentError if it may be in use."""
+        """Forget another claim that has a wanted device. Raises AgentError unless that claim is gone."""
         device = _conflicting_device(self._prepared[other], wanted)
         try:
-            known = mentions(self._kubelet_record(), other)
+            in_kubelet_record = mentions(self._kubelet_record(), other)
         except OSError as error:
             log.warning("the kubelet's record of claims is not readable: %s", error)
-            known = True
-        if known:
+            in_kubelet_record = True
+        if in_kubelet_record:
             raise AgentError(
                 f"claim {claim} cannot have {device} yet: the kubelet has not given it back for claim {other}",
                 "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
@@ -124,7 +124,7 @@ class NodeClaims:
         return bool(_conflicting_device(held, wanted))
 
 
-def _prepared(claim: ClaimReference, allocated: Allocated, available: Mapping[str, Device]) -> PreparedDevice:
+def _prepared_device(claim: ClaimReference, allocated: Allocated, available: Mapping[str, Device]) -> PreparedDevice:
     """Return an allocated device with its CDI names. Raises AgentError unless it is available now."""
     device = available.get(allocated.device)
     if device is None or not device.cdi_names:

@@ -34,6 +34,7 @@ class Credentials:
         self._kubeconfig: Kubeconfig | None = None
         self._session: Session | None = None
         self._seen: dict[str, FileIdentity | None] = {}
+        """The kubeconfig and the files that it names, as they were when they were last read."""
 
     def session(self) -> Session:
         """Return the session for a new connection or request. Raises AgentError, which names the unusable file."""
@@ -98,7 +99,9 @@ class Credentials:
         try:
             return material.read(self._system)
         except OSError as error:
-            raise AgentError(f"{material.path}: cannot read it for the API server: {error.strerror}") from error
+            raise AgentError(
+                f"{material.path}: cannot read this file of the kubelet's kubeconfig: {error.strerror}"
+            ) from error
 
 
 def _no_password() -> str:

@@ -115,7 +115,10 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
 
 
 def _taints(state: GpuStatus | None) -> tuple[Taint, ...]:
-    """Return the taint that keeps new pods from a GPU; none for a healthy one. The effect is NoSchedule by default."""
+    """Return the taint that keeps new pods from a GPU; none if the GPU is healthy, or its state is unknown.
+
+    The effect is NoSchedule by default.
+    """
     if state is None or state.state is GpuState.HEALTHY:
         return ()
     return (Taint(f"{DRA_DRIVER}/{state.state}", state.reason, state.effect or Effect.NO_SCHEDULE, state.since),)

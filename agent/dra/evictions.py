@@ -1,4 +1,4 @@
-"""Evicts pods, from GPUs that are being detached, that Kubernetes does not evict itself.
+"""Evicts the pods that Kubernetes itself does not evict from GPUs that are being detached.
 
 Kubernetes evicts pods that have a device with a NoExecute taint by a claim (pkg/controller/devicetainteviction). In
 1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim

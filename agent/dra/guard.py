@@ -38,7 +38,7 @@ def is_zero(count: str) -> bool:
 def blocked_message(resources: Mapping[str, str]) -> str:
     """Return why no GPU of the vendor is offered, and what to do next."""
     listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
-    return f"the node's status offers {listed} by a device plugin; {STEPS}"
+    return f"the node's status has {listed} from a device plugin; {STEPS}"
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -97,28 +97,31 @@ class Inventory:
             if None in known or (retry and not all(facts.complete for facts in known if facts)):
                 self._ask(each)
 
-    def _ask(self, each: AllocatableVendor) -> None:
-        vendor = dra_vendor(each.vendor)
+    def _ask(self, listed: AllocatableVendor) -> None:
+        """Run one vendor's tool, and keep what it says about the vendor's devices."""
+        vendor = dra_vendor(listed.vendor)
         new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
         why = ""
         try:
-            new_facts = vendor.read_facts(self._system, each.devices, each.driver_version) if vendor is not None else {}
+            new_facts = (
+                vendor.read_facts(self._system, listed.devices, listed.driver_version) if vendor is not None else {}
+            )
         except (AgentError, OSError) as error:
             why = f": {error}"
         with self._lock:
-            for device in each.devices:
-                key = (device, each.driver_version)
+            for device in listed.devices:
+                key = (device, listed.driver_version)
                 before, new = self._facts.get(key), new_facts.get(device, DeviceFacts(complete=vendor is None))
                 # Facts from an earlier attempt stay if this one found less.
                 self._facts[key] = new if new.complete or before is None else before
-            missing = [device for device in each.devices if not self._facts[device, each.driver_version].complete]
+            missing = [device for device in listed.devices if not self._facts[device, listed.driver_version].complete]
             self._forget()
             self._devices = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
-            self._note_failure(each.vendor, f"attributes of {names} are not known, so they are left out{why}")
+            self._note_failure(listed.vendor, f"attributes of {names} are not known, so they are left out{why}")
         else:
-            self._failed.pop(each.vendor, None)
+            self._failed.pop(listed.vendor, None)
 
     def _note_failure(self, vendor: str, problem: str) -> None:
         """Note when a vendor's tool failed. Log why, unless the previous failure had the same cause."""
@@ -164,8 +167,8 @@ class Inventory:
 
     def _forget(self) -> None:
         """Forget facts on devices that are no longer allocatable: the slot may have another GPU later."""
-        known = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
-        self._facts = {key: facts for key, facts in self._facts.items() if key in known}
+        current = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
+        self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 
     def _identity(self, path: str) -> FileIdentity | None:
         try:

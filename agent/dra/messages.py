@@ -137,7 +137,10 @@ def _device(device: PreparedDevice) -> bytes:
 
 
 def encode_unprepared(results: Mapping[str, str]) -> bytes:
-    """Return a NodeUnprepareResourcesResponse. `results` has, by the claim's uid, why it failed; empty for success."""
+    """Return a NodeUnprepareResourcesResponse.
+
+    `results` has, by uid, why the claim could not be given back; empty if it was.
+    """
     return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
 
 

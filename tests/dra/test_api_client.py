@@ -100,7 +100,7 @@ def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(api: ApiServer, jo
     joined.put("/pki/key", key)
     assert client.get(HERE)["metadata"]["uid"] == "uid-1"
     joined.remove("/pki/crt")
-    with pytest.raises(AgentError, match="/pki/crt: cannot read it for the API server: No such file"):
+    with pytest.raises(AgentError, match="/pki/crt: cannot read this file of the kubelet's kubeconfig: No such file"):
         client.get(HERE)
     client.close()
 

@@ -20,7 +20,10 @@ NODES_QUERIED = 20
 
 
 def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Cluster:
-    """Return the objects that the user of this kubeconfig may read; those of all nodes if `nodes` is empty."""
+    """Return what matters for these nodes, or for all nodes if `nodes` is empty.
+
+    What the kubeconfig's user may not read is left out, and named in `unknown`.
+    """
     kubectl = _Kubectl(system, kubeconfig)
     found_nodes = kubectl.items("nodes", *nodes, "--show-managed-fields")
     pods = kubectl.items("pods", "--all-namespaces", "--field-selector=status.phase=Pending")

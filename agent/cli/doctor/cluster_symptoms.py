@@ -66,7 +66,7 @@ def _last(event: KubernetesObject) -> float:
 
 
 def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
-    """Yield pods that wait although a node has GPUs, because no node has the labels that they select."""
+    """Yield a finding for each pod that asks for a GPU and waits, if it selects a label that none of the nodes has."""
     if not cluster.nodes:
         return
     for pod in cluster.pods:

@@ -36,7 +36,7 @@ class HostDiagnosis:
     """The findings of the host itself."""
 
     findings: tuple[Finding, ...] = ()
-    """Faults that keep machines, kubelets or the service from running."""
+    """Faults, each with its evidence and the commands that fix it."""
     drivers: tuple[DriverForPods, ...] = ()
     """The drivers that pods get. Users need their versions to choose the pods' images."""
     image: str = PLAIN_IMAGE
@@ -138,7 +138,10 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
 
 
 def _modules(facts: Facts, system: System) -> Iterator[Finding]:
-    """Yield GPUs for which the running kernel has no module: none was built when the kernel was upgraded."""
+    """Yield a finding for each vendor with GPUs for which the running kernel has no module.
+
+    Usually, the module was not built when the kernel was upgraded.
+    """
     release = read_seen(system.read_text, RELEASE)
     if not isinstance(release, str):
         return
@@ -147,13 +150,13 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
     if not all(isinstance(each, str) for each in lists):
         return
     # On Debian, the file of NVIDIA's module is nvidia-current.ko.
-    known = {
+    available = {
         re.split(r"\.ko|-current\.ko", each)[0] for each in re.findall(r"[^/\s:]+\.ko", "\n".join(map(str, lists)))
     }
     for vendor in facts.vendors:
         drivers = host_vendor(vendor.vendor).drivers
         unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver]
-        if vendor.driver_expected and unbound and drivers and not known & set(drivers):
+        if vendor.driver_expected and unbound and drivers and not available & set(drivers):
             yield Finding(
                 f"the running kernel has no module {' or '.join(drivers)} for GPU {', '.join(unbound)}",
                 f"/lib/modules/{kernel}/modules.dep does not name it",

@@ -26,7 +26,7 @@ NOTABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """One fault of a machine, with the conditions that show it."""
+    """One fault of a machine, or something to do although the conditions are True, with the conditions that show it."""
 
     conditions: tuple[ConditionType, ...]
     status: Status
@@ -65,7 +65,7 @@ class Environment:
 
 
 def environment_of(facts: Facts, modules: Set[str], node: str) -> Environment:
-    """Return the environment of a machine. Vendors without a GPU on this host have no symptoms and no commands."""
+    """Return the environment of a machine. It has only the vendors that have a GPU on this host."""
     return Environment(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
 
 
@@ -112,7 +112,10 @@ def _finding(group: Sequence[Condition], machine: str, environment: Environment)
 
 
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
-    """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
+    """Return the symptoms that vendors list for these conditions with this reason, or with any reason.
+
+    On a host without GPUs, those of all vendors.
+    """
     vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
     reported = [
         text

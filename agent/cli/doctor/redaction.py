@@ -34,7 +34,7 @@ too."""
 
 
 def redacted(text: str) -> str:
-    """Return the text without secrets."""
+    """Return the text without the secrets that are recognised."""
     for pattern, replacement in PATTERNS[:-1]:
         text = pattern.sub(replacement, text)
     pattern, replacement = PATTERNS[-1]

@@ -35,7 +35,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether every machine is ready, and neither host nor cluster has a finding."""
+        """Whether every machine is ready, host and cluster have no finding, and all of the cluster could be read."""
         cluster = self.cluster or ClusterDiagnosis()
         ready = all(each.ready.status is Status.TRUE for each in self.machines)
         return ready and not (self.host.findings or cluster.findings or cluster.unknown)
