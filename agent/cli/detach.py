@@ -121,7 +121,7 @@ class _Removal:
             raise
 
     def _detach(self, policy: str, seconds: int) -> Ending:
-        address = self.gpu.pci_address
+        address, left = self.gpu.pci_address, seconds
         if self._is_offered(self.machines):
             # While pods have the GPU, it stays in the CDI specification, so that their containers can restart.
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
@@ -129,11 +129,11 @@ class _Removal:
             held = self._drain(limits[policy])
             if held and policy != "force":
                 return self._still_used(policy, seconds, held)
-            seconds = max(0, seconds - int(time.monotonic() - started))
+            left = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
             self._record_detached(draining=True)
             self._passes(f"remove {address} from its CDI specification", self._not_reported)
-            if held := self._drain(seconds if policy == "drain-wait" else 0):
+            if held := self._drain(left if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
         self._record_detached(draining=False)
         outcome = self._passes(f"release {address}", self._permitted)

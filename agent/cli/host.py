@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS
+from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
 from agent.cli.printing import progress
 from agent.config.last_good import Loaded, load_or_last_good, save_last_good
 from agent.config.load import load_config
@@ -28,13 +28,24 @@ def this_host() -> System:
 
 def needs_root(options: argparse.Namespace) -> bool:
     """Return whether only root may run the command."""
-    command, _, subcommand = _name(options).partition(" ")
-    return (GPU_COMMANDS[subcommand] if subcommand else COMMANDS[command]).root
+    match _name(options).split():
+        case ["gpus", subcommand]:
+            return GPU_COMMANDS[subcommand].root
+        case ["kube", subcommand]:
+            return KUBE_COMMANDS[subcommand].root
+        case _:
+            return COMMANDS[options.command].root
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Return the command's name, including the subcommand of `gpus`."""
-    return f"gpus {options.gpus_command or 'list'}" if options.command == "gpus" else str(options.command)
+    """Return the command's name, including the subcommand of `gpus` and `kube`."""
+    match options.command:
+        case "gpus":
+            return f"gpus {options.gpus_command or 'list'}"
+        case "kube":
+            return f"kube {options.kube_command}"
+        case command:
+            return str(command)
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:

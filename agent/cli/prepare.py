@@ -109,7 +109,8 @@ def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
             reconciler.progress(f"waiting for the driver of GPU {waiting}, up to {seconds} s")
             reported = waiting
         time.sleep(POLL)
-    reconciler.progress(f"continuing without GPU {reported}")
+    if reported:
+        reconciler.progress(f"continuing without GPU {reported}")
 
 
 def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:

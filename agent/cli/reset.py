@@ -53,7 +53,8 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
 def _advice(machine: str, ending: Ending, *, configured: bool) -> list[str]:
     if not ending.done:
         return [f"machine {machine}: nothing to do"]
-    lines = [f"machine {machine} is removed" + ("" if ending.differences else "; the host is as it was found")]
+    host = f"keeps its settings for {', '.join(ending.others)}" if ending.others else "is as it was found"
+    lines = [f"machine {machine} is removed" + ("" if ending.differences else f"; the host {host}")]
     if ending.node:
         lines.append(f"its Node object stays: run `kubectl delete node {ending.node}` where you have the right to")
     if configured:

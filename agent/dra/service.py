@@ -157,13 +157,14 @@ class Service:
             self._wake.wait(POLL)
 
     def _keep_serving(self, parts: Parts) -> None:
-        """Create the kubelet's sockets again if they are gone, and report what is offered."""
+        """Create the kubelet's sockets again if they are gone, and report what is offered. Raises AgentError."""
         plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
-        problems = [(result.reason, str(result.error))] if result.error else []
         try:
             plugin.keep_serving()
         except AgentError as error:
-            problems.append((Reason.FAILED, str(error)))
+            self._report(DraStatus(0.0, node, offers=result.offers, reason=Reason.FAILED, message=str(error)))
+            raise
+        problems = [(result.reason, str(result.error))] if result.error else []
         registration = plugin.registration
         if registration.error:
             why = f"the kubelet does not register the driver, and will try again: {registration.error}"

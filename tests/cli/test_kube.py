@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent.cli.host import needs_root
 from agent.cli.main import main
+from agent.cli.parser import make_parser
 
 NAMES = ["device-plugin", "runtime-class"]
 
@@ -47,3 +49,10 @@ def test_an_unknown_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> Non
 def test_it_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--config", str(tmp_path / "missing.toml"), "kube", "manifests", "cuda-test"]) == 0
     assert "gpu-cuda-test" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "root"), [(("allocation", "dra"), True), (("manifests",), False)], ids=lambda each: str(each)
+)
+def test_only_allocation_is_for_root(arguments: tuple[str, ...], root: bool) -> None:
+    assert needs_root(make_parser().parse_args(["kube", *arguments])) == root

@@ -86,6 +86,14 @@ def test_a_driver_that_never_loads_delays_but_does_not_stop_the_machine(gpu_host
     assert gpu_host.exists(live_file(MACHINE))
 
 
+def test_without_a_wait_nothing_is_said(gpu_host: Host) -> None:
+    messages: list[str] = []
+    agent = reconciler(gpu_host, driver_wait=0)
+    agent.progress = messages.append
+    prepare(MACHINE, agent)
+    assert not [message for message in messages if "without GPU" in message]
+
+
 def test_another_machine_is_refused_by_name(gpu_host: Host) -> None:
     with pytest.raises(ConfigError, match="machine elsewhere is not configured"):
         prepare("elsewhere", reconciler(gpu_host))

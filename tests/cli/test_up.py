@@ -307,6 +307,13 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert run(host) == 0
 
 
+def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(host) == 0
+    host.write(node_record("other"), host.read(node_record(MACHINE)))
+    assert undo(host) == 0
+    assert "machine gpu-node is removed; the host keeps its settings for other" in capsys.readouterr().out
+
+
 def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(host) == 0
     foreign = Link("wg0", "wireguard")

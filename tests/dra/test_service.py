@@ -1,6 +1,7 @@
 """The whole service: documents in, slices and status out. Its kubelet is only a process in a tree."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from agent.dra import watcher
 from agent.dra.checkpoint import CHECKPOINT, render_checkpoint
 from agent.dra.evictions import EXTENDED
 from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import AgentError
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_STATUS
 from agent.model.reasons import Reason
@@ -207,6 +209,17 @@ def test_another_kubeconfig_ends_the_service_and_a_stopped_kubelet_does_not(
     running.put("/etc/other.conf", api.kubeconfig())
     running.put("/proc/700/cmdline", f"kubelet\0--kubeconfig=/etc/other.conf\0--root-dir={running.kubelet}\0")
     until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+
+
+def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:
+    """Only another process sees the kubelet's new directory if the one that the unit's sandbox has is removed."""
+    directory = Path(running.kubelet, "plugins_registry")
+    shutil.rmtree(directory)
+    directory.touch()
+    until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+    assert isinstance(running.failure, AgentError)
+    assert running.status.reason == Reason.FAILED
+    assert "plugins_registry" in running.status.message
 
 
 def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> None:

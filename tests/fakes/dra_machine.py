@@ -12,6 +12,7 @@ from agent.dra.inventory import GPU_STATES
 from agent.dra.service import Service
 from agent.model.allocatable import AllocatableDevice, AllocatableVendor, render_allocatable
 from agent.model.dra_status import DraStatus, parse_dra_status
+from agent.model.errors import AgentError
 from agent.model.gpu_states import GpuState, GpuStatus, render_gpu_states
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system.files import System
@@ -45,6 +46,8 @@ class DraMachine(System):
         super().__init__(self._run, str(tree))
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
+        self.failure: AgentError | None = None
+        """What ended the service."""
         self.put("/proc/sys/kernel/hostname", "Gpu-Node\n")
 
     def put(self, path: str, content: str | bytes) -> None:
@@ -86,8 +89,14 @@ class DraMachine(System):
     def start(self) -> None:
         """Run the service in a thread."""
         self._service = Service(self)
-        self._thread = threading.Thread(target=self._service.run, daemon=True)
+        self._thread = threading.Thread(target=self._run_service, args=(self._service,), daemon=True)
         self._thread.start()
+
+    def _run_service(self, service: Service) -> None:
+        try:
+            service.run()
+        except AgentError as error:
+            self.failure = error
 
     def stop(self) -> None:
         """Stop the service, if it runs."""

@@ -37,6 +37,8 @@ class Ending:
     """What still differs from the host as it was found."""
     remarks: tuple[str, ...]
     """What is new on the host, and may belong to somebody else."""
+    others: tuple[str, ...] = ()
+    """Other nodes of the host, for which it keeps its settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Reset:
         if not differences:
             done += self._run(plan_forgetting(self.machine, host))
         node = facts.record.node if isinstance(facts.record, NodeRecord) else ""
-        return Ending(node, done, differences, remarks)
+        return Ending(node, done, differences, remarks, host.others)
 
     def _run(self, steps: tuple[Action, ...] | Problem) -> tuple[str, ...]:
         if isinstance(steps, Problem):
