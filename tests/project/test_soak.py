@@ -1,6 +1,6 @@
-"""The soak's rules for what counts as growth."""
+"""The soak's order of changes, and its rules for what counts as growth."""
 
-from integration.bed.measure.soak import growth
+from integration.bed.measure.soak import growth, turns
 
 
 def test_new_entries_are_named_and_removed_ones_are_not_growth() -> None:
@@ -17,3 +17,11 @@ def test_the_same_name_twice_is_growth_too() -> None:
 def test_memory_may_grow_by_a_tenth() -> None:
     assert growth({"resident_kib": 50_000}, {"resident_kib": 55_000}) == {}
     assert growth({"resident_kib": 50_000}, {"resident_kib": 55_001}) == {"resident_kib": 5_001}
+
+
+def test_any_part_of_a_soak_has_all_changes() -> None:
+    counts = {"cycles": 200, "switches": 50, "reports": 166}
+    order = turns(counts)
+    assert {kind: order.count(kind) for kind in counts} == counts
+    half = order[: len(order) // 2]
+    assert all(abs(half.count(kind) - count / 2) <= 1 for kind, count in counts.items())

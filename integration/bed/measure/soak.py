@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,7 @@ for try in $(seq 60); do
 done
 exit 1
 """
-REPORT = """
+LET_REPORT = """
 for machine in {machines}; do
     systemctl --machine=$machine start unbounded-agent-gpu.service &
     started="$started $!"
@@ -74,6 +74,7 @@ done
 for each in $started; do wait $each; done
 """
 BOUND = "until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {count}; do sleep 0.5; done"
+HOTPLUG, SWITCH, REPORT = "hotplug cycles", "driver switches", "reports of three machines"
 SHOWN = 10
 """The progress is printed each time that so many changes are done."""
 QUIET = "5"
@@ -94,7 +95,7 @@ class Soak:
     current: int = 0
     """Index of the version that the host has now."""
     done: dict[str, int] = field(default_factory=dict)
-    """Rounds, by what they change."""
+    """Changes, by their kind."""
 
     @property
     def guest(self) -> Guest:
@@ -129,17 +130,19 @@ class Soak:
 
     def report(self) -> None:
         """Let each machine report once."""
-        self.guest.run(["sh", "-ec", REPORT.format(machines=" ".join(MACHINES))], timeout=600)
+        self.guest.run(["sh", "-ec", LET_REPORT.format(machines=" ".join(MACHINES))], timeout=600)
 
-    def rounds(self, what: str, count: int, change: Callable[[], None]) -> None:
-        """Repeat `change` `count` times, or as often as time allows. The driver's version ends as it began."""
-        self.done[what], began = 0, time.monotonic()
-        with step(f"{count} of {what}"):
-            while self.done[what] < count and (time.monotonic() < self.deadline or self.current):
-                change()
-                self.done[what] += 1
-                if self.done[what] % SHOWN == 0:
-                    print(f"    {self.done[what]} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    def change(self, counts: Mapping[str, int]) -> None:
+        """Make all changes, each kind evenly spread, or as many as time allows. The driver ends as it began."""
+        changes = {HOTPLUG: self.hotplug, SWITCH: self.switch_driver, REPORT: self.report}
+        self.done, began = dict.fromkeys(counts, 0), time.monotonic()
+        for number, kind in enumerate(turns(counts), 1):
+            if time.monotonic() > self.deadline and not self.current:
+                break
+            changes[kind]()
+            self.done[kind] += 1
+            if number % SHOWN == 0:
+                print(f"    {self.done} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
     def measure(self) -> Measured:
         """Return the measurements, once nothing is left to do."""
@@ -152,6 +155,12 @@ class Soak:
 
     def _script(self, name: str, *arguments: str, timeout: float) -> Completed:
         return self.guest.run([f"/root/soak/{name}", *arguments], timeout=timeout)
+
+
+def turns(counts: Mapping[str, int]) -> list[str]:
+    """Return each kind as often as it counts. A part of the list has all kinds in nearly the same proportions."""
+    places = [((number + 0.5) / count, kind) for kind, count in counts.items() for number in range(count)]
+    return [kind for _, kind in sorted(places)]
 
 
 def growth(before: Measured, after: Measured) -> dict[str, object]:
@@ -196,9 +205,8 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
             soak.report()
             before = soak.measure()
         started = time.monotonic()
-        soak.rounds("hotplug cycles", options.cycles, soak.hotplug)
-        soak.rounds("driver switches", options.switches, soak.switch_driver)
-        soak.rounds("reports of three machines", options.reports // len(MACHINES), soak.report)
+        with step("plug and unplug GPUs, switch drivers, and let machines report"):
+            soak.change({HOTPLUG: options.cycles, SWITCH: options.switches, REPORT: options.reports // len(MACHINES)})
         if soak.current:
             soak.switch_driver()
         after = soak.measure()
