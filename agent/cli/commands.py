@@ -79,7 +79,7 @@ COMMANDS = {
         ),
         {
             0: "all machines are ready, host and cluster have no fault; or archive written",
-            1: "a machine is not ready, or host or cluster has a fault or could not be read",
+            1: "a machine is not ready, there is a fault, or the cluster could not be read",
         },
         root=False,
     ),

@@ -77,7 +77,7 @@ def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Cordon the node and move its pods to other nodes.
 
-    A note makes the next `start` uncordon the node, unless it was cordoned before.
+    A note makes the next `start` with a kubeconfig uncordon the node, unless it was cordoned before.
     """
     node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system

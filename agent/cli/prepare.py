@@ -29,7 +29,9 @@ STOPPED = ("inactive", "failed", "activating")
 
 
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
-    """Wait for the driver, then make passes until the machine's settings are written. Return the last outcome.
+    """Wait for the driver, then make up to PASSES passes until the machine's settings are written.
+
+    Return the last outcome.
 
     If the machine is already running, only make one pass. Raises ConfigError for a machine that is not configured.
     """

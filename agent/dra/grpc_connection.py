@@ -119,8 +119,7 @@ class Connection:
                 self._handle(event, now)
         except ConnectionLostError:
             raise
-        # h2 raises a ProtocolError for nearly everything that a client can do wrong. Any exception, so that a bug ends
-        # only this connection.
+        # Every exception, not only h2's ProtocolError: a bug must end only this connection.
         except Exception as error:
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
 

@@ -37,7 +37,7 @@ from agent.system.kubelet_identity import Identity, find_identity
 log = logging.getLogger(__name__)
 
 POLL = 0.2
-"""Seconds between checks whether the documents have changed. They are two files in memory, so a check is cheap."""
+"""Seconds between checks whether the documents have changed. They are two small files, so a check is cheap."""
 GAP = 0.1
 """Minimum seconds between passes, however many changes the API server reports."""
 RESYNC = 60.0
@@ -157,7 +157,10 @@ class Service:
             self._wake.wait(POLL)
 
     def _keep_serving(self, parts: Parts) -> None:
-        """Create the kubelet's sockets again if they are gone, and report what is offered. Raises AgentError."""
+        """Serve the driver's sockets again if one is gone or its server has failed, and report what is offered.
+
+        Raises AgentError.
+        """
         plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
         try:
             plugin.keep_serving()

@@ -50,7 +50,7 @@ class Notes:
                 return note
             case _:
                 pass
-        say(WARNING, f"removed {path}, which was damaged; the work that it recorded is done again")
+        say(WARNING, f"removed {path}, which was damaged; what it recorded is lost")
         self._system.remove_tree(path)
         return {}
 

@@ -230,7 +230,8 @@ class MachineFacts:
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     has_run: bool = False
-    """The unit ran since the host booted, and is not active now. If `unit_state` is `inactive`, somebody stopped it."""
+    """The unit has stopped, or failed to start, since the host booted, and is not active now. If `unit_state` is
+    `inactive`, somebody stopped it."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()

@@ -16,7 +16,7 @@ from agent.system.copy import copy_content
 from agent.system.files import NEW
 
 SYS_OPENAT2 = 437
-"""The number is the same on all architectures."""
+"""The number is the same on all architectures that the agent supports."""
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
 ATTEMPTS = 100
@@ -39,7 +39,8 @@ _syscall.restype = ctypes.c_long
 class RootWriter:
     """Writes below the directory `root`, which must not be a link. Paths are those that a program in the root uses.
 
-    Every method raises OSError, with the path in the root. Only this process may change the root meanwhile.
+    Every method raises OSError; about files in the root, with the path in the root. A path that ends in no name is a
+    ValueError. Only this process may change the root meanwhile.
     """
 
     def __init__(self, root: str) -> None:

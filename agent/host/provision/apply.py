@@ -101,12 +101,13 @@ def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) ->
         try:
             _run(action, tools, progress)
         except KeyboardInterrupt:
-            # Only in the main thread. The others end with the process.
+            # Python raises it only in the main thread, which runs the first step. The other threads end with the
+            # process.
             raise
         except BaseException as error:
             failures.append(error)
 
-    # Daemon threads, so that the process ends after Ctrl-C, even while it waits for them.
+    # Daemon threads, so that the process ends after Ctrl-C without waiting for them.
     threads = [threading.Thread(target=call, args=(action,), daemon=True) for action in actions[1:]]
     for thread in threads:
         thread.start()

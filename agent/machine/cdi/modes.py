@@ -167,18 +167,20 @@ class _Publisher:
         """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
         noted, inputs = self._notes.load(mode.note), _inputs_digest(self._context, mode)
         if noted.get("inputs") == inputs:
-            self._refuse(mode, noted["devices"], foreign)
+            # An earlier run generated it from the same inputs. If it would be refused again, it need not be generated.
+            self._raise_if_refused(mode, noted["devices"], foreign)
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
         if limit < SHORTEST:
             raise AgentError(
-                f"not generated yet: the modes before it took all of {LIMIT:.0f} s", "the next run generates it"
+                f"not generated yet: too little was left of the {LIMIT:.0f} s for all modes",
+                "the next run generates it",
             )
         spec, remarks = self._generate(mode, limit)
         devices = [each["name"] for each in spec["devices"]]
         noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
         # Noted before the check, so that a refused specification is not generated again each minute.
         self._notes.save(mode.note, noted)
-        self._refuse(mode, devices, foreign)
+        self._raise_if_refused(mode, devices, foreign)
         text = _text(spec)
         self._owned.claim(mode.spec_path)
         self._system.write(mode.spec_path, text)
@@ -186,7 +188,7 @@ class _Publisher:
         self._notes.save(mode.note, noted)
         return noted
 
-    def _refuse(self, mode: _Mode, devices: Iterable[str], foreign: Foreign) -> None:
+    def _raise_if_refused(self, mode: _Mode, devices: Iterable[str], foreign: Foreign) -> None:
         if refused := foreign_specs.refusal(self._system, mode, devices, foreign):
             raise AgentError(refused.message)
 

@@ -57,8 +57,8 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         return false(
             KIND,
             Reason.NOT_STAGED,
-            f"{request.driver_root} is missing or empty in this machine: see DriverRootStaged on the host, and the "
-            f"bind of its parent directory in the machine's .nspawn file",
+            f"{request.driver_root} is missing, empty or a link in this machine: see DriverRootStaged on the host, and "
+            f"the bind of its parent directory in the machine's .nspawn file",
         )
     wanted = wanted_links(request, directories)
     plan = plan_links(wanted, _link_entries(system, directories))
@@ -91,8 +91,8 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         return false(
             KIND,
             Reason.SHADOWED,
-            f"programs in this machine load {taken} (see `ldconfig -p`), a stub or another driver's library; remove "
-            f"it, or remove its directory from {LOADER_CONFIGURATION}, then run ldconfig",
+            f"programs in this machine load {taken} (see `ldconfig -p`). What they load may be a stub or another "
+            f"driver's library: remove it, or remove its directory from {LOADER_CONFIGURATION}, then run ldconfig",
         )
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {request.driver_root or 'no driver root'}")
 
@@ -163,7 +163,8 @@ def _refresh_loader_cache(
 ) -> CacheFaults:
     """Run ldconfig if needed, and return the remaining faults of the loader cache.
 
-    ldconfig deletes dangling links, so it must run after the links are made, and only while the driver root exists.
+    ldconfig deletes dangling links, so it runs only after the links are made, and not while a driver root that the
+    handoff names is missing.
     """
     system, notes = context.system, context.notes
     # Conflicting files are left out: they may not be libraries, and would never be in the cache.

@@ -14,10 +14,10 @@ LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 
 
 def normalised(spec: object) -> object:
-    """Return the specification without empty values and with the lowest version.
+    """Return the specification without empty values, with the lowest version.
 
-    A malformed specification is returned as it is. A device without any edits, which is invalid, is kept. `verify`
-    reports both.
+    If its devices are malformed, it is returned as it is. A device without any edits, which is invalid, is kept.
+    MachineVendor.verify reports both.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec

@@ -50,18 +50,20 @@ def _events(content: bytes) -> Iterator[yaml.Event]:
 
 
 def _document(events: Iterator[yaml.Event]) -> dict[str, object]:
+    """Return the kind and the devices of the only document; nothing for an empty stream."""
     document: dict[str, object] = {}
-    next(events)
+    next(events)  # The start of the stream.
     if isinstance(next(events), yaml.StreamEndEvent):
         return document
     for key, value in _members(events, next(events)):
         if key == "kind":
             document[key] = _text(value)
+        # A scalar, such as an empty value, names no device.
         elif key == "devices" and not isinstance(value, yaml.ScalarEvent):
             document[key] = _devices(events, value)
         else:
             _skip(events, value)
-    next(events)
+    next(events)  # The end of the document, after which another one is refused.
     if not isinstance(end := next(events), yaml.StreamEndEvent):
         raise _refusal(end)
     return document

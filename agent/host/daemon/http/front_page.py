@@ -100,7 +100,10 @@ def _ready(machine: MachineOutcome) -> str:
 
 
 def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
-    """Return Ready first, then the conditions that are not True, then the others. What Ready needs leads each group."""
+    """Return Ready first, then the conditions that are not True, then the others.
+
+    Within each group, the conditions that Ready depends on come first.
+    """
     return sorted(
         conditions,
         key=lambda each: (

@@ -70,13 +70,13 @@ class Observed:
     nodes: Seen[tuple[DeviceNode, ...]]
     """The usable nodes; Unseen if any node could not be observed."""
     problems: tuple[str, ...] = ()
-    """A sentence for each node that must not be granted."""
+    """A sentence for each node that must not be granted, except nodes of incomplete or destroyed MIG instances."""
     incomplete: tuple[IncompletePartition, ...] = ()
     """Incomplete MIG instances. None of their nodes is in `nodes`."""
 
 
 def observe_devices(sources: Sources, listed: GpuList) -> Observed:
-    """Return all usable nodes, and what is wrong with the others."""
+    """Return all usable nodes, and what is wrong with others."""
     drm = sources.drm
     if listed.unseen:
         return Observed(Unseen(listed.unseen))
