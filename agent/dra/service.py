@@ -96,7 +96,15 @@ class Service:
         client = ApiClient(Credentials(self._system, identity.kubeconfig))
         checkpoint = Checkpoint(self._system, identity.root)
         with contextlib.closing(checkpoint), contextlib.closing(client):
-            self._serve(identity, client, checkpoint)
+            try:
+                self._serve(identity, client, checkpoint)
+            except AgentError as error:
+                self._report(
+                    replace(
+                        self._status, node=identity.node, registered=False, reason=Reason.FAILED, message=str(error)
+                    )
+                )
+                raise
 
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
@@ -162,11 +170,7 @@ class Service:
         Raises AgentError.
         """
         plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
-        try:
-            plugin.keep_serving()
-        except AgentError as error:
-            self._report(DraStatus(0.0, node, offers=result.offers, reason=Reason.FAILED, message=str(error)))
-            raise
+        plugin.keep_serving()
         problems = [(result.reason, str(result.error))] if result.error else []
         registration = plugin.registration
         if registration.error:

@@ -105,7 +105,7 @@ class Gpu:
     """Empty until the driver has initialised the GPU."""
     minor: int | None = None
     why_lost: str = ""
-    """What the kernel log said when the GPU stopped answering; kept until its driver is bound again."""
+    """What the kernel log said when the GPU stopped answering; kept until its driver is unbound."""
     detached: bool = False
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
 

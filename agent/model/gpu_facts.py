@@ -41,7 +41,7 @@ class GpuFacts:
     """What is known about GPUs, by PCI address."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
-    """Fatal errors, until the GPU's driver is bound again or an administrator attaches the GPU."""
+    """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
     """GPUs that are detached or being detached. Machines still have the latter."""
     placements: Mapping[str, Placement] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Copies files, and makes the copies durable together."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -18,6 +19,9 @@ EPERM comes from a system-call filter."""
 
 OPEN_LIMIT = 256
 """Copies that are open at the same time. systemd lets a service open 1024 files, unless it asks for more."""
+UNSYNCED_LIMIT = 256 << 20
+"""Bytes that are copied before they are synced. One fsync(2) may wait for the data of all copies without a call of
+`progress`."""
 
 
 class Copies:
@@ -31,6 +35,7 @@ class Copies:
     def __init__(self, progress: Callable[[], None]) -> None:
         self._progress = progress
         self._open: list[BinaryIO] = []
+        self._unsynced = 0
 
     def __enter__(self) -> Self:
         return self
@@ -48,9 +53,11 @@ class Copies:
         self._open.append(writing)
         copy_content(reading.fileno(), writing.fileno(), self._progress)
         os.fchmod(writing.fileno(), mode)
-        # This makes the kernel begin to write the file's data, without waiting for it (mm/fadvise.c).
-        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if len(self._open) == OPEN_LIMIT:
+        # This makes the kernel begin to write the file's data (mm/fadvise.c). Some file systems ignore or refuse it.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unsynced += os.fstat(writing.fileno()).st_size
+        if len(self._open) == OPEN_LIMIT or self._unsynced > UNSYNCED_LIMIT:
             self._sync()
 
     def _sync(self) -> None:
@@ -59,6 +66,7 @@ class Copies:
             copy.close()
             self._progress()
         self._open.clear()
+        self._unsynced = 0
 
 
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:

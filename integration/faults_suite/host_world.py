@@ -37,10 +37,15 @@ from tests.fakes.gpu_host import MACHINE, UNITS, units
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
 CLOCK_REALTIME_COARSE = 5
 """From linux/time.h; Python's time module does not name it."""
-TICK = 1.2 * time.clock_getres(CLOCK_REALTIME_COARSE)
-"""Seconds. The kernel dates files by this clock, which timer ticks advance, and a later file must have a later date."""
 PASSES = 14
 """Passes until nothing changes: more than any scenario needs."""
+
+
+def _wait_for_tick() -> None:
+    """Wait until the kernel dates new files later than existing ones: only timer ticks advance its clock for files."""
+    before = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
+    while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) == before:
+        time.sleep(0.001)
 
 
 class HostWorld(HostDevices):
@@ -197,11 +202,11 @@ class HostWorld(HostDevices):
                 allowed = false(kind, Reason.WRONG_NODE, ", ".join(missing_nodes))
             others = (each for each in IN_MACHINE if each is not kind)
             conditions = (allowed, *(Condition(each, Status.TRUE, "Fine", "simulated") for each in others))
-            time.sleep(TICK)
+            _wait_for_tick()
             report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
             place = self.tree / report_directory(MACHINE)[1:] / "report.json"
             place.write_bytes(report)
-            time.sleep(TICK)
+            _wait_for_tick()
 
     # ---- the agent
 

@@ -222,6 +222,15 @@ def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:
     assert "plugins_registry" in running.status.message
 
 
+def test_a_service_that_cannot_begin_to_serve_says_why(joined: DraMachine) -> None:
+    Path(joined.kubelet).mkdir(exist_ok=True)
+    Path(joined.kubelet, "plugins_registry").touch()
+    joined.start()
+    until("it has ended", lambda: joined.failure)
+    assert joined.status.reason == Reason.FAILED
+    assert "plugins_registry" in joined.status.message
+
+
 def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> None:
     joined.put(KUBECONFIG, api.kubeconfig(username="x"))
     joined.grant(GPUS[0])

@@ -72,14 +72,14 @@ def without_plain(facts: Facts) -> Facts:
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories with mounts; none if a mount has failed since the host booted."""
+    """Return the step that replaces plain directories with mounts; none if the last attempt to mount has failed."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
 def _replaceable(facts: Facts) -> bool:
     """Return whether there are plain directories that mounts can replace now.
 
-    For that, no mount may have failed since the host booted, no machine may be running (one may be starting),
+    For that, the last attempt to mount may not have failed, no machine may be running (one may be starting),
     everything relevant must have been observed, and the host must have the drivers, which are staged again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:

@@ -84,7 +84,7 @@ def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow])
 
     Most are for GPUs that are being drained. A machine that was started by an older release may also have permissions
     for devices that systemd's template allows, but the agent no longer grants. Both kinds are kept in the machine's
-    settings: otherwise systemd would withdraw them when it next applies the drop-in.
+    settings: otherwise a daemon-reload, or the next change of a property, could withdraw them.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
     if live is None:

@@ -149,11 +149,11 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
     if isinstance(facts.record, Broken | Unseen):
         advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
         return Problem("record", f"it is unknown what `up` made: {facts.record.why}", advice)
-    if isinstance(facts.root, Unseen | Broken):
+    if isinstance(facts.root, Unseen):
         return Problem("root", facts.root.why, "correct this, then run `unbounded-agent reset` again")
     if isinstance(facts.record, Absent) and not isinstance(facts.root, Absent):
         return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
-    if isinstance(facts.record, NodeRecord) and isinstance(facts.root, int) and facts.root != facts.record.inode:
+    if isinstance(facts.record, NodeRecord) and facts.root != facts.record.inode and not isinstance(facts.root, Absent):
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)

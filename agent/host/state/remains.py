@@ -5,9 +5,6 @@ from contextlib import suppress
 from agent.model.paths import (
     CONDITIONS,
     DETACHED_GPUS,
-    GPU_FAULTS,
-    KERNEL_LOG_READ,
-    LOST_GPUS,
     MACHINES_STATE,
     MANIFESTS,
     OWNED,
@@ -26,10 +23,9 @@ from agent.model.paths import (
 )
 from agent.system.files import NEW, System
 
-HOST_FILES = (
-    *(CONDITIONS, DETACHED_GPUS, GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE),
-    *REMEMBERED_GPUS,
-)
+HOST_FILES = (CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
+"""Files that are written under the pass lock. Others, such as what the service read in the kernel log, may be written
+at this moment; their next writer removes what is left of them."""
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:

@@ -133,11 +133,11 @@ class Soak:
         self.guest.run(["sh", "-ec", LET_REPORT.format(machines=" ".join(MACHINES))], timeout=600)
 
     def change(self, counts: Mapping[str, int]) -> None:
-        """Make all changes, each kind evenly spread, or as many as time allows. The driver ends as it began."""
+        """Make all changes, each kind evenly spread, or as many as time allows."""
         changes = {HOTPLUG: self.hotplug, SWITCH: self.switch_driver, REPORT: self.report}
         self.done, began = dict.fromkeys(counts, 0), time.monotonic()
         for number, kind in enumerate(turns(counts), 1):
-            if time.monotonic() > self.deadline and not self.current:
+            if time.monotonic() > self.deadline:
                 break
             changes[kind]()
             self.done[kind] += 1

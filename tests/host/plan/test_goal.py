@@ -176,7 +176,7 @@ def test_a_machine_that_uses_loop_devices_keeps_them_until_its_restart() -> None
     planned = plan(CONFIG, running)
     (machine,) = planned.goal.machines
     assert machine.live.fixed == goal.live.fixed != fixed
-    # Also in the drop-in: after a reload, systemd applies it with the next change of a property.
+    # Also in the drop-in, which systemd may apply after any daemon-reload.
     assert b"\nDeviceAllow=block-loop rw\n" in machine.drop_in.content
     assert not [each for each in diff(planned, running).actions if isinstance(each, ChangeDevices)]
 

@@ -3,7 +3,6 @@
 import pytest
 
 from agent.model.paths import (
-    GPU_FAULTS,
     MANIFESTS,
     OWNED,
     REMEMBERED_GPUS,
@@ -27,7 +26,7 @@ def temporary(path: str) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [OWNED, GPU_FAULTS, *REMEMBERED_GPUS, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE),
+    [OWNED, *REMEMBERED_GPUS, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE),
      live_file(MACHINE), granted_file(FORMER), conditions_file(FORMER)],
 )  # fmt: skip
 def test_a_pass_removes_what_a_killed_writer_left(gpu_host: Host, path: str) -> None:

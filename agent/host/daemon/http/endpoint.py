@@ -1,5 +1,6 @@
 """Serves the pages on the configured address, or on sockets that systemd passed."""
 
+import errno
 import logging
 import socket
 from collections.abc import Sequence
@@ -68,10 +69,11 @@ class Endpoint:
             return
         try:
             server = Server(address)
-        except AgentError:
-            if not self._server:
+        except AgentError as error:
+            in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not self._server or not in_use or _port(address) != _port(self._address):
                 raise
-            # The old server may have the port: the kernel lets no two sockets listen on 127.0.0.1 and 0.0.0.0.
+            # The old server may be in the way: no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
             server = self._replace(self._server, address)
         else:
             if self._server:
@@ -93,3 +95,7 @@ class Endpoint:
         server.site = self._site
         self._server, self.error = server, ""
         log.info("serving http://%s/metrics", self._address)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
