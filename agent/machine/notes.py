@@ -98,13 +98,14 @@ class Owned:
     def make_way(self, path: str) -> bool:
         """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
 
-        If one of the agent's files was replaced by something that is not a file, that is removed; a directory is moved
-        aside instead, because its content may matter.
+        If one of the agent's files was replaced by something else, even by a link to a file, that is removed; a
+        directory is moved aside instead, because its content may matter.
         """
         if path not in self._recorded():
             return not self._system.exists(path)
-        if self._system.exists(path) and not self._system.is_file(path):
-            if stat.S_ISDIR(self._system.owner(path)[0]):
+        mode = self._system.owner(path)[0] if self._system.exists(path) else stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            if stat.S_ISDIR(mode):
                 aside = self._system.put_aside(path)
                 say(WARNING, f"{path} is damaged: a directory was in its place; moved it to {aside}")
             else:

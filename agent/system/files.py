@@ -101,9 +101,9 @@ class System(Rooted):
         places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
         return next((path for path in places if self.exists(path) and os.access(self._at(path), os.X_OK)), None)
 
-    def identity(self, path: str) -> FileIdentity:
-        """Return a file's identity. Links are followed."""
-        status = os.stat(self._at(path))
+    def identity(self, path: str, *, follow: bool = True) -> FileIdentity:
+        """Return a file's identity; without `follow`, of the link itself if it is a link."""
+        status = os.stat(self._at(path, follow=follow), follow_symlinks=follow)
         return FileIdentity(
             status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
         )

@@ -36,9 +36,9 @@ class Rooted:
         """Return whether the path exists. A dangling link exists."""
         return self._status(path, follow=False) is not None
 
-    def is_directory(self, path: str) -> bool:
-        """Return whether the path is a directory, or a link to one."""
-        found = self._status(path)
+    def is_directory(self, path: str, *, follow: bool = True) -> bool:
+        """Return whether the path is a directory or, with `follow`, a link to one."""
+        found = self._status(path, follow=follow)
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def is_file(self, path: str) -> bool:

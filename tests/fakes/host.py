@@ -16,11 +16,11 @@ from agent.model.device import DeviceNumber
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import DrmDevice, PciDevice, Seen
 from agent.model.paths import DRIVER_ROOTS_TARGET
-from agent.system.files import System
 from agent.system.machined import MACHINED_MANAGER
 from agent.system.mounts import MOUNTS
 from agent.system.process import Completed
 from agent.system.systemd import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from tests.fakes.dead_links import WithDeadLinks
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
 STAFF = 50
@@ -185,7 +185,7 @@ class ScriptedBus:
         self.properties[SYSTEMD_OBJECT, SYSTEMD_MANAGER, "Version"] = ("s", text)
 
 
-class Host(System):
+class Host(WithDeadLinks):
     """A System below `tree` that is also a DeviceSource; the methods after the line `----` set it up."""
 
     def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:

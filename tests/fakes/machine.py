@@ -14,8 +14,9 @@ import yaml
 from agent.machine.run import HANDOFF, REPORT
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
-from agent.system.files import READ_LIMIT, System
+from agent.system.files import READ_LIMIT
 from agent.system.process import Completed, TimeLimitError
+from tests.fakes.dead_links import WithDeadLinks
 
 SPEC = Path(__file__).parents[1] / "data" / "specs" / "nvidia-ctk-1.19.1-simulated-nvml.json"
 ROOT = "/run/host-nvidia/0"
@@ -62,7 +63,7 @@ def recorded_spec() -> dict[str, Any]:
 Answer = Callable[[tuple[str, ...]], Completed]
 
 
-class Machine(System):
+class Machine(WithDeadLinks):
     """A machine's file system below `tree`; a program that was not scripted fails the test."""
 
     def __init__(self, tree: Path) -> None:
@@ -111,6 +112,10 @@ class Machine(System):
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         self.before_read(path)
         return super().read(path, limit)
+
+    def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
+        self.before_read(path)
+        return super().read_untrusted(path, limit)
 
     def digest(self, path: str) -> str:
         self.digests.append(path)

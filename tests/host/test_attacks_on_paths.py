@@ -22,6 +22,7 @@ from agent.model.conditions import Condition
 from agent.model.paths import REPORT_NAME, conditions_file, handoff_file, report_directory
 from agent.system.files import temporary_path
 from agent.system.process import Completed
+from tests.fakes.dead_links import TARGET
 from tests.fakes.gpu_host import MACHINE, set_up
 from tests.fakes.host import Host, ScriptedRunner
 
@@ -148,6 +149,11 @@ def long_link(_: Host, place: Path) -> None:
     place.symlink_to("x" * 300)
 
 
+def link_to_a_dead_file_system(host: Host, place: Path) -> None:
+    place.symlink_to(TARGET)
+    host.dead_links = frozenset({str(place).removeprefix(host.root)})
+
+
 def directory(_: Host, place: Path) -> None:
     (place / "a/b").mkdir(parents=True)
     (place / "a/file").write_bytes(b"x")
@@ -185,6 +191,7 @@ ATTACKS: tuple[Attack, ...] = (
         dangling_link,
         loop,
         long_link,
+        link_to_a_dead_file_system,
     ),
 )
 
@@ -192,6 +199,7 @@ ATTACKS: tuple[Attack, ...] = (
 def put(host: Host, path: str, attack: Attack) -> None:
     place = Path(host.root + path)
     subprocess.run(["rm", "-rf", place], check=True)
+    host.dead_links = frozenset()
     attack(host, place)
 
 

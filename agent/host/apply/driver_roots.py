@@ -168,8 +168,8 @@ def make_way(path: str, system: System) -> None:
     can be moved away from the same path; only that machine suffers. Raises OSError.
     """
     for each in (path, temporary_path(path)):
-        # A link to a directory may stay: the write replaces the link itself.
-        if system.is_directory(each) and system.read_link(each) is None:
+        # A link may stay: the write replaces the link itself. It may lead to a file system that no longer answers.
+        if system.is_directory(each, follow=False):
             system.make_directory(REMOVED)
             system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")
 

@@ -27,7 +27,7 @@ def publish_gpu_states(
         path = gpu_states_file(name)
         try:
             # A machine that never had a goal has no such directory.
-            if system.is_directory(handoff_directory(name)):
+            if system.is_directory(handoff_directory(name), follow=False):
                 _update(system, path, states.get(name))
         except OSError as error:
             failures.append(f"cannot update {path}: {error.strerror}")

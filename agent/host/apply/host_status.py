@@ -29,7 +29,7 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
         path = conditions_file(name)
         try:
             # A machine that never had a goal has no such directory.
-            if not system.is_directory(handoff_directory(name)):
+            if not system.is_directory(handoff_directory(name), follow=False):
                 continue
             if name not in ready:
                 make_way(path, system)

@@ -1,5 +1,6 @@
 """Observes what `up` and `reset` act on: root file systems, records and units. Never opens a root file system."""
 
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def _root(machine: str, system: System) -> Seen[int]:
     found = read_seen(system.owner, path)
     if isinstance(found, Absent | Broken | Unseen):
         return found
-    if system.read_link(path) is not None or not system.is_directory(path):
+    if not stat.S_ISDIR(found[0]):
         return Broken(f"{path} is not a directory")
     inode = system.link_inode(path)
     return Absent(f"{path} does not exist") if inode is None else inode

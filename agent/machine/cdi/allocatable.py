@@ -29,7 +29,7 @@ def allocatable_vendor(
     devices: tuple[AllocatableDevice, ...] = ()
     if verified:
         try:
-            spec = json.loads(context.system.read(vendor.spec_path))
+            spec = json.loads(context.system.read_untrusted(vendor.spec_path)[0])
             devices = vendor.allocatable(spec, request, frozenset(verified))
         except (AgentError, OSError, ValueError) as error:
             # Somebody replaced the specification after it was verified. The next run repairs it.

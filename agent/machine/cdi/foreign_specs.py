@@ -10,6 +10,7 @@ it. This module does not read such files, but reports them.
 import errno
 import hashlib
 import posixpath
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -109,7 +110,7 @@ def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec,
     for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
-            if context.owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
+            if context.owned.has(path) or not entry.endswith(SUFFIXES) or _file_type(system, path) == stat.S_IFDIR:
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
             specs.append(spec)
@@ -172,7 +173,7 @@ def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
     """Return the specification in a file, and the note about it."""
     try:
-        if not system.is_file(path) and _target_exists(system, path):
+        if _file_type(system, path) not in (None, stat.S_IFREG):
             why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
             return ForeignSpec(path, (), why, blocking=True), {}
         content = _content(system, path)
@@ -205,7 +206,7 @@ def _content(system: System, path: str) -> bytes:
     contains, would quote it.
     """
     if system.read_link(path) is None:
-        return system.read(path)
+        return system.read_untrusted(path)[0]
     with system.open_public(system.real_path(path)) as file:
         content = file.read(READ_LIMIT + 1)
     if len(content) > READ_LIMIT:
@@ -213,13 +214,15 @@ def _content(system: System, path: str) -> bytes:
     return content
 
 
-def _target_exists(system: System, path: str) -> bool:
-    """Return whether the path exists; a dangling link, which runtimes ignore, does not."""
+def _file_type(system: System, path: str) -> int | None:
+    """Return the type (stat.S_IFMT) of the file that a path leads to; None for a dangling link, which runtimes ignore.
+
+    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of its own may hang.
+    """
     try:
-        system.real_path(path)
+        return stat.S_IFMT(system.owner(system.real_path(path))[0])
     except OSError:
-        return False
-    return True
+        return None
 
 
 def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:

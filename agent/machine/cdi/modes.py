@@ -147,7 +147,7 @@ class _Publisher:
         from agent.vendors.cdi.normalise import normalised
 
         try:
-            text = self._system.read(mode.spec_path)
+            text = self._system.read_untrusted(mode.spec_path)[0]
             spec = mode.generator.narrowed(json.loads(text), mode.request)
             if spec is not None and _text(normalised(spec)) != text:
                 self._system.write(mode.spec_path, _text(normalised(spec)))
@@ -161,7 +161,7 @@ class _Publisher:
         noted = self._notes.load(mode.note)
         if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs_digest(self._context, mode):
             return {}
-        return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
+        return noted if noted.get("digest") == _digest(self._system.read_untrusted(mode.spec_path)[0]) else {}
 
     def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
         """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""

@@ -103,7 +103,7 @@ def remove_stale_specs(context: Context) -> None:
 def spec_changed_at(context: Context, vendor: MachineVendor) -> int:
     """Return the time of the specification's last change or removal, in nanoseconds since the epoch; 0 if unknown."""
     try:
-        return context.system.identity(vendor.spec_path).mtime_ns
+        return context.system.identity(vendor.spec_path, follow=False).mtime_ns
     except FileNotFoundError:
         removed = context.notes.load(f"spec-{vendor.name}").get("removed")
         return removed if isinstance(removed, int) else 0
@@ -236,7 +236,7 @@ def _current(
     Raises OSError if it cannot be read. It must not be replaced then: it may serve more GPUs than a new one.
     """
     try:
-        text = system.read(vendor.spec_path)
+        text = system.read_untrusted(vendor.spec_path)[0]
         spec = json.loads(text)
     except (FileNotFoundError, ValueError, RecursionError):
         return None

@@ -116,10 +116,10 @@ def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
     serving = {path: process for path, process in sockets.items() if process is not None}
     dead = tuple(path for path, process in sockets.items() if process is None)
     try:
-        written = system.identity(CHECKPOINT).mtime_ns
         # Pods of device plugins may write in this directory, and may put a link there.
+        written = system.identity(CHECKPOINT, follow=False).mtime_ns
         registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
-        times = [system.identity(path).mtime_ns for path in serving]
+        times = [system.identity(path, follow=False).mtime_ns for path in serving]
     except FileNotFoundError:
         return Plugin(serving, dead)
     except OSError as error:

@@ -117,7 +117,7 @@ def _existing_directories(system: System, architecture: str, data: tuple[str, ..
 def _staged(system: System, driver_root: str) -> bool:
     # If the driver root is a symbolic link, nvidia-ctk omits all libraries and exits with 0. If it is empty, the host
     # has not mounted it yet.
-    plain = system.is_directory(driver_root) and system.read_link(driver_root) is None
+    plain = system.is_directory(driver_root, follow=False)
     return plain and bool(system.entries(driver_root))
 
 

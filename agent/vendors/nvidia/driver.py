@@ -1,8 +1,9 @@
 """Observes NVIDIA's driver on the host: the loaded module and the driver's services."""
 
+import contextlib
 import re
 
-from agent.model.device import DeviceKind, FileIdentity
+from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen, UserSpace
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
@@ -40,11 +41,12 @@ def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
     """
     found = []
     for name, path in DIRECTORIES.items():
-        identity, writable = read_seen(system.identity, path), name in WRITABLE
-        # `is True`, because a failed observation returns an Unseen, which also counts as true.
-        real = read_seen(system.is_directory, path) is True and read_seen(system.read_link, path) is None
-        if isinstance(identity, FileIdentity) and real and (not writable or read_seen(system.is_mount, path) is True):
-            found.append(ServiceDirectory(name, path, identity.inode, writable))
+        writable = name in WRITABLE
+        with contextlib.suppress(OSError):
+            real = system.is_directory(path, follow=False) and (not writable or system.is_mount(path))
+            inode = system.link_inode(path)
+            if real and inode is not None:
+                found.append(ServiceDirectory(name, path, inode, writable))
     return tuple(found)
 
 

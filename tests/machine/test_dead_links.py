@@ -1,0 +1,62 @@
+"""A pod puts links to a file system that never answers where the machine half reads or writes: the run still ends.
+
+Such links lead through /proc/PID/root to a file system that only the pod has mounted.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS
+from agent.machine.run import run
+from agent.vendors.nvidia.device_plugin import SPEC as PLUGIN_SPEC
+from agent.vendors.nvidia.device_plugin import SPEC_KIND as PLUGIN_SPEC_KIND
+from agent.vendors.nvidia.validation_markers import MARKERS
+from tests.fakes.dead_links import TARGET
+from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
+from tests.fakes.machine import REQUEST, Machine, gpu_machine
+
+SPECS = ("/etc/cdi/nvidia.yaml", "/etc/cdi/site.json", "/var/run/cdi/nvidia.yaml", "/var/run/cdi/k8s.nvidia.com.yaml")
+"""The agent's own one, and names that others use. Pods of device plugins and DRA drivers write in both directories."""
+KUBELETS = (CHECKPOINT, KUBELET_SOCKET, PLUGIN_SOCKET, f"{PLUGINS}/nvidia-other.sock")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """A machine that is ready, with a device plugin."""
+    with ExitStack() as stack:
+        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
+        kubelet.machine.hand(REQUEST, validation_markers=True)
+        kubelet.serve()
+        yield kubelet.machine
+
+
+@pytest.mark.parametrize("path", [*SPECS, *KUBELETS, *(marker.path for marker in MARKERS)])
+def test_attack_with_a_link_to_a_dead_file_system(machine: Machine, path: str) -> None:
+    run(machine)
+    before = machine.conditions()
+    machine.remove(path)
+    machine.link(path, TARGET)
+    machine.dead_links = frozenset({path})
+    for _ in range(2):
+        run(machine)
+        after = machine.conditions()
+        assert after.keys() == before.keys()
+        changed = {kind for kind in before if after[kind] != before[kind]}
+        assert changed <= {"CDISpecCurrent", "GPUsAdvertised", "Ready", "ValidationMarkersSet"}, after
+        assert "InternalError" not in {reason for _, reason in after.values()}
+
+
+def test_attack_with_a_path_below_a_dead_link(machine: Machine) -> None:
+    """The device plugin's own specification is checked for missing files."""
+    machine.link("/proc/7/root", TARGET)
+    machine.dead_links = frozenset({"/proc/7/root"})
+    spec = json.loads(machine.read("/etc/cdi/nvidia.yaml")) | {"kind": PLUGIN_SPEC_KIND}
+    spec["containerEdits"]["mounts"].append({"hostPath": "/proc/7/root/file", "containerPath": "/file"})
+    machine.put(PLUGIN_SPEC, json.dumps(spec))
+    run(machine)
+    assert machine.conditions()["GPUsAdvertised"] == ("False", "PluginSpecOutdated")
+    assert "/proc/7/root/file does not exist" in machine.message("GPUsAdvertised")
