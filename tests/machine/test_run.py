@@ -296,6 +296,32 @@ def test_a_node_that_does_not_open(machine: Machine, code: int, reason: str, ret
     assert [call[5:] for call in opened] == ([("/dev/nvidia1",)] if retried else [])
 
 
+@pytest.mark.parametrize("detached", [(GPUS[0],), GPUS], ids=["one of two GPUs", "all GPUs"])
+def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
+    machine: Machine, detached: tuple[str, ...]
+) -> None:
+    """Its error held as long as the handoff did not change. Now there is the same handoff again."""
+    failed = ["/dev/nvidia0"]
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        lines = (f"{errno.EIO if path in failed else 0} {path}\n" for path in argv[5:])
+        return Completed(0, "".join(lines).encode(), b"")
+
+    machine.program("open_nodes", answer)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    gpus = tuple(each for each in GPUS if each not in detached)
+    kept = tuple(each for each in DEVICES if gpus and each.pci_address not in detached)
+    machine.hand(replace(REQUEST, gpus=gpus, devices=kept))
+    run(machine)
+    failed.clear()
+    for device in DEVICES:
+        machine.node(device.path, device.major, device.minor)
+    machine.hand(REQUEST)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
 def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
     """A changed number or a new grant needs that; opening initialises a GPU."""
     started(machine)

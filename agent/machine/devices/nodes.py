@@ -65,20 +65,21 @@ def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str
 
 def check_devices(context: Context, request: Request) -> Condition:
     """Return DevicesAllowed. A node is opened only if no earlier result for it still holds (see `_still_valid`)."""
-    if not request.devices:
-        return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
-    system, notes = context.system, context.notes
+    system, notes, name = context.system, context.notes, f"opened-{request.vendor}"
     live = live_numbers(system, request.devices)
     wrong = wrong_numbers(system, request.devices, live)
-    if wrong:
-        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
-    name = f"opened-{request.vendor}"
     codes = _still_valid(notes.load(name), live, context.generation)
-    due = tuple(device.path for device in request.devices if device.path not in codes)
+    due = () if wrong else tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
-        nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
-        notes.save(name, {"generation": context.generation, "nodes": nodes})
+    # Saved even if nothing was opened: a GPU that is detached, reset and attached again brings back the same handoff,
+    # and its earlier error must not hold then.
+    nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
+    notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
+    if not request.devices:
+        return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
+    if wrong:
+        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     return _condition(codes)
 
 
