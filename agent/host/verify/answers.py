@@ -38,10 +38,13 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True
-    # Reports on an earlier handoff do not extend that time: another machine may already have these devices.
+    if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
+        return True
+    # Reports on an earlier handoff do not extend that time: another machine may already have these devices. Nor does a
+    # handoff that cannot be published, for example on a full disk: the record of the live settings is in /run.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
-    silent = not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER
-    return silent or (published and machine.granted_age > STALE_AFTER)
+    changed = machine.live is not None and machine.live.nodes == goal.live.nodes
+    return (published and machine.granted_age > STALE_AFTER) or (changed and machine.live_age > STALE_AFTER)
 
 
 def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
