@@ -31,11 +31,11 @@ class Exchanging(Host):
             os.rename(f"{self.root}{SOURCE}", f"{self.root}{SOURCE}.aside")
             os.symlink(os.path.relpath(SECRET, os.path.dirname(SOURCE)), f"{self.root}{SOURCE}")
 
-    def identity(self, path: str) -> FileIdentity:
+    def identity(self, path: str, *, follow: bool = True) -> FileIdentity:
         aside = f"{self.root}{SOURCE}.aside"
         if os.path.exists(aside):
             os.rename(aside, f"{self.root}{SOURCE}")
-        return super().identity(path)
+        return super().identity(path, follow=follow)
 
 
 def test_a_link_that_exists_for_a_moment(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ class ReadByALink(Host):
 
     swapped = ""
 
-    def identity(self, path: str) -> FileIdentity:
-        found = super().identity(path)
+    def identity(self, path: str, *, follow: bool = True) -> FileIdentity:
+        found = super().identity(path, follow=follow)
         if path == self.swapped:
             os.unlink(f"{self.root}{path}")
             os.symlink(os.path.relpath(SECRET, os.path.dirname(path)), f"{self.root}{path}")
