@@ -252,17 +252,14 @@ class Reconciler:
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         """Make the directories that machines bind, then perform the steps, except removals that failed recently."""
-        if planned.goal.machines:
-            # Every machine's settings bind this directory.
-            self.system.make_directory(HOST_NVIDIA)
-        failures = []
-        for machine in planned.goal.machines:
-            # The machine's settings bind both. Before a start, its unit also mounts a file system on the second one.
-            for directory in (handoff_directory(machine.name), report_directory(machine.name)):
-                try:
-                    self.system.make_directory(directory)
-                except OSError as error:
-                    failures.append(f"cannot create {directory}: {error.strerror}")
+        failures, names = [], [machine.name for machine in planned.goal.machines]
+        # Before a machine starts, its unit also mounts a file system on the last of its directories.
+        directories = [make(name) for name in names for make in (handoff_directory, report_directory)]
+        for directory in [HOST_NVIDIA, *directories] if names else []:
+            try:
+                self.system.make_directory(directory)
+            except OSError as error:
+                failures.append(f"cannot create {directory}: {error.strerror}")
         now = time.monotonic()
         old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
         postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}

@@ -240,6 +240,11 @@ class Host(WithDeadLinks):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         super().write(path, content, mode)
 
+    def make_directory(self, path: str) -> None:
+        if path.startswith(tuple(self.full)) and not self.exists(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        super().make_directory(path)
+
     def lines(self, path: str) -> Iterator[bytes]:
         self._fail(path)
         if path == MOUNTS:

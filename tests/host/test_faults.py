@@ -230,6 +230,17 @@ def test_a_full_disk_does_not_prolong_a_permission(gpu_host: Host, seconds: floa
     assert [DeviceAllow("/dev/char/195:1", "rw") in each for each in forbidden] == ([True] if released else [])
 
 
+def test_a_parent_of_driver_roots_that_cannot_be_made_ends_no_pass(gpu_host: Host) -> None:
+    """On a full disk, devices that are no longer granted are still forbidden."""
+    running(gpu_host)
+    gpu_host.remove_tree(HOST_NVIDIA)
+    gpu_host.full = ["/var/"]
+    failures = reconciler(gpu_host, gpus=["0000:01:00.0"]).reconcile().failures
+    assert f"cannot create {HOST_NVIDIA}: No space left on device" in failures
+    (properties,) = (each[3] for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
+    assert "/dev/char/195:1" not in str(properties)
+
+
 def test_a_directory_of_one_machine_that_cannot_be_made(gpu_host: Host) -> None:
     """This once ended the pass for all machines."""
     gpu_host.file(handoff_directory(BAD).removesuffix("/handoff"), "in the way")
