@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from agent.host.vendors import host_vendor, rank
 from agent.model.facts import Gpu, VendorFacts
 from agent.model.goal import Share
+from agent.model.pci_address import PCI_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,18 @@ def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
 
 
 def _why_not_found(name: str, present: list[Gpu]) -> str:
-    """Return the sentence about a requested GPU that is not on the host, or has a wrong driver."""
-    with_wrong_driver = (describe_wrong_driver(gpu, name) for gpu in present if name in (gpu.pci_address, gpu.uuid))
-    return next(with_wrong_driver, f"GPU {name} is not on this host")
+    """Return the sentence about a requested GPU that is not on the host, or has a wrong driver or an unknown UUID."""
+    for gpu in present:
+        if name in (gpu.pci_address, gpu.uuid):
+            return describe_wrong_driver(gpu, name)
+    unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
+    if unknown and not PCI_ADDRESS.fullmatch(name):
+        return (
+            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown because the "
+            "driver has not initialised them yet: `unbounded-agent doctor` has the command for that; or name the GPU "
+            "by its PCI address"
+        )
+    return f"GPU {name} is not on this host"
 
 
 def describe_wrong_driver(gpu: Gpu, name: str) -> str:

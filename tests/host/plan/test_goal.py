@@ -16,11 +16,13 @@ from agent.host.plan.before_start import CONFIGURED, before_start
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
 from agent.host.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
+from agent.host.plan.selection import select
 from agent.host.plan.unit_drop_in import quote, render_drop_in
 from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device import DeviceKind
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
+from agent.model.goal import Share
 from agent.model.live import LiveSettings
 from agent.model.paths import nspawn_file, set_device_allow, unit_drop_in
 from tests.fakes.facts import TEMPLATE, facts, node, nvidia, staged
@@ -401,3 +403,14 @@ def test_quoted_values_survive(value: str) -> None:
     inner = quote(value)[1:-1]
     assert inner.replace("%%", "%").replace('\\"', '"').replace("\\\\", "\\") == value or "\\" in value
     assert not inner.replace("%%", "").count("%")
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_a_gpu_that_is_named_by_an_unknown_uuid(initialised: bool) -> None:
+    """The driver knows a GPU's UUID only once something has used the GPU."""
+    vendor = nvidia()
+    if not initialised:
+        vendor = replace(vendor, gpus=(replace(vendor.gpus[0], uuid=""), *vendor.gpus[1:]))
+    (problem,) = select((vendor,), ["GPU-99999999-0000-0000-0000-000000000000"], Share()).problems
+    assert problem.startswith("GPU GPU-99999999-0000-0000-0000-000000000000 is not on this host")
+    assert (f", or is one of {vendor.gpus[0].pci_address}, whose UUIDs are unknown" in problem) is not initialised
