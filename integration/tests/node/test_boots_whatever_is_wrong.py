@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.bed.machine.node import MACHINE
+from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import MACHINE_UNIT
 from integration.bed.measure.watching import uptime
 from integration.conftest import Bed
@@ -35,7 +36,7 @@ def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_age
     measured("seconds to a machine with a wrong configuration", f"{wait_for_machine(ready):.0f}")
     ready.wait_served()
     assert "unbounded_agent_config_last_reload_successful 0.0" in ready.page("/metrics")
-    journal = ready.run("journalctl", "-b", "--no-pager", "-u", f"unbounded-agent-prepare@{MACHINE}").stdout
+    journal = messages(ready.run, f"unbounded-agent-prepare@{MACHINE}")
     assert "speed: unknown key" in journal
     conditions = json.loads(ready.run("cat", "/run/unbounded-agent/conditions.json").stdout)[MACHINE]
     assert "LastGoodSettings" in {each["reason"] for each in conditions}

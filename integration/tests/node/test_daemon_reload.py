@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.bed.machine.node import MACHINE, Pod
+from integration.bed.measure.journal import messages
 from integration.conftest import Bed
 
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
@@ -41,7 +42,7 @@ wait $! && systemctl daemon-reexec
 
 def outcomes(bed: Bed) -> dict[str, int]:
     """Return how often each outcome happened to the program in the machine."""
-    lines = bed.node.run("journalctl", "--output=cat", "--unit=looking", "--no-pager").stdout.splitlines()
+    lines = messages(bed.node.run, "looking").splitlines()
     # The program's lines are between systemd's own lines about the unit.
     words = (line.partition(" ") for line in lines)
     return {what: int(number) for number, _, what in words if number.isdigit()}

@@ -9,6 +9,7 @@ import pytest
 
 from agent.machine.containerd.tables import MAIN
 from integration.bed.machine.node import Pod
+from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import CONTAINERD
 from integration.bed.measure.watching import uptime
 from integration.conftest import Bed
@@ -58,7 +59,7 @@ def wait_for_repairs(bed: Bed, wanted: dict[str, int], seconds: float = 180) -> 
 
 def logged(bed: Bed) -> str:
     """Return the machine half's lines in the machine's journal."""
-    return bed.node.run("journalctl", "--output=cat", "--unit=unbounded-agent-gpu", "--no-pager").stdout
+    return messages(bed.node.run, "unbounded-agent-gpu")
 
 
 def last_trigger(bed: Bed) -> str:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from integration.bed.measure.journal import messages
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -39,15 +40,12 @@ def test_a_gpu_that_is_plugged_in_brings_its_driver(installed: Bed) -> None:
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
     installed.run("sh", "-ec", UNLOAD)
     assert installed.run("systemctl", "start", LOADING, check=False).status != 0
-    assert (
-        "kernel module nvidia was not loaded: modprobe.d blacklists"
-        in installed.run("journalctl", "-u", LOADING).stdout
-    )
+    assert "kernel module nvidia was not loaded: modprobe.d blacklists" in messages(installed.run, LOADING)
     assert loaded(installed) == set()
     installed.run("sh", "-ec", f"{ALLOW}; {REPLUG}")
     deadline = time.monotonic() + 270
     while installed.run("test", "-c", "/dev/nvidia-uvm-tools", check=False).status != 0:
-        assert time.monotonic() < deadline, installed.run("journalctl", "-u", LOADING, "-n", "20").stdout
+        assert time.monotonic() < deadline, messages(installed.run, LOADING)
         time.sleep(1)
     assert loaded(installed) == set(MODULES)
     nodes = installed.run("find", "/dev", "-maxdepth", "1", "-name", "nvidia[0-9]*").stdout.split()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.bed.machine.node import Pod
+from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import AGENT, CONTAINERD, MACHINE_UNIT
 from integration.bed.measure.watching import Watching, uptime
 from integration.conftest import Bed
@@ -127,6 +128,6 @@ def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed, measure
     ready.host.reboot(timeout=600)
     ready.wait_ready(420)
     measured("seconds from boot to ready", f"{uptime(ready.guest):.0f}")
-    journal = ready.run("journalctl", "-b", "--no-pager", "-u", "unbounded-agent-prepare@gpu-node").stdout
+    journal = messages(ready.run, "unbounded-agent-prepare@gpu-node")
     assert "waiting for the driver of GPU 0000:01:00.0" in journal
     expect_all_ways(ready)
