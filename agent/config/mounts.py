@@ -22,8 +22,6 @@ REFUSED_SOURCES = {
     ),
 }  # fmt: skip
 """Paths that cannot be a source, nor anything below them, by the reason."""
-ARCHITECTURES = ("x86_64-linux-gnu", "aarch64-linux-gnu", "i386-linux-gnu")
-"""Debian's names for directories of libraries."""
 CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
@@ -35,15 +33,15 @@ CONTROL_PATHS = (
     *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
     *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
-    # The same for programs and libraries elsewhere, and files that make root's programs load a library, run a program
-    # or change any file.
-    *("/usr/local/bin", "/usr/local/sbin", "/usr/local/lib", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
-    *(f"{parent}/{name}" for parent in ("/lib", "/usr/lib") for name in ARCHITECTURES),
-    *("/lib32", "/lib64", "/libx32", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec"),
-    *("/usr/lib/tmpfiles.d", "/etc/tmpfiles.d", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/environment", "/etc/apt"),
+    # The same for programs elsewhere, and files that make root's programs load a library, run a program or change any
+    # file. Directories of libraries may be mounted read-only, as docs/security.md warns.
+    *("/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
+    *("/usr/lib/tmpfiles.d", "/usr/lib/modprobe.d", "/var/lib/dpkg"),
+    *(f"/etc/{name}" for name in ("tmpfiles.d", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "security")),
+    *(f"/etc/{name}" for name in ("apt", "logrotate.d", "dbus-1", "polkit-1")),
 )
 """Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
-TRUSTED = ("/usr", "/etc", "/lib")
+TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
 """Directories with files that the host's root executes or reads. Machines may mount them, but only read-only."""
 REFUSED_TARGETS = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
@@ -57,7 +55,7 @@ REFUSED_TARGETS = {
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
 """Paths that cannot be a target, nor anything below them, by the reason."""
-LINK_DIRECTORIES = ("/usr/bin", *(f"/usr/lib/{each}" for each in ARCHITECTURES))
+LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
 """Directories in which the machine half makes links. They cannot be targets themselves, but files in them can."""
 
 
