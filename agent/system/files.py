@@ -273,9 +273,14 @@ class System(Rooted):
             raise
 
     def remove_temporary(self, path: str) -> None:
-        """Remove the temporary file that a killed `write` or `link` left."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(temporary_path(self._at(path, follow=False)))
+        """Remove the temporary file that a killed `write` or `link` left. A directory in its place is put aside."""
+        temporary = temporary_path(path)
+        try:
+            os.unlink(self._at(temporary, follow=False))
+        except IsADirectoryError:
+            self.put_aside(temporary)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
 
 
 def temporary_path(path: str) -> str:

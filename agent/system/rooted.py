@@ -5,9 +5,12 @@ A failed observation raises OSError. It is never taken for "no" or "absent".
 
 import errno
 import os
+import re
 import stat
 from typing import BinaryIO, Self
 
+LINK_OF_PROCESS = re.compile(r"/proc/[^/]+/")
+"""The start of a link's path below the directory of a process or thread, proc(5)."""
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
 
@@ -64,10 +67,24 @@ class Rooted:
             raise
 
     def real_path(self, path: str) -> str:
-        """Return the path with its links resolved below the root. Raises FileNotFoundError if it does not exist."""
-        resolved = self._resolve(path)
+        """Return the path with its links resolved below the root. Raises OSError if it does not exist.
+
+        Links of a process in /proc are not resolved, because they lead to what that process sees (OSError, EXDEV).
+        """
+        resolved = self._resolve(path, of_processes=False)
         os.lstat(self._below_root(resolved))
         return resolved
+
+    def leads_to_something(self, path: str) -> bool:
+        """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
+
+        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers.
+        """
+        try:
+            return bool(self.real_path(path))
+        except (OSError, ValueError):
+            # ValueError for a path with a null character.
+            return False
 
     def link_inode(self, path: str) -> int | None:
         """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""
@@ -128,8 +145,11 @@ class Rooted:
             return self._below_root(self._resolve(path))
         return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
 
-    def _resolve(self, path: str) -> str:
-        """Return the path with links resolved; absolute links lead to a path below the root. It need not exist."""
+    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
+        """Return the path with links resolved; absolute links lead to a path below the root. It need not exist.
+
+        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
+        """
         done, remaining, links = "/", [part for part in path.split("/") if part], 0
         while remaining:
             part = remaining.pop(0)
@@ -143,6 +163,8 @@ class Rooted:
                 done = here
                 continue
             links += 1
+            if not of_processes and LINK_OF_PROCESS.match(here):
+                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
             if links > LINK_LIMIT:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
             remaining = [each for each in target.split("/") if each] + remaining

@@ -224,7 +224,7 @@ class Host(WithDeadLinks):
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
         self._fail(link)
-        node = self._nodes.get(self.real_path(link))
+        node = self._nodes.get(self._resolve(link))
         return (node.major, node.minor) if node else super().device_behind(link)
 
     def read(self, path: str, limit: int = 4 << 20) -> bytes:

@@ -98,7 +98,7 @@ class Machine(WithDeadLinks):
         return 0 if path in self.removed else super().link_count(path)
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
-        node = self.nodes.get(self.real_path(link))
+        node = self.nodes.get(self._resolve(link))
         return (node.major, node.minor) if node else super().device_behind(link)
 
     def is_mount(self, path: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS
 from agent.machine.run import run
+from agent.system.files import temporary_path
 from agent.vendors.nvidia.device_plugin import SPEC as PLUGIN_SPEC
 from agent.vendors.nvidia.device_plugin import SPEC_KIND as PLUGIN_SPEC_KIND
 from agent.vendors.nvidia.validation_markers import MARKERS
@@ -50,13 +51,35 @@ def test_attack_with_a_link_to_a_dead_file_system(machine: Machine, path: str) -
         assert "InternalError" not in {reason for _, reason in after.values()}
 
 
-def test_attack_with_a_path_below_a_dead_link(machine: Machine) -> None:
-    """The device plugin's own specification is checked for missing files."""
+@pytest.mark.parametrize("path", [PLUGIN_SPEC, SPECS[0]])
+def test_attack_with_a_path_below_a_dead_link(machine: Machine, path: str) -> None:
+    """The device plugin's own specification, and the agent's, are checked for missing files."""
     machine.link("/proc/7/root", TARGET)
     machine.dead_links = frozenset({"/proc/7/root"})
-    spec = json.loads(machine.read("/etc/cdi/nvidia.yaml")) | {"kind": PLUGIN_SPEC_KIND}
+    spec = json.loads(machine.read(SPECS[0])) | ({"kind": PLUGIN_SPEC_KIND} if path == PLUGIN_SPEC else {})
     spec["containerEdits"]["mounts"].append({"hostPath": "/proc/7/root/file", "containerPath": "/file"})
-    machine.put(PLUGIN_SPEC, json.dumps(spec))
+    machine.put(path, json.dumps(spec))
     run(machine)
-    assert machine.conditions()["GPUsAdvertised"] == ("False", "PluginSpecOutdated")
-    assert "/proc/7/root/file does not exist" in machine.message("GPUsAdvertised")
+    if path == PLUGIN_SPEC:
+        assert machine.conditions()["GPUsAdvertised"] == ("False", "PluginSpecOutdated")
+        assert "/proc/7/root/file does not exist" in machine.message("GPUsAdvertised")
+    else:
+        assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+        assert "/proc/7/root" not in machine.read(path).decode()
+
+
+def test_attack_with_a_link_to_what_another_process_sees(machine: Machine) -> None:
+    """Container runtimes follow it, perhaps to a FIFO. That the machine has a file at the same path proves nothing."""
+    machine.link("/proc/7/root", "/")
+    machine.put("/srv/site.json", "{}")
+    machine.link("/etc/cdi/site.json", "/proc/7/root/srv/site.json")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "RuntimeBlocked")
+
+
+def test_attack_with_a_directory_in_the_place_of_a_temporary_file(machine: Machine) -> None:
+    """It was in the way of each new specification."""
+    machine.put(f"{temporary_path(SPECS[0])}/file")
+    machine.drop(SPECS[0])
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

@@ -31,7 +31,7 @@ def allocatable_vendor(
         try:
             spec = json.loads(context.system.read_untrusted(vendor.spec_path)[0])
             devices = vendor.allocatable(spec, request, frozenset(verified))
-        except (AgentError, OSError, ValueError) as error:
+        except (AgentError, OSError, ValueError, RecursionError) as error:
             # Somebody replaced the specification after it was verified. The next run repairs it.
             problem = f"{vendor.spec_path}: {one_line(str(error))}"
     return AllocatableVendor(vendor.name, devices, problem, request.driver_version)

@@ -217,12 +217,13 @@ def _content(system: System, path: str) -> bytes:
 def _file_type(system: System, path: str) -> int | None:
     """Return the type (stat.S_IFMT) of the file that a path leads to; None for a dangling link, which runtimes ignore.
 
-    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of its own may hang.
+    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of its own may hang. The
+    type of such a link is S_IFLNK.
     """
     try:
         return stat.S_IFMT(system.owner(system.real_path(path))[0])
-    except OSError:
-        return None
+    except OSError as error:
+        return stat.S_IFLNK if error.errno == errno.EXDEV else None
 
 
 def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:

@@ -206,7 +206,7 @@ class _Publisher:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
         spec, remarks = adapt_to_containerd(self._context, normalised(made))
-        present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
+        present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.leads_to_something(path)}
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.generator.verify(mode.name, spec, mode.request, live, present)
         if problems or not isinstance(spec, dict):

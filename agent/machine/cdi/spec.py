@@ -250,7 +250,7 @@ def _current(
 def _verdict(
     system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
 ) -> Verdict:
-    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.exists(path)}
+    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.leads_to_something(path)}
     return vendor.verify(spec, request, live, present)
 
 

@@ -63,7 +63,7 @@ class Configuration:
 def drop_in_path(handler: RuntimeHandler | None) -> str:
     """Return the default path of the drop-in for a handler, or for CDI alone.
 
-    Its name begins with 99, so that it is loaded last: containerd loads drop-ins in alphabetical order.
+    containerd loads drop-ins in alphabetical order. Because the name begins with 99, few others are loaded later.
     """
     return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
 

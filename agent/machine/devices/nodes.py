@@ -68,8 +68,10 @@ def check_devices(context: Context, request: Request) -> Condition:
     system, notes, name = context.system, context.notes, f"opened-{request.vendor}"
     live = live_numbers(system, request.devices)
     wrong = wrong_numbers(system, request.devices, live)
+    if wrong:
+        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     codes = _still_valid(notes.load(name), live, context.generation)
-    due = () if wrong else tuple(device.path for device in request.devices if device.path not in codes)
+    due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
     # Saved even if nothing was opened: a GPU that is detached, reset and attached again brings back the same handoff,
@@ -78,8 +80,6 @@ def check_devices(context: Context, request: Request) -> Condition:
     notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
-    if wrong:
-        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     return _condition(codes)
 
 

@@ -48,17 +48,4 @@ def _problems(system: System, vendor: MachineVendor, request: Request, content: 
     except (OSError, ValueError, RecursionError):
         own = None
     live = live_numbers(system, request.devices)
-    return vendor.plugin_spec_problems(spec, own, request, live, lambda path: _exists(system, path))
-
-
-def _exists(system: System, path: str) -> bool:
-    """Return whether a path of the plugin's specification exists; a dangling link does not.
-
-    Every link is read, instead of letting the kernel follow it: anybody who can write the specification could name a
-    path below /proc/PID/root, where a file system of their own may hang.
-    """
-    try:
-        return bool(system.real_path(path))
-    except (OSError, ValueError):
-        # ValueError for a path with a null character.
-        return False
+    return vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)
