@@ -99,19 +99,19 @@ class Reconciler:
 
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
         """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
-        goals = {goal.name: goal for goal in planned.goal.machines}
+        goals, now = {goal.name: goal for goal in planned.goal.machines}, time.clock_gettime(time.CLOCK_BOOTTIME)
         released, missing_nodes, faults = set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
             goal = goals[machine.name]
             try:
                 report = read_report(machine)
-                released |= {machine.name} if answers.released(machine, goal, report) else set()
+                released |= {machine.name} if answers.released(machine, goal, report, now) else set()
                 missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
                 # Treat the report as malformed, so that an error here does not keep permissions in force.
-                released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
-        return Acknowledged(released, missing_nodes, faults)
+                released |= {machine.name} if answers.released(machine, goal, Broken(broken.why), now) else set()
+        return Acknowledged(released, missing_nodes, faults, now)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.

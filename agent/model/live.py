@@ -38,6 +38,9 @@ class LiveSettings:
     withdrawn: tuple[str, ...] = ()
     """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes them,
     but keeps no record that it did."""
+    kept_since: float = 0.0
+    """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_BOOTTIME; 0 if it has
+    none."""
 
 
 def render_live(live: LiveSettings) -> bytes:
@@ -60,4 +63,5 @@ def parse_live(data: bytes) -> LiveSettings:
         owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
         mounts=strings(LIVE_NAME, {"mounts": []} | document, "mounts"),
         withdrawn=strings(LIVE_NAME, {"withdrawn": []} | document, "withdrawn"),
+        kept_since=get(LIVE_NAME, {"kept_since": 0.0} | document, "kept_since", float),
     )

@@ -17,15 +17,18 @@ from agent.host.verify.answers import STALE_AFTER
 from agent.model.actions import ChangeDevices
 from agent.model.conditions import ConditionType, Status
 from agent.model.device_allow import DeviceAllow
+from agent.model.errors import BusError
 from agent.model.facts import Facts
 from agent.model.goal import Goal
 from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     HOST_NVIDIA,
     REPORT_NAME,
     handed_roots_file,
     handoff_directory,
     handoff_file,
+    live_file,
     report_directory,
     started_drop_in,
     started_nspawn,
@@ -211,23 +214,30 @@ def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> No
 
 
 @pytest.mark.parametrize(("seconds", "released"), [(STALE_AFTER - 1, False), (STALE_AFTER + 1, True)])
-def test_a_full_disk_does_not_prolong_a_permission(gpu_host: Host, seconds: float, released: bool) -> None:
-    """The machine reports all the time, on a handoff that cannot be replaced."""
+def test_attack_nothing_prolongs_a_permission(gpu_host: Host, seconds: float, released: bool) -> None:
+    """The machine reports all the time, on a handoff that cannot be replaced, and keeps a node from being bound."""
     running(gpu_host)
     generation = parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
     gpu_host.file(f"{report_directory(MACHINE)}/{REPORT_NAME}")
     gpu_host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, (), (), "", "", {}))
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     gpu_host.full = ["/var/"]
-    assert any("No space left on device" in each for each in agent.reconcile().failures)
+    gpu_host.bus.refused["/dev/nvidia-modeset"] = BusError("Failed to bind mount: Is a directory")
+    unbound = parse_live(gpu_host.read(live_file(MACHINE)))
+    gpu_host.write(live_file(MACHINE), render_live(replace(unbound, nodes={})))
+    for _ in range(2):
+        assert any("No space left on device" in each for each in agent.reconcile().failures)
     seen, wanted, _ = agent.preview()
-    machine = replace(seen.machines[0], granted_age=seconds, live_age=seconds)
-    seen = replace(seen, machines=(machine,))
+    live = seen.machines[0].live
+    assert live
+    assert live.kept_since > 0
+    live = replace(live, kept_since=live.kept_since - seconds)
+    seen = replace(seen, machines=(replace(seen.machines[0], live=live),))
     found = diff(wanted, seen, agent._acknowledged(seen, wanted))
     forbidden = [
         set(each.before.allow) - set(each.after.allow) for each in found.actions if isinstance(each, ChangeDevices)
     ]
-    assert [DeviceAllow("/dev/char/195:1", "rw") in each for each in forbidden] == ([True] if released else [])
+    assert [DeviceAllow("/dev/char/195:1", "rw") in each for each in forbidden] == [released]
 
 
 def test_a_parent_of_driver_roots_that_cannot_be_made_ends_no_pass(gpu_host: Host) -> None:

@@ -26,6 +26,8 @@ class Acknowledged:
     """Machines in which nodes of their current handoff are missing."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors while reading reports, by machine."""
+    at: float = 0.0
+    """When the reports were read, in seconds of CLOCK_BOOTTIME."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,8 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
 
 def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _Steps:
     missing_nodes = machine.name in acknowledged.missing_nodes
-    running = change_running(
-        machine, facts, released=machine.name in acknowledged.released, missing_nodes=missing_nodes
-    )
+    released = machine.name in acknowledged.released
+    running = change_running(machine, facts, released=released, missing_nodes=missing_nodes, now=acknowledged.at)
     republish = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
     settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write_if_different(file, facts)]
     return _Steps(running, settings, _publish_handoff(machine, facts, republish=republish))

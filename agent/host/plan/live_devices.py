@@ -11,12 +11,14 @@ from agent.model.goal import MachineGoal
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 
 
-def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool) -> list[ChangeDevices]:
+def change_running(
+    goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool, now: float
+) -> list[ChangeDevices]:
     """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
     `released` means that the machine no longer uses withdrawn devices. `missing_nodes` means that it reports nodes of
-    its current handoff as missing: all nodes are then bound again. That happens once per handoff, and again only after
-    the machine has had all nodes.
+    its current handoff as missing: all nodes are then bound again. With the same handoff, that happens a second time
+    only if the machine has had all nodes in between. `now` is the time by CLOCK_BOOTTIME.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -28,12 +30,20 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
     rebind = missing_nodes and before.rebound != goal.generation
     # Clear `rebound` once the machine has all nodes: they may be missing again later, as after a reload of a module.
     rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
-    same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
+    kept_since = (before.kept_since or now) if still_needed else 0.0
+    same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes
+    same = same and (rebound, kept_since) == (before.rebound, before.kept_since)
     if same and device_owners == before.owners and not before.unsure:
         return []
     foreign = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
     after = replace(
-        goal.live, fixed=before.fixed, allow=allow, rebound=rebound, owners=device_owners, mounts=before.mounts
+        goal.live,
+        fixed=before.fixed,
+        allow=allow,
+        rebound=rebound,
+        owners=device_owners,
+        mounts=before.mounts,
+        kept_since=kept_since,
     )
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, foreign)]
 

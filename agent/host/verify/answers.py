@@ -30,21 +30,22 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     return report.generation == goal.generation and not (older and reports_missing_nodes(goal, report))
 
 
-def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:
     """Return whether permissions for devices that are no longer granted can be removed now.
 
     They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
-    no report, or the report is malformed or stale, they can be removed at once.
+    no report, or the report is malformed or stale, they can be removed at once. `now` is the time by CLOCK_BOOTTIME.
     """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
-    # Reports on an earlier handoff do not extend that time: another machine may already have these devices. Nor does a
-    # handoff that cannot be published, for example on a full disk: the record of the live settings is in /run.
+    # Reports on an earlier handoff do not extend that time, because another machine may already have these devices. Nor
+    # does what root in the machine can cause: a full disk, on which no handoff can be published, or a node that cannot
+    # be bound.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
-    changed = machine.live is not None and machine.live.nodes == goal.live.nodes
-    return (published and machine.granted_age > STALE_AFTER) or (changed and machine.live_age > STALE_AFTER)
+    kept_since = machine.live.kept_since if machine.live else 0.0
+    return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)
 
 
 def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
