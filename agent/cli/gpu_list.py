@@ -26,6 +26,7 @@ def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
     facts, planned, _ = reconciler.preview()
     entries = tuple(_entries(facts, planned, reconciler.system))
     listing = Listing(entries, tuple(_unseen(facts, planned)), for_programs)
+    # If the service runs this for a command, it hands over the list: the command finds the GPUs' users and prints both.
     if not hand_over(LISTING, listing.as_text()):
         say(lines(listing, reconciler.system))
     if not for_programs:

@@ -67,7 +67,7 @@ def message(number: int, value: Value) -> bytes:
 
 
 def text(number: int, value: Value) -> str:
-    """Return a field that is a string. Raises DocumentError if it has another type, or is not UTF-8."""
+    """Return a field that is a string. Raises DocumentError if it is an integer, or not UTF-8."""
     try:
         return message(number, value).decode(UTF8)
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def text(number: int, value: Value) -> str:
 
 
 def flag(number: int, value: Value) -> bool:
-    """Return a field that is a bool. Raises DocumentError if it has another type."""
+    """Return a field that is a bool. Raises DocumentError if it is not an integer."""
     if not isinstance(value, int):
         raise DocumentError(f"field {number} is not an integer")
     return value != 0

@@ -45,7 +45,7 @@ def regular(probe: int, path: str) -> io.BufferedReader:
 
 
 def plain(place: str) -> io.BufferedReader:
-    """Open a regular file that only the kernel or the agent writes, for reading. Raises OSError."""
+    """Open a regular file that only the kernel, the agent or an administrator writes, for reading. Raises OSError."""
     probe = open_probe(place)
     try:
         return regular(probe, place)
@@ -54,10 +54,10 @@ def plain(place: str) -> io.BufferedReader:
 
 
 def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
-    """Return the content and the change time (seconds since the epoch) of the file that `open_probe` found.
+    """Return the content and the change time (seconds since the epoch) of the file behind an O_PATH descriptor.
 
-    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first ones. The
-    modification time would not do, because the file's writer can set it. Closes `probe`.
+    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first `limit` bytes.
+    Callers take a file's age from its change time, because its writer can set the modification time. Closes `probe`.
     """
     try:
         with regular(probe, path) as file:

@@ -39,8 +39,9 @@ _syscall.restype = ctypes.c_long
 class RootWriter:
     """Writes below the directory `root`, which must not be a link. Paths are those that a program in the root uses.
 
-    Every method raises OSError; about files in the root, with the path in the root. A path that ends in no name is a
-    ValueError. Only this process may change the root meanwhile.
+    Every method may raise OSError. If the error concerns a file in the root, it names the path as seen from the root.
+    Methods that write or remove raise ValueError for a path that ends in no name. Only this process may change the root
+    meanwhile.
     """
 
     def __init__(self, root: str) -> None:

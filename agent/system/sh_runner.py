@@ -103,7 +103,7 @@ def _start(
     environment: Mapping[str, str],
     begin: Callable[[], None],
 ) -> sh.RunningCommand:
-    """Start the program, which first calls `begin`. Raises OSError if that fails.
+    """Start the program. The new process calls `begin` before it becomes the program. Raises OSError if that fails.
 
     `files` are its input, output and standard error, and the file to which `begin` writes its process id.
     """

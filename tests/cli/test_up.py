@@ -213,7 +213,9 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(
     assert run(host) == 0
     kubelet = {"node_ip": "192.0.2.10", "labels": {"role": "gpu"}}
     assert run(host, kubelet=kubelet) == 0
-    assert "was made with other settings: kubelet.labels; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "was made with other settings: kubelet.labels; run `unbounded-agent up --rebuild" in printed
+    assert "`, after `kubectl delete node node-1`: an existing Node keeps its labels and taints" in printed
     assert run(host, rebuild=True, kubelet=kubelet) == 0
     assert b"role=gpu" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls

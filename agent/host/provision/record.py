@@ -21,6 +21,8 @@ NOT_IN_ROOT = (
     "binaries.bundle",
 )
 """Settings that decide how a node is made, but not what is in it. If one of them changes, no rebuild is needed."""
+OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_taint", "kubelet.taints")
+"""Settings that a kubelet applies only when it registers a new Node (--node-labels in kubelet(1))."""
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
 UNSET = json.dumps("")

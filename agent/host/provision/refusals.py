@@ -64,11 +64,6 @@ def label_command(node: str, key: str, value: str) -> str:
     return f"kubectl label node {node} --overwrite {key}={value}"
 
 
-def taint_command(node: str, taint: str) -> str:
-    """Return the command that gives a Node a taint."""
-    return f"kubectl taint node {node} --overwrite {taint}"
-
-
 def may_set(label: str) -> bool:
     """Return whether a kubelet may give its own Node a label (getForbiddenLabels)."""
     namespace = label.rpartition("/")[0]

@@ -24,7 +24,7 @@ from agent.host.provision.node_files import node_files
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, RootGoal, needs_root, plan_boot, plan_host, plan_root
 from agent.host.provision.preflight import Asking, Check, checked
-from agent.host.provision.record import NodeRecord, changed_settings, make_record
+from agent.host.provision.record import OF_REGISTRATION, NodeRecord, changed_settings, make_record
 from agent.host.provision.refusals import refusals
 from agent.host.provision.secrets import read_token
 from agent.host.vendors import host_vendor
@@ -208,6 +208,8 @@ class Provisioner:
         record = work.facts.record
         if isinstance(record, NodeRecord) and (changed := changed_settings(record, work.settings)):
             again = f"run `unbounded-agent up --rebuild {work.machine}`"
+            if not set(OF_REGISTRATION).isdisjoint(changed):
+                again += f", after `kubectl delete node {record.node}`: an existing Node keeps its labels and taints"
             yield f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
 
     def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:

@@ -36,9 +36,9 @@ class Record(Generic[T]):
     def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
         """Define the format.
 
-        `kind` is T. Its models have `defer_build`: no command needs all formats. `versions` are the versions that can
-        be read; the first of them is written. If there are none, the file has no key `version`. `advice` is added to
-        messages about a damaged file.
+        `kind` is T. pydantic models in it set `defer_build`, so that a command builds only those that it uses.
+        `versions` are the versions that can be read; the first of them is written. If there are none, the file has no
+        key `version`. `advice` is added to messages about a damaged file.
         """
         self._kind, self._versions, self._advice = kind, versions, advice
 
@@ -54,7 +54,7 @@ class Record(Generic[T]):
         return json.dumps({**version, **document}, indent=1).encode() + b"\n"
 
     def parse(self, where: str, data: bytes) -> T:
-        """Return the value in the content of a file. Raises DocumentError, which names the key."""
+        """Return the value in the content of a file. Raises DocumentError, which names the key if one is wrong."""
         try:
             document = parse_object(where, data)
             if self._versions:

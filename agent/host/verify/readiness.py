@@ -120,7 +120,7 @@ def _extras_only(
     report: Report | Absent | Broken | Unseen,
     refused: str | Unseen,
 ) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU. It may have other devices, which do not affect Ready."""
+    """Return the conditions of a machine that gets no GPU, but perhaps other devices, mounts or CDI modes."""
     conditions = without_gpus(settings, facts)
     inside, relayed = _from_machine(machine, goal, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):

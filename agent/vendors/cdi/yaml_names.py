@@ -103,7 +103,7 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 def _text(event: yaml.Event) -> str:
     """Return a scalar's text. Raises YAMLError if some parsers would read another value, or if it is no scalar."""
     if isinstance(event, yaml.ScalarEvent):
-        # Both are false for a scalar with a tag.
+        # Both are false for a scalar with a tag, except for the tag `!`.
         plain, quoted = event.implicit
         if quoted or (plain and (SMALL_NUMBER.fullmatch(event.value) or not OTHER_TYPE.fullmatch(event.value))):
             return str(event.value)

@@ -61,7 +61,7 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
     missing_extras = "".join(
         f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds
     )
-    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} {vendor.title} GPUs"
+    present = f"{len(grant.nodes)} nodes for {len(grant.gpus)} {vendor.title} GPUs"
     if grant.detached:
         detached = f"detached by an administrator: {', '.join(grant.detached)}"
         return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{missing_extras}")

@@ -10,7 +10,7 @@ from agent.model.pci_address import PCI_ADDRESS
 from agent.vendors.drm.machine import DrmMachine
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and a number if pods share the card."""
+"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and the number of the share if pods can share it."""
 
 
 class IntelMachine(DrmMachine):
@@ -32,7 +32,10 @@ class IntelMachine(DrmMachine):
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty for any other name."""
+        """Return the GPU's PCI address, or `cardN` for a card that is not granted. Empty for any other name.
+
+        A card that was withdrawn has a name of its own, because the plugin may still advertise it.
+        """
         if PCI_ADDRESS.fullmatch(name):
             return name
         match = CARD.fullmatch(name)

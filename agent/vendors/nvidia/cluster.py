@@ -23,7 +23,7 @@ RESOURCE = "nvidia.com/gpu"
 PRESENT = "nvidia.com/gpu.present"
 DEPLOY = "nvidia.com/gpu.deploy."
 RUNTIME_CLASS = "nvidia"
-HELM = "helm upgrade gpu-operator nvidia/gpu-operator --reuse-values --set"
+HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --reuse-values --set"
 PLUGIN = "device-plugin"
 STRATEGY = "DEVICE_LIST_STRATEGY"
 VALIDATION = "-validation"
@@ -73,7 +73,7 @@ def cluster_findings(cluster: Cluster) -> Iterator[Finding]:
     for node in cluster.nodes:
         yield from _unlabelled(node, cluster)
         yield from _reverted(node, cluster.now)
-        yield from _installs_driver(node, cluster)
+        yield from _installs_own_parts(node, cluster)
 
 
 def _is_plugin(pod: KubernetesObject) -> bool:
@@ -195,7 +195,7 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
             )
 
 
-def _installs_driver(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+def _installs_own_parts(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     for part, setting in (("driver", "driver.enabled"), ("container-toolkit", "toolkit.enabled")):
         label = f"{DEPLOY}{part}"
         active_sets = [
@@ -206,7 +206,7 @@ def _installs_driver(node: KubernetesObject, cluster: Cluster) -> Iterator[Findi
         ]
         if labels(node).get(label) == "true" and active_sets:
             yield Finding(
-                f"the GPU Operator installs its own {part} into node {name(node)}, where the agent provides it",
+                f"the GPU Operator installs its own {part} into node {name(node)}, which already has it",
                 f"label {label}=true; DaemonSet {name(active_sets[0])} runs pods on such nodes",
                 (f"{HELM} {setting}=false",),
             )

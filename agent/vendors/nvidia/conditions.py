@@ -80,7 +80,7 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
         if needed not in present_kinds:
             return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
-    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{incomplete}"
+    present = f"{len(grant.nodes)} nodes for {len(grant.gpus)} GPUs{incomplete}"
     if grant.detached:
         return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
     return true(kind, Reason.PRESENT, present)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.provision.refusals import label_command, may_set, refusals, taint_command
+from agent.host.provision.refusals import label_command, may_set, refusals
 from tests.fakes.node_settings import config
 
 OWN = {"virtual_ethernet": True}
@@ -52,9 +52,8 @@ def test_a_forbidden_label_comes_with_the_command() -> None:
     assert "`kubectl label node gpu-1 --overwrite node-role.kubernetes.io/gpu=`" in message
 
 
-def test_commands_for_changes_after_the_join() -> None:
+def test_the_command_for_a_label() -> None:
     assert label_command("n", "a/b", "c") == "kubectl label node n --overwrite a/b=c"
-    assert taint_command("n", "a=b:NoSchedule") == "kubectl taint node n --overwrite a=b:NoSchedule"
 
 
 def test_a_taint_may_not_be_there_twice() -> None:

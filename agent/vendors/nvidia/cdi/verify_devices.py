@@ -126,13 +126,14 @@ def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[st
         found = devices_of(document)
         granted = {device.path: device for device in request.devices}
         incomplete = [name for name, edits in found if is_mig_name(name) and not _is_complete(edits, granted)]
+        kept = [(name, edits) for name, edits in found if name != EVERY_GPU and name not in incomplete]
+        merged = _merged(edits for _, edits in kept) if incomplete else {}
     except DocumentError:
         return spec, ()
     if not incomplete:
         return spec, ()
-    kept = [(name, edits) for name, edits in found if name != EVERY_GPU and name not in incomplete]
     if kept:
-        kept.append((EVERY_GPU, _merged(edits for _, edits in kept)))
+        kept.append((EVERY_GPU, merged))
     listed = [{"name": name, "containerEdits": edits} for name, edits in kept]
     return document | {"devices": listed}, tuple(incomplete)
 

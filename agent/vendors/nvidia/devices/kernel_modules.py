@@ -72,7 +72,8 @@ def _driver_override(system: System, address: str) -> str:
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
 
-    Raises ApplyError if modprobe.d forbids the module, or if its version differs from the loaded driver's.
+    Raises ApplyError if modprobe succeeds without loading the module, because of a line in modprobe.d, or if the
+    module's version differs from the loaded driver's.
     """
     path = f"/sys/module/{module}"
     if system.exists(path):
@@ -81,8 +82,11 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
     system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
     if not system.exists(path):
-        hint = f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove the line, or load {module} by hand"
-        raise ApplyError(f"kernel module {module} was not loaded: modprobe.d blacklists or renames it", hint)
+        hint = (
+            f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand"
+        )
+        why = f"modprobe.d blacklists it, or has an alias or install line for {module}"
+        raise ApplyError(f"kernel module {module} was not loaded: {why}", hint)
     report(f"loaded kernel module {module}")
 
 
