@@ -17,7 +17,8 @@ from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlan
 from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
 
-SECONDS = 90.0
+SECONDS = 240.0
+"""How long a test waits at most. It usually waits for seconds, but longer next to other work."""
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
 CALL_LIMIT = 60.0
