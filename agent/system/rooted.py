@@ -79,12 +79,17 @@ class Rooted:
         """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
 
         The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers.
+        Raises OSError if the answer is unknown.
         """
         try:
             return bool(self.real_path(path))
-        except (OSError, ValueError):
-            # ValueError for a path with a null character.
+        except ValueError:
+            # The path contains a null character.
             return False
+        except OSError as error:
+            if error.errno in (*NONEXISTENT, errno.EXDEV):
+                return False
+            raise
 
     def link_inode(self, path: str) -> int | None:
         """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""

@@ -285,14 +285,17 @@ class HostWorld(HostDevices):
 
 
 def _unordered(text: str) -> str:
-    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds."""
+    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds.
+
+    Of the time since which permissions are kept, only whether there is one.
+    """
     mode, _, content = text.partition(" ")
     try:
         live = json.loads(content)
     except ValueError:
         return text
     kept = {key: sorted(value) if isinstance(value, list) else value for key, value in live.items() if key != "rebound"}
-    return f"{mode} {json.dumps(kept, sort_keys=True)}"
+    return f"{mode} {json.dumps(kept | {'kept_since': bool(live.get('kept_since'))}, sort_keys=True)}"
 
 
 def _describe(outcome: Outcome) -> str:

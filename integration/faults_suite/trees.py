@@ -13,7 +13,7 @@ VARYING = (
     (re.compile(r"\b1[789]\d{17}\b"), "TIME"),
     (re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"), "TIME"),
     (re.compile(r'"(inode|ctime_ns|mtime_ns)": \d+'), r'"\1": N'),
-    (re.compile(r'"(device|kept_since|microseconds|started|until|removed)": ?\d+(\.\d+)?'), r'"\1": N'),
+    (re.compile(r'"(device|microseconds|started|until|removed)": ?\d+(\.\d+)?'), r'"\1": N'),
     (re.compile(r'("place": "[^"]*", "manifest": )"[0-9a-f]{64}"'), r'\1"DIGEST"'),
     (re.compile(r'"repairs": \{[^}]*\}'), '"repairs": {}'),
     (re.compile(r'"digest": "[0-9a-f]{64}"'), '"digest": "DIGEST"'),
