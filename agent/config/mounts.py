@@ -36,9 +36,10 @@ CONTROL_PATHS = (
     # The same for programs elsewhere, and files that make root's programs load a library, run a program or change any
     # file. Directories of libraries may be mounted read-only, as docs/security.md warns.
     *("/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
-    *("/usr/lib/tmpfiles.d", "/usr/lib/modprobe.d", "/var/lib/dpkg"),
+    *("/usr/lib/tmpfiles.d", "/run/tmpfiles.d", "/run/udev/rules.d", "/usr/lib/modprobe.d"),
     *(f"/etc/{name}" for name in ("tmpfiles.d", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "security")),
-    *(f"/etc/{name}" for name in ("apt", "logrotate.d", "dbus-1", "polkit-1")),
+    *(f"/etc/{name}" for name in ("apt", "logrotate.d", "dbus-1", "polkit-1", "kernel", "bash.bashrc")),
+    *("/etc/sysctl.d", "/etc/sysctl.conf", "/etc/binfmt.d", "/var/lib/dpkg"),
 )
 """Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
 TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")

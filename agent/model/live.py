@@ -40,7 +40,7 @@ class LiveSettings:
     but keeps no record that it did."""
     kept_since: float = 0.0
     """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_BOOTTIME; 0 if it has
-    none."""
+    none. If more are withdrawn meanwhile, the time of the first one counts for all."""
 
 
 def render_live(live: LiveSettings) -> bytes:

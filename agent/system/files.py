@@ -260,8 +260,12 @@ class System(Rooted):
 
         The temporary file always has the same name, so that leftovers of killed writers do not pile up: each is removed
         by the next writer. The name begins with a dot, so that programs that read whole directories skip the file.
+        A directory in its place, which somebody else made, is put aside.
         """
-        self.remove_temporary(path)
+        try:
+            self.remove_temporary(path)
+        except IsADirectoryError:
+            self.put_aside(temporary_path(path))
         place = self._at(path, follow=False)
         temporary = temporary_path(place)
         try:
@@ -273,14 +277,9 @@ class System(Rooted):
             raise
 
     def remove_temporary(self, path: str) -> None:
-        """Remove the temporary file that a killed `write` or `link` left. A directory in its place is put aside."""
-        temporary = temporary_path(path)
-        try:
-            os.unlink(self._at(temporary, follow=False))
-        except IsADirectoryError:
-            self.put_aside(temporary)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
+        """Remove the temporary file that a killed `write` or `link` left."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(temporary_path(self._at(path, follow=False)))
 
 
 def temporary_path(path: str) -> str:

@@ -9,8 +9,8 @@ import re
 import stat
 from typing import BinaryIO, Self
 
-LINK_OF_PROCESS = re.compile(r"/proc/[^/]+/")
-"""The start of a link's path below the directory of a process or thread, proc(5)."""
+LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
+"""The start of a link's path below the directory of a process, proc(5)."""
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
 

@@ -2,7 +2,8 @@
 
 from agent.system.files import System
 
-TARGET = "/proc/1/root/dead"
+DEAD = "/dead"
+TARGET = f"/proc/1/root{DEAD}"
 
 
 class HangError(BaseException):
@@ -10,7 +11,7 @@ class HangError(BaseException):
 
 
 class WithDeadLinks(System):
-    """A System in which following one of `dead_links` fails the test. Reading a link's text is allowed."""
+    """A System in which following one of `dead_links`, or reaching DEAD, fails the test. A link's text may be read."""
 
     dead_links: frozenset[str] = frozenset()
 
@@ -19,3 +20,9 @@ class WithDeadLinks(System):
         if below or (follow and path in self.dead_links and self.read_link(path)):
             raise HangError(path)
         return super()._at(path, follow=follow)
+
+    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
+        resolved = super()._resolve(path, of_processes=of_processes)
+        if resolved.startswith(DEAD):
+            raise HangError(path)
+        return resolved

@@ -226,6 +226,8 @@ def test_attack_on_a_path(host: Host, what: str) -> None:
             assert SECRET not in all_messages(outcome), name
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, name
             assert not number or not outcome.failures, name
+        names = {os.path.basename(path) for path in (handoff_file(BAD), conditions_file(BAD))}
+        assert set(host.entries(os.path.dirname(handoff_file(BAD)))) == names, name
         for path in (handoff_file(BAD), conditions_file(BAD)):
             assert host.is_file(path), name
             assert host.read_link(path) is None, name

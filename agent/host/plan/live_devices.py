@@ -67,7 +67,8 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
             allow = tuple(entry for entry in before.allow if entry.node in wanted)
             foreign = tuple(entry for entry in machine.device_allow if entry not in before.allow)
             if allow != before.allow:
-                changes.append(ChangeDevices(goal.name, before, replace(before, allow=allow), foreign))
+                after = replace(before, allow=allow, kept_since=0.0)
+                changes.append(ChangeDevices(goal.name, before, after, foreign))
     return changes
 
 
