@@ -10,10 +10,9 @@ from agent.host.apply.bootstrap_token import remove_used_tokens
 from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
-from agent.host.observe.ages import Ages
 from agent.host.observe.host import observe
-from agent.host.observe.loader_cache import LoaderCache
 from agent.host.observe.machine_report import Report, parse_report
+from agent.host.observe.memory import Memory
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.plan.diff import Acknowledged, Difference, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
@@ -66,8 +65,8 @@ class FailedCleanup:
 class Reconciler:
     """Brings a host to its goal.
 
-    Between passes, a Reconciler keeps only the parsed loader cache, the ages of files, failed removals, and the faults
-    that were logged.
+    Between passes, a Reconciler keeps only what it remembers of observations, failed removals, and the faults that were
+    logged.
     """
 
     config: Config
@@ -77,15 +76,14 @@ class Reconciler:
     """Called with a sentence when a step begins, and with an empty text after an observation or a part of a step."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
-    loader_cache: LoaderCache = field(default_factory=LoaderCache)
-    ages: Ages = field(default_factory=Ages)
+    memory: Memory = field(default_factory=Memory)
     failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
     logged_faults: tuple[str, ...] = ()
     """The faults of the last pass, one sentence each. Their tracebacks are in the log already."""
 
     def preview(self) -> tuple[Facts, Plan, Difference]:
         """Return facts, plan and difference without changing anything. Raises AgentError if no pass is possible."""
-        facts = without_plain(observe(self.config, self.system, self.devices, self.loader_cache, self.ages))
+        facts = without_plain(observe(self.config, self.system, self.devices, self.memory))
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
             raise UnsupportedError(

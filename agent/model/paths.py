@@ -64,6 +64,8 @@ WAKE = f"{RUNTIME}/wake"
 """`gpus forget` writes this file, so that the service makes a pass and stops reporting the lost GPU."""
 
 MACHINE_ROOTS = "/var/lib/machines"
+LOADER_CACHE = "/etc/ld.so.cache"
+"""The cache of the dynamic loader, ld.so(8), on the host and in a machine."""
 NSPAWN = "/etc/systemd/nspawn"
 NSPAWN_RUNTIME = "/run/systemd/nspawn"
 UNITS = "/etc/systemd/system"

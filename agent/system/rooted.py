@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Callable
 from typing import BinaryIO, Self
 
 LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
@@ -21,6 +22,9 @@ NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 class Rooted:
     """The file system below `root`: absolute paths, also those in links, are relative to it."""
 
+    _note: Callable[[str, bool], None] | None = None
+    """Called with each path that is looked at, and whether links are followed; see `noting`."""
+
     def __init__(self, root: str = "/") -> None:
         self.root = root.rstrip("/") or "/"
 
@@ -29,10 +33,22 @@ class Rooted:
         # Imported here: the machine half never needs it.
         import copy
 
-        root = self._below_root(self._resolve(directory))
+        root = self._noted(self._below_root(self._resolve(directory)), follow=False)
         os.lstat(root)
         inner = copy.copy(self)
         inner.root = root.rstrip("/") or "/"
+        return inner
+
+    def noting(self, note: Callable[[str, bool], None]) -> Self:
+        """Return a copy of this object that calls `note` before it looks at a path, or after it has followed a link.
+
+        `note` gets the whole path with the root prefix, and whether a link in its last component is followed.
+        """
+        # Imported here: the machine half never needs it.
+        import copy
+
+        inner = copy.copy(self)
+        inner._note = note
         return inner
 
     def exists(self, path: str) -> bool:
@@ -72,7 +88,7 @@ class Rooted:
         Links of a process in /proc are not resolved, because they lead to what that process sees (OSError, EXDEV).
         """
         resolved = self._resolve(path, of_processes=False)
-        os.lstat(self._below_root(resolved))
+        os.lstat(self._noted(self._below_root(resolved), follow=False))
         return resolved
 
     def leads_to_something(self, path: str) -> bool:
@@ -145,10 +161,16 @@ class Rooted:
         Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
         """
         if self.root == "/":
-            return path
+            return self._noted(path, follow=follow)
         if follow:
-            return self._below_root(self._resolve(path))
-        return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
+            return self._noted(self._below_root(self._resolve(path)), follow=False)
+        place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
+        return self._noted(self._below_root(place), follow=False)
+
+    def _noted(self, place: str, *, follow: bool) -> str:
+        if self._note:
+            self._note(place, follow)
+        return place
 
     def _resolve(self, path: str, *, of_processes: bool = True) -> str:
         """Return the path with links resolved; absolute links lead to a path below the root. It need not exist.
@@ -167,6 +189,7 @@ class Rooted:
             except OSError:
                 done = here
                 continue
+            self._noted(self._below_root(here), follow=False)
             links += 1
             if not of_processes and LINK_OF_PROCESS.match(here):
                 raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)

@@ -14,6 +14,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import CacheEntry, DrmDevice, Gpu, PciDevice, Seen, VendorFacts
 from agent.model.finding import Finding
 from agent.model.goal import DriverRoots, Grant
+from agent.system.file_cache import FileCache
 from agent.system.files import System
 
 
@@ -36,6 +37,8 @@ class Sources:
     driver: DriverSettings = field(default_factory=DriverSettings)
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
     """Settings by machine name. Some things are observed only if a machine's settings request them."""
+    file_cache: FileCache = field(default_factory=FileCache)
+    """Results of earlier passes, for observations of many files that seldom change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from agent.host.observe.loader_cache import CACHE
 from agent.model.device import DeviceNumber
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import DrmDevice, PciDevice, Seen
-from agent.model.paths import DRIVER_ROOTS_TARGET
+from agent.model.paths import DRIVER_ROOTS_TARGET, LOADER_CACHE
 from agent.system.machined import MACHINED_MANAGER
 from agent.system.mounts import MOUNTS
 from agent.system.process import Completed
@@ -318,7 +317,7 @@ class Host(WithDeadLinks):
 
     def loader_cache(self, listing: str) -> None:
         """Define what `ldconfig -p` prints."""
-        self.file(CACHE, "not read by us")
+        self.file(LOADER_CACHE, "not read by us")
         self.file("/usr/sbin/ldconfig", executable=True)
         self.command("/sbin/ldconfig" if self.exists("/sbin/ldconfig") else "ldconfig", "-p", stdout=listing)
 

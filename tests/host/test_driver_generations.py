@@ -13,7 +13,6 @@ import pytest
 
 from agent.cli.prepare import prepare
 from agent.config.settings import Config, MachineSettings
-from agent.host.observe.loader_cache import CACHE
 from agent.host.outcome import Outcome
 from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
@@ -25,7 +24,16 @@ from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Absent, Broken, Facts, Library, Seen, StagedRoot, Unseen, UserSpace
 from agent.model.goal import Goal
 from agent.model.handoff import parse_handoff
-from agent.model.paths import MANIFESTS, REMOVED, STAGING, TREES, handed_roots_file, handoff_file, times_file
+from agent.model.paths import (
+    LOADER_CACHE,
+    MANIFESTS,
+    REMOVED,
+    STAGING,
+    TREES,
+    handed_roots_file,
+    handoff_file,
+    times_file,
+)
 from agent.model.remembered import Remembered
 from agent.system.process import Completed, TimeLimitError
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
@@ -93,7 +101,7 @@ def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
                 path.rename(path.with_name(path.name.replace(old, new)))
     host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
     # A new inode, as after ldconfig.
-    host.write(CACHE, b"written again")
+    host.write(LOADER_CACHE, b"written again")
 
 
 def start_machine(host: Host) -> None:
@@ -126,7 +134,7 @@ def reinstall(host: Host, time: int) -> None:
                 path.write_bytes(content)
                 path.chmod(mode)
                 os.utime(path, (time, time))
-    host.write(CACHE, b"written again")
+    host.write(LOADER_CACHE, b"written again")
 
 
 def repair(host: Host) -> None:

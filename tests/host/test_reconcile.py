@@ -506,7 +506,7 @@ def test_a_clock_jump_makes_no_report_outdated(gpu_host: Host, jump: float, monk
     report(gpu_host, OPENED)
     assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
     only = Reconciler(Config.model_validate({"machines": {MACHINE: {"gpus": "count=1"}}}), gpu_host, gpu_host)
-    only.ages = agent.ages
+    only.memory = agent.memory
     gpu_host.bus.changes.clear()
     only.reconcile()
     assert gpu_host.bus.changes == [], "what was taken back stays permitted until the machine has answered"

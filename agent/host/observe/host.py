@@ -1,4 +1,4 @@
-"""Observes the host. Each pass reads everything again, except loader caches whose files have not changed."""
+"""Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,8 +6,9 @@ from typing import TypeVar
 from agent.config.settings import Config
 from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import observe_staged
-from agent.host.observe.loader_cache import Listing, LoaderCache
+from agent.host.observe.loader_cache import Listing
 from agent.host.observe.machine import ignored_settings, observe_machine, unseen_machine
+from agent.host.observe.memory import Memory
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.placements import observe_placements
@@ -32,7 +33,7 @@ from agent.vendors.host_vendor import Sources
 D = TypeVar("D")
 
 
-def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache, ages: Ages) -> Facts:
+def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass, in which everything that cannot be observed is Unseen.
 
     Raises ObservationError if the record of detached GPUs cannot be read.
@@ -55,12 +56,13 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         architecture=system.architecture(),
         pci=wait_for_pci(),
         drm=wait_for_drm(),
-        loader_cache=lambda root: _entries(loader_cache.read(system, root)),
+        loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
         driver=config.driver,
         machines=config.machines,
         units={service: units[service].state for service in services},
         lost=observe_lost(system),
         detached=detached.gpus,
+        file_cache=memory.file_cache,
     )
     template = observe_template(system)
     template_problem = "" if isinstance(template, tuple) else template.why
@@ -69,13 +71,13 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     ignored = (each for name in names for each in ignored_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
-    problems = (template_problem, discarded, *loader_cache.skipped(), detached.problem, damage, *ignored)
+    problems = (template_problem, discarded, *memory.loader_cache.skipped(), detached.problem, damage, *ignored)
     return Facts(
         architecture=sources.architecture,
         systemd_version=systemd_version,
         template_device_allow=template,
         vendors=vendors,
-        machines=tuple(_machine(name, unit, system, ages) for name, unit in machine_units.items()),
+        machines=tuple(_machine(name, unit, system, memory.ages) for name, unit in machine_units.items()),
         staged=roots,
         next_driver_root_index=staged.next_index,
         corrupt_roots=staged.corrupt,

@@ -22,11 +22,10 @@ from agent.machine.notes import Notes
 from agent.machine.repairs import record_repair
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.handoff import Repair, Request
-from agent.model.paths import STATE
+from agent.model.paths import LOADER_CACHE, STATE
 from agent.model.reasons import Reason
 from agent.system.files import System
 
-LOADER_CACHE = "/etc/ld.so.cache"
 LOADER_CONFIGURATION = "/etc/ld.so.conf.d"
 ENTRY = re.compile(r"\t(?P<name>\S+) \((?P<abi>[^\s)]+?)(?:, [^)]*)?\) => (?P<path>.*)")
 """A line of `ldconfig -p` (print_entry in glibc's elf/cache.c). `hwcap:` and `OS ABI:` may follow the ABI."""

@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 from agent.config.settings import Config
-from agent.host.observe.ages import Ages
 from agent.host.observe.host import observe
-from agent.host.observe.loader_cache import LoaderCache
+from agent.host.observe.memory import Memory
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Facts
 from agent.model.paths import machine_unit
@@ -59,4 +58,4 @@ class Tree(Host):
             shutil.rmtree(self.tree / directory, ignore_errors=True)
         self.pci = self.drm = ()
         self.driver(module, gpus=1)
-        return observe(CONFIG, self, self, LoaderCache(), Ages())
+        return observe(CONFIG, self, self, Memory())

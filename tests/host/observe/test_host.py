@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import Config
-from agent.host.observe.ages import Ages
 from agent.host.observe.host import observe
-from agent.host.observe.loader_cache import LoaderCache
+from agent.host.observe.memory import Memory
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, DrmDevice, PciDevice, Seen, VendorFacts
@@ -39,7 +38,7 @@ def debian(host: Host) -> Host:
 
 @pytest.mark.scenario("002")
 def test_a_whole_host(debian: Host) -> None:
-    facts = observe(CONFIG, debian, debian, LoaderCache(), Ages())
+    facts = observe(CONFIG, debian, debian, Memory())
     (nvidia,) = (each for each in facts.vendors if each.vendor == "nvidia")
     assert nvidia.problems == ()
     assert len(nvidia.gpus) == 8
@@ -58,10 +57,10 @@ def test_a_whole_host(debian: Host) -> None:
 
 
 def test_a_second_pass_sees_the_same_and_reuses_only_the_loaders_listing(debian: Host) -> None:
-    cache = LoaderCache()
-    first = observe(CONFIG, debian, debian, cache, Ages())
+    memory = Memory()
+    first = observe(CONFIG, debian, debian, memory)
     debian.runner.calls.clear()
-    assert observe(CONFIG, debian, debian, cache, Ages()) == first
+    assert observe(CONFIG, debian, debian, memory) == first
     assert debian.runner.calls == []
 
 
@@ -85,14 +84,14 @@ def test_devices_are_listed_while_pid_1_answers(debian: Host) -> None:
             all_three.wait(4)
             return debian.drm_devices()
 
-    facts = observe(CONFIG, System(debian.runner, debian.root, answer), Devices(), LoaderCache(), Ages())
+    facts = observe(CONFIG, System(debian.runner, debian.root, answer), Devices(), Memory())
     assert met
     assert facts.machines[0].unit_state == "active"
 
 
 def test_unusable_state_is_reported(debian: Host) -> None:
     debian.file(OWNED, "{")
-    (problem,) = observe(CONFIG, debian, debian, LoaderCache(), Ages()).problems
+    (problem,) = observe(CONFIG, debian, debian, Memory()).problems
     assert OWNED in problem
 
 
@@ -104,7 +103,7 @@ def test_a_host_without_any_gpu_or_driver(debian: Host, tmp_path: Path) -> None:
     bare.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
     bare.file("/dev/null")
     bare.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\n")
-    nvidia, *others = observe(CONFIG, bare, bare, LoaderCache(), Ages()).vendors
+    nvidia, *others = observe(CONFIG, bare, bare, Memory()).vendors
     assert others == [VendorFacts("amd"), VendorFacts("intel"), VendorFacts("other-devices")]
     assert (nvidia.gpus, nvidia.devices, nvidia.problems) == ((), (), ())
     assert nvidia.driver

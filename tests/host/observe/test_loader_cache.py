@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.loader_cache import CACHE, Listing, LoaderCache, parse_listing
+from agent.host.observe.loader_cache import Listing, LoaderCache, parse_listing
 from agent.model.facts import Absent, Broken, CacheEntry, Unseen
+from agent.model.paths import LOADER_CACHE
 from tests.fakes.host import HOSTS, Host
 
 DEBIAN = (HOSTS / "debian-13-driver-550" / "ldconfig.txt").read_text()
@@ -115,7 +116,7 @@ def test_ldconfig_runs_again_only_for_a_changed_cache(host: Host) -> None:
     first = cache.read(host)
     assert cache.read(host) is first
     assert host.runner.calls == [("/sbin/ldconfig", "-p")]
-    host.remove_file(CACHE)
+    host.remove_file(LOADER_CACHE)
     assert isinstance(cache.read(host), Absent)
     host.loader_cache(listing("a.so (libc6) => /a.so"))
     host.command("/sbin/ldconfig", "-p", stdout=listing("a.so (libc6) => /a.so"))

@@ -39,14 +39,23 @@ class Companions:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelFirmware:
+    """Where the running kernel looks for firmware."""
+
+    release: str
+    """The kernel's release, which is the name of a directory; empty if unknown."""
+    path: str
+    """The directory that is searched first; empty if none is set (firmware_class.path)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Location:
     """Where the driver's files are on the host."""
 
     place: Place
     root: str
     """Real path of the place's root, as a prefix of paths; empty for the host's root."""
-    host: System
-    """The host, for reading /proc and /sys: the place may be the root of a different system."""
+    kernel: KernelFirmware
 
 
 def observe_companions(
@@ -173,9 +182,14 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
         raise
 
 
+def kernel_firmware(system: System) -> KernelFirmware:
+    """Return where the running kernel looks for firmware. Raises OSError."""
+    return KernelFirmware(_line(system, RELEASE), _line(system, FIRMWARE_PATH))
+
+
 def _firmware_directories(location: Location) -> tuple[str, ...]:
     """Return the directories where the kernel looks for firmware, as paths below the place's root."""
-    release, path = _line(location.host, RELEASE), _line(location.host, FIRMWARE_PATH)
+    release, path = location.kernel.release, location.kernel.path
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
     # Driver containers make the kernel search a directory of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
     roots = (location.root, location.place.root.rstrip("/"))

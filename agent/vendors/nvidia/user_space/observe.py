@@ -5,13 +5,19 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from agent.model.facts import Absent, CacheEntry, Seen, Unseen, UserSpace
+from agent.model.paths import LOADER_CACHE
 from agent.system.deadlines import call_device
 from agent.system.files import System
 from agent.system.path_trust import PathTrust
-from agent.system.seen import classify_error
+from agent.system.seen import classify_error, read_seen
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.user_space import libraries
-from agent.vendors.nvidia.user_space.companion_files import Location, observe_companions
+from agent.vendors.nvidia.user_space.companion_files import (
+    KernelFirmware,
+    Location,
+    kernel_firmware,
+    observe_companions,
+)
 from agent.vendors.nvidia.user_space.libraries import SETS, TRIPLETS, FoundLibraries
 from agent.vendors.nvidia.user_space.library_directories import list_libraries
 from agent.vendors.nvidia.user_space.loader_manifests import with_pod_paths
@@ -45,24 +51,54 @@ class _Candidate:
         return frozenset(directory for each in self.found for directory in each.directories)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The result of a whole search."""
+
+    user_space: UserSpace
+    final: bool
+    """Whether the same files would give the same result again: nothing failed, and nothing was unreadable."""
+
+
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown."""
+    """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown.
+
+    The search runs again only if something has changed that the last one looked at.
+    """
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
         return UserSpace(none, none)
-    place = configured_place(sources.driver)
-    if place is not None:
-        assembled = _assemble(sources, _search_in_time(sources, place, module))
-        return replace(assembled, place_name=place.name, place_key=place.name)
+    try:
+        # Read in each pass, because the times of files in /proc and /sys do not tell when their content changed.
+        kernel = kernel_firmware(sources.system)
+    except OSError as error:
+        unseen = Unseen(classify_error(error.filename or "the kernel's settings for firmware", error).why)
+        return UserSpace(unseen, unseen)
+    found = sources.file_cache.get(
+        "NVIDIA's driver",
+        (sources.architecture, sources.driver, module, kernel),
+        sources.system,
+        lambda system: _search_places(replace(sources, system=system), module, kernel),
+        lambda found: found.final,
+    )
+    return found.user_space
+
+
+def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Found:
+    configured = configured_place(sources.driver)
     candidates: list[_Candidate] = []
-    for place in PLACES:
+    for place in (configured,) if configured else PLACES:
         searched = frozenset[str]().union(*(each.directories for each in candidates))
         candidates.append(_search_in_time(sources, place, module, searched))
     chosen = _choose(candidates, module)
+    user_space = replace(_assemble(sources, chosen, kernel), place_name=chosen.place.name)
+    final = all(isinstance(each.version, (str, Absent)) for each in candidates)
+    final = final and not isinstance(user_space.files, Unseen)
+    if configured:
+        return _Found(replace(user_space, place_key=configured.name), final)
     others = [each for each in candidates if each is not chosen]
-    return replace(
-        _assemble(sources, chosen),
-        place_name=chosen.place.name,
+    user_space = replace(
+        user_space,
         refused_places=tuple(
             each.place.name for each in candidates if each.skipped_directories and not isinstance(each.version, str)
         ),
@@ -71,6 +107,7 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         ),
         skipped_directories=tuple(skipped for each in candidates for skipped in each.skipped_directories),
     )
+    return _Found(user_space, final)
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
@@ -152,6 +189,8 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     """Return the libraries on paths that `trust` permits: only root may decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, trust)
+    # The listing depends on this file, which it is not read from `system`.
+    read_seen(system.identity, LOADER_CACHE)
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
         return listed
@@ -159,7 +198,7 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     return tuple(each for each in drivers if trust.permits(posixpath.dirname(each.path), each.path))
 
 
-def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
+def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -> UserSpace:
     """Return all files of the candidate's version, or why there are none."""
     place, system, root, version = candidate.place, candidate.system, candidate.root, candidate.version
     if not isinstance(version, str):
@@ -174,9 +213,7 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
             binaries=tuple(filter(trust.permits, place.binaries)),
             data=tuple(filter(trust.permits, place.data)),
         )
-        companion_files = observe_companions(
-            system, version, triplet, directories, Location(trusted, root, sources.system)
-        )
+        companion_files = observe_companions(system, version, triplet, directories, Location(trusted, root, kernel))
         companions, path_problems = with_pod_paths(system, companion_files.files, files)
     except OSError as error:
         unseen = Unseen(classify_error(error.filename or "the driver's files", error).why)

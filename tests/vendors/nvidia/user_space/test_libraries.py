@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.loader_cache import CACHE, Listing, LoaderCache
+from agent.host.observe.loader_cache import Listing, LoaderCache
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.paths import LOADER_CACHE
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.user_space.observe import observe_user_space
@@ -324,7 +325,7 @@ def test_an_unseen_loader_cache_is_not_an_absent_driver(host: Host) -> None:
     host.load("debian-13-driver-550")
     host.command("/sbin/ldconfig", "-p", status=-9)
     assert isinstance(user_space(host).files, Unseen)
-    host.remove_file(CACHE)
+    host.remove_file(LOADER_CACHE)
     assert isinstance(user_space(host).files, Absent)
 
 

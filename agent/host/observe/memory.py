@@ -1,0 +1,16 @@
+"""What the host half remembers of its observations from one pass to the next."""
+
+from dataclasses import dataclass, field
+
+from agent.host.observe.ages import Ages
+from agent.host.observe.loader_cache import LoaderCache
+from agent.system.file_cache import FileCache
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Results that stay right while the files that they came from are unchanged, and the ages of files."""
+
+    loader_cache: LoaderCache = field(default_factory=LoaderCache)
+    file_cache: FileCache = field(default_factory=FileCache)
+    ages: Ages = field(default_factory=Ages)

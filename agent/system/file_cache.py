@@ -1,0 +1,91 @@
+"""Reuses the result of an observation while no file that it was made from has changed.
+
+A change is recognised by what stat(2) says: device, inode, type, mode, owner, size, mtime and ctime. The state of each
+path is noted before the observation looks at it.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agent.system.deadlines import DEVICE_CALL, call_device
+from agent.system.files import System
+from agent.system.rooted import NONEXISTENT
+
+T = TypeVar("T")
+
+FRESH = 2.0
+"""Seconds after a change in which a second change may leave the same times: a file system's clock ticks every 4 ms on
+ext4, every 2 s on FAT."""
+
+State = tuple[int, ...]
+Files = dict[tuple[str, bool], State | None]
+"""What stat(2) said, by path and by whether links were followed; None if a file's next change could go unnoticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A result that may be used again."""
+
+    key: object
+    files: Files
+    result: Any
+
+
+@dataclass(slots=True)
+class FileCache:
+    """The last result of each observation, by name."""
+
+    clock: Callable[[], float] = time.time
+    """The clock of the file systems' times."""
+    limit: float = DEVICE_CALL
+    """Seconds for stat(2) of all files: one may be on a network file system."""
+    _kept: dict[str, _Kept] = field(default_factory=dict)
+
+    def get(
+        self, name: str, key: object, system: System, observe: Callable[[System], T], complete: Callable[[T], bool]
+    ) -> T:
+        """Return the last result of the observation `name`, or call `observe` if it may be different by now.
+
+        `observe` gets a System that notes what it looks at. `key` has everything else that the result depends on. Only
+        a result that is `complete` is kept.
+        """
+        kept = self._kept.pop(name, None)
+        if kept and kept.key == key and self._unchanged(name, kept.files):
+            self._kept[name] = kept
+            return kept.result  # type: ignore[no-any-return]
+        files, newest = Files(), self.clock() - FRESH
+
+        def note(path: str, follow: bool) -> None:
+            if (path, follow) not in files:
+                files[path, follow] = _state(path, follow, newest)
+
+        result = observe(system.noting(note))
+        if complete(result) and None not in files.values() and self._unchanged(name, files):
+            self._kept[name] = _Kept(key, files, result)
+        return result
+
+    def _unchanged(self, name: str, files: Files) -> bool:
+        """Return whether no file has changed. A file system that does not answer in time counts as a change."""
+
+        def compare() -> bool:
+            return all(_state(*each) == state for each, state in files.items())
+
+        try:
+            return call_device(f"the files of {name}", compare, self.limit)
+        except OSError:
+            return False
+
+
+def _state(path: str, follow: bool, newest: float = float("inf")) -> State | None:
+    """Return what stat(2) says; None if that is unknown, or if the file has changed after the time `newest`."""
+    try:
+        found = os.stat(path, follow_symlinks=follow)
+    except OSError as error:
+        return (error.errno,) if error.errno in NONEXISTENT else None
+    if found.st_ctime > newest:
+        return None
+    identity = (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size)
+    return (*identity, found.st_mtime_ns, found.st_ctime_ns)

@@ -1,0 +1,178 @@
+"""An observation is repeated after any change that stat(2) shows, and only then."""
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.system.file_cache import FRESH, FileCache
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+
+LATER = FRESH + 1
+
+
+class Observation:
+    """Reads what is behind a link in a directory, and counts how often."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self.count = place, 0
+        self.during: Callable[[], object] = lambda: None
+
+    def __call__(self, system: System) -> str:
+        self.count += 1
+        names = ",".join(system.entries(f"{self.place}/current"))
+        found = f"{names} {system.exists(f'{self.place}/new')} {system.real_path(f'{self.place}/current/file')}"
+        self.during()
+        return f"{found} {system.owner(f'{self.place}/real')[0]:o} {system.read_text(f'{self.place}/current/file')}"
+
+
+@pytest.fixture(params=["the host's root", "another root"])
+def system(request: pytest.FixtureRequest, tmp_path: Path) -> System:
+    for directory in ("real", "other"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "file").write_text(directory)
+    (tmp_path / "current").symlink_to("real")
+    return System(host_runner, "/" if request.param == "the host's root" else str(tmp_path))
+
+
+@pytest.fixture
+def observation(system: System, tmp_path: Path) -> Observation:
+    return Observation(str(tmp_path) if system.root == "/" else "")
+
+
+def get(cache: FileCache, system: System, observation: Observation, key: object = 1) -> str:
+    return cache.get("test", key, system, observation, lambda found: bool(found))
+
+
+def cache(seconds_later: float = LATER) -> FileCache:
+    return FileCache(lambda: time.time() + seconds_later)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a file's content": lambda tree: (tree / "real/file").write_text("REAL"),
+    "a file's content, with the old mtime": lambda tree: rewrite_with_old_mtime(tree / "real/file"),
+    "a file replaced": lambda tree: (tree / "other/file").rename(tree / "real/file"),
+    "a file removed": lambda tree: (tree / "real/file").unlink(),
+    "another name in a directory": lambda tree: (tree / "real/more").write_text(""),
+    "what was missing": lambda tree: (tree / "new").write_text(""),
+    "a link": lambda tree: replace_link(tree / "current", "other"),
+    "a directory's mode": lambda tree: (tree / "real").chmod(0o777),
+    "a directory renamed behind a link": lambda tree: swap(tree / "real", tree / "other"),
+}
+
+
+def rewrite_with_old_mtime(path: Path) -> None:
+    before = path.stat()
+    path.write_text("REAL")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def swap(one: Path, other: Path) -> None:
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_seen(
+    system: System, observation: Observation, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    kept = cache()
+    first = get(kept, system, observation)
+    assert get(kept, system, observation) == first
+    assert observation.count == 1
+    time.sleep(0.01)  # more than one tick of the file system's clock
+    change(tmp_path)
+    with contextlib.suppress(FileNotFoundError):
+        get(kept, system, observation)
+    assert observation.count == 2
+
+
+def test_everything_else_that_the_result_depends_on_is_the_key(system: System, observation: Observation) -> None:
+    kept = cache()
+    for key in (1, 2, 2, 1):
+        get(kept, system, observation, key)
+    assert observation.count == 3
+
+
+def test_a_result_from_files_that_changed_just_before_is_not_kept(system: System, observation: Observation) -> None:
+    kept = cache(seconds_later=0)
+    get(kept, system, observation)
+    get(kept, system, observation)
+    assert observation.count == 2
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_result_is_not_kept_if_something_changed_during_the_observation(
+    system: System, observation: Observation, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    kept = cache()
+    time.sleep(0.01)
+    changes = [change]
+    observation.during = lambda: changes.pop()(tmp_path) if changes else None
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            get(kept, system, observation)
+    assert observation.count == 2
+
+
+def test_an_incomplete_result_is_not_kept(system: System, observation: Observation) -> None:
+    kept = cache()
+    for _ in range(2):
+        kept.get("test", 1, system, observation, lambda found: False)
+    assert observation.count == 2
+
+
+def test_a_result_is_not_kept_if_a_files_state_is_unknown(
+    system: System, observation: Observation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with errors: the observation passes over a file that stat(2) fails for."""
+    real = os.stat
+
+    def stat(path: str, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path == str(tmp_path / "broken"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, follow_symlinks=follow_symlinks)
+
+    def observe(system: System) -> str:
+        with contextlib.suppress(OSError):
+            system.exists(f"{observation.place}/broken")
+        return observation(system)
+
+    kept = cache()
+    monkeypatch.setattr(os, "stat", stat)
+    for _ in range(2):
+        kept.get("test", 1, system, observe, lambda found: True)
+    assert observation.count == 2
+
+
+def test_files_that_do_not_answer_are_observed_again(
+    system: System, observation: Observation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, hanging, released = cache(), threading.Event(), threading.Event()
+    kept.limit = 0.05
+    first, real = get(kept, system, observation), os.stat
+
+    def stat(path: str, *, follow_symlinks: bool = True) -> os.stat_result:
+        if threading.current_thread() is not threading.main_thread() and not hanging.is_set():
+            hanging.set()
+            released.wait(30)
+        return real(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(os, "stat", stat)
+    try:
+        assert get(kept, system, observation) == first
+        assert hanging.is_set()
+        assert observation.count == 2
+    finally:
+        released.set()
