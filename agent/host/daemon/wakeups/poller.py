@@ -56,14 +56,19 @@ class Interrupt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How long after events a pass begins, in seconds. A second full of events causes at most three passes."""
+    """How long after events a pass begins, in seconds.
 
-    quiet: float = 0.05
-    """Time without a further event before a pass, because related events come together."""
+    One second of events causes at most three passes if the events come without a pause, otherwise at most four.
+    """
+
+    quiet: float = 0.02
+    """Time without a further event before a pass, because related events come together. The nodes of a new GPU are made
+    and get their mode within a millisecond; a longer time would only delay the GPU."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
-    """The minimum time between the starts of two passes that events cause."""
+    """The mean time between the starts of passes that events cause, at least. A second pass may follow directly on one
+    that came after a silence: a change of the host often comes in two steps, such as a device and then its mode."""
 
 
 @dataclass(slots=True)
@@ -99,8 +104,9 @@ class Wakeups:
     sources: Collection[Source] = ()
     settling: Settling = field(default_factory=Settling)
     _tracked: list[_Tracked] = field(init=False)
-    _last_wakeup: float = field(init=False, default=-math.inf)
-    """When an event last caused a pass, by time.monotonic()."""
+    _spaced: float = field(init=False, default=-math.inf)
+    """When the next pass would begin if all passes for events kept their distance, by time.monotonic(). It may begin
+    earlier by one `spacing`."""
     first: float = field(init=False, default=-math.inf)
     """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
     end of the pass."""
@@ -140,7 +146,7 @@ class Wakeups:
                 due |= dict.fromkeys(new)
         if not due or interrupt.pending:
             return ""
-        self._last_wakeup = time.monotonic()
+        self._spaced = max(time.monotonic(), self._spaced) + self.settling.spacing
         for tracked in self._tracked:
             tracked.tally.wakeups += tracked.source.name in due
         return next(iter(due))
@@ -148,7 +154,7 @@ class Wakeups:
     def _pass_time(self, first: float, last: float) -> float:
         """Return when to begin the pass for events that came between `first` and `last`."""
         settling = self.settling
-        return max(min(last + settling.quiet, first + settling.longest), self._last_wakeup + settling.spacing)
+        return max(min(last + settling.quiet, first + settling.longest), self._spaced - settling.spacing)
 
     def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
         """Wait for events. Return the sources that have events, and those that may have to be opened again."""

@@ -147,14 +147,28 @@ def test_events_of_two_sources_are_one_pass(pipes: tuple[Piped, Piped], interrup
     assert tally(wakeups, "first") == tally(wakeups, "second") == (True, 1, 0)
 
 
-def test_two_passes_for_events_keep_their_distance(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
-    wakeups = opened(*pipes, spacing=0.4)
+def test_passes_for_events_keep_their_distance_but_for_one(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    """After a silence, the second pass follows at once; each further one waits."""
+    wakeups, starts = opened(*pipes, spacing=1.0), []
+    for _ in range(4):
+        pipes[0].event()
+        assert wakeups.wait(60, interrupt) == "first"
+        starts.append(time.monotonic())
+    assert starts[1] - starts[0] < 0.9
+    assert starts[2] - starts[0] >= 0.99
+    assert starts[3] - starts[0] >= 1.99
+
+
+def test_after_a_silence_the_next_pass_is_early_again(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes, spacing=0.3)
+    for _ in range(3):
+        pipes[0].event()
+        assert wakeups.wait(60, interrupt) == "first"
+    time.sleep(0.7)
+    wakeups.settling, started = Settling(quiet=0, spacing=0.3), time.monotonic()
     pipes[0].event()
     assert wakeups.wait(60, interrupt) == "first"
-    first = time.monotonic()
-    pipes[0].event()
-    assert wakeups.wait(60, interrupt) == "first"
-    assert time.monotonic() - first >= 0.39
+    assert time.monotonic() - started < 0.3
 
 
 def test_a_signal_ends_the_wait(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
@@ -234,7 +248,7 @@ def test_a_source_that_always_breaks_does_not_keep_the_loop_busy(
 def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     host: Host, tmp_path: Path, interrupt: Signalled
 ) -> None:
-    """10,000 real events in a second cause three passes."""
+    """10,000 real events in a second cause three passes, or four if a busy computer pauses in between."""
     directory = tmp_path / "host/dev"
     directory.mkdir()
     source = Directories("nodes", host, lambda: ("/dev",), lambda _, name: True)
@@ -258,7 +272,7 @@ def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     thread.join()
     source.close()
     assert seen[-1] == {"last"}
-    assert len(seen) <= int((took[0] - 0.05) / 0.5) + 2, f"in {took[0]:.2f} s"
+    assert len(seen) <= int(took[0] / 0.5) + 2, f"in {took[0]:.2f} s"
     assert tally(wakeups, "nodes") == (True, len(seen), 0)
 
 
