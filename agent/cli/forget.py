@@ -17,7 +17,9 @@ LOCK_WAIT = 60.0
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and that the record was damaged.
+    """Forget the lost GPU at this address. Without an address, forget all of them.
+
+    Without an address, this also acknowledges damage to the record of granted GPUs.
 
     Returns lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
     if the record cannot be read.
@@ -42,7 +44,9 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         # Wake the service: its metrics and the machines' Node objects show the loss until its next pass.
         with suppress(OSError):
             reconciler.system.write(WAKE, b"")
-    lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} does without it" for gpu in lost.values()]
+    lines = [
+        f"{gpu.describe()} is forgotten, and no longer missing in: {', '.join(gpu.machines)}" for gpu in lost.values()
+    ]
     if remembered.damage != damage:
         lines.append("the damage to the record is acknowledged: the agent remembers GPUs again from now on")
     return tuple(lines) or ("no GPU is lost: nothing to do",)

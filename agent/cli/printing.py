@@ -28,12 +28,15 @@ def say(lines: Iterable[str]) -> None:
         sys.stdout.flush()
 
 
-def hand_over(stream: str, text: str) -> bool:
-    """Leave the rest of the work to the process that asked for the command. Return False if no process asked."""
+def hand_over(kind: str, text: str) -> bool:
+    """Give `text` to the process that asked for the command: it does the work that `kind` names, such as LISTING.
+
+    Return False if no process asked, because this is the command's own process.
+    """
     captured = CAPTURED.get()
     if captured is None:
         return False
-    captured.append((stream, text))
+    captured.append((kind, text))
     return True
 
 

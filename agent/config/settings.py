@@ -179,7 +179,7 @@ class DriverSettings(Model):
     root: AbsolutePath = "/"
     """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means only the
     host's own loader cache; without this key, the agent searches other places too
-    (docs/drivers/roots.md#how-to-name-it)."""
+    (docs/drivers/roots.md#how-to-configure-the-place)."""
     library_directories: list[AbsolutePath] = []
     """Directories with the driver's libraries, if no loader cache lists them; below `root`, if `root` is set."""
     binary_directories: list[AbsolutePath] = []

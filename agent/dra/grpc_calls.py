@@ -35,10 +35,13 @@ class Calls:
         """Whether new calls are refused, because the server is stopping."""
         self._limit, self._post = limit, post
         self._jobs: dict[tuple[Connection, int], _Job] = {}
-        self._threads, self._idle = threading.Semaphore(limit), threading.Semaphore(0)
+        self._unused = threading.Semaphore(limit)
+        """How many more threads may become busy."""
+        self._idle = threading.Semaphore(0)
+        """How many threads wait for a call."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Calls for idle threads; None ends a thread. Threads are kept, because most calls take less time than a
-        start."""
+        """Calls for idle threads; None ends a thread. A thread is kept for further calls, because most calls take less
+        time than starting one."""
 
     @property
     def unary_running(self) -> bool:
@@ -50,7 +53,7 @@ class Calls:
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
         # A thread may outlive its call, so busy threads are counted, not calls.
-        if not self._threads.acquire(blocking=False):
+        if not self._unused.acquire(blocking=False):
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
         job = self._jobs[connection, stream] = _Job(isinstance(method, Unary))
         call = partial(self._run, job, connection, stream, method, request)
@@ -60,7 +63,7 @@ class Calls:
         try:
             threading.Thread(target=self._work_on, args=(call,), name="grpc-call", daemon=True).start()
         except RuntimeError as error:
-            self._threads.release()
+            self._unused.release()
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
 
     def sent(self, connection: Connection, stream: int) -> None:
@@ -109,7 +112,7 @@ class Calls:
             # Before the response is sent, because the client's next call may follow at once. The thread becomes idle
             # before it is released, so that there are never more than `limit` threads.
             self._idle.release()
-            self._threads.release()
+            self._unused.release()
 
         def finish() -> None:
             # The response of a unary call is sent together with its end: server and client wake up only once.

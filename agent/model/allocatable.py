@@ -106,6 +106,7 @@ def _device(where: str, item: dict[str, Any]) -> AllocatableDevice:
 
 
 def _partition(where: str, item: dict[str, Any]) -> tuple[int, ...]:
+    # NVIDIA's partitions have two numbers. More are accepted, because another vendor's may be nested deeper.
     numbers = get(where, item, "partition", list)
     if not all(type(each) is int and 0 <= each < 1 << 16 for each in numbers) or len(numbers) > 4:
         raise DocumentError(

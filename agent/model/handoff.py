@@ -209,7 +209,8 @@ def render_report(
 ) -> bytes:
     """Return the report on this generation of the handoff.
 
-    `repairs` is None for a host half that refuses unknown keys, `advertised_gpus` if the number is unknown.
+    `repairs` is None for a host half that refuses unknown keys; `advertised_gpus` and `changed_files` are then left out
+    too. `advertised_gpus` is None if the number is unknown.
     """
     document = {
         "version": REPORT_VERSION,

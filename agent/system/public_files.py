@@ -18,7 +18,7 @@ def open_public(place: str) -> BinaryIO:
         mode = os.fstat(probe).st_mode
         # proc(5): the link has the file's real path. It differs if `place` has links, or the file was moved or removed.
         if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
-            raise OSError(errno.ELOOP, "it is a link, or was moved", place)
+            raise OSError(errno.ELOOP, "a link is in its path, or it was moved or removed", place)
         if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
             raise OSError(errno.EINVAL, f"not every user can read it (mode {stat.S_IMODE(mode):04o})", place)
         return opening.regular(probe, place)

@@ -151,7 +151,7 @@ def _download(binary: NodeBinary, file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
-    """Yield the answer of the program's URL. Raises ApplyError, even for an error while the answer is read."""
+    """Yield the server's response for the program's URL. Raises ApplyError, also while the response is read."""
     try:
         with open_url(binary.source, SILENCE_LIMIT, method) as answer:
             yield answer

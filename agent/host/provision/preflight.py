@@ -14,7 +14,7 @@ from agent.host.provision.binaries import check_source
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.secrets import read_token
 from agent.model.errors import AgentError
-from agent.model.facts import Facts
+from agent.model.facts import Facts, Unseen
 from agent.model.node import NodeBinary, Problem
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
@@ -98,8 +98,12 @@ def _systemd(facts: Facts) -> str | Problem:
 
 def _cgroups(system: System) -> str | Problem:
     found = read_seen(system.read, CONTROLLERS)
+    if isinstance(found, Unseen):
+        return Problem(
+            "cgroups", f"cannot read the cgroup controllers: {found.why}", "run this as root, on the host itself"
+        )
     if not isinstance(found, bytes):
-        why = f"the host does not use cgroups v2 alone: {found.why}"
+        why = f"the host does not use only cgroups v2: {found.why}"
         return Problem("cgroups", why, "boot it with `systemd.unified_cgroup_hierarchy=1` on the kernel's command line")
     missing = NEEDED_CONTROLLERS - set(found.decode().split())
     if missing:

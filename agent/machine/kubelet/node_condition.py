@@ -69,6 +69,7 @@ class LastRun:
 
 
 def main() -> int:
+    # Programs that are started here must not depend on the current directory.
     os.chdir("/")
     system = System(MachineRunner())
     try:

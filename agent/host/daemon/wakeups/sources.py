@@ -43,7 +43,10 @@ def host_sources(
 
 
 def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
-    """Return a source that watches vendors' device nodes. udev has no events for nodes without a sysfs device."""
+    """Return a source that watches vendors' device nodes, and the directories of their daemons' sockets.
+
+    udev has no events for nodes without a sysfs device.
+    """
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
 

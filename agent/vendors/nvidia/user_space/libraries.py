@@ -58,9 +58,12 @@ class FoundLibraries:
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # A CUDA toolkit's stub does not belong: its name is that of a development link, or of a driver's library.
+            # This may be a stub of CUDA's toolkit. Its name is that of a development link (libcuda.so), or the soname
+            # of a library whose real file has the version in its name (libcuda.so.1).
             if name.endswith(".so") or _stem(name) in stems:
                 return False
+            # A file without a version of its own belongs to the version in its directory. EGL's platforms may be in a
+            # directory without any, because distributions package them separately.
             directory_versions = versions[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 

@@ -130,9 +130,10 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
 def _search_in_time(sources: Sources, place: Place, module: str, searched: Set[str] = frozenset()) -> _Candidate:
     """Return the content of a place. `searched` has directories of the host's root that are not searched again."""
     if place.in_loader_cache:
+        # Without a time limit: these are the libraries that the host's own programs load.
         return _search(sources, place, module, searched)
     try:
-        # With a time limit, because /home and /opt may be network file systems.
+        # /home and /opt may be network file systems.
         return call_device(
             f"the driver's place {place}", lambda: _search(sources, place, module, searched), SEARCH_LIMIT
         )
