@@ -6,7 +6,8 @@ A call that misses its deadline is abandoned, and not repeated while it hangs.
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -103,10 +104,21 @@ def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool
     return _begin(what, call, seconds, is_source=is_source)()
 
 
-def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> Callable[[], T]:
-    """Start the call in a worker, and return a function that waits for the call as `bounded` does."""
+def _begin(
+    what: str,
+    call: Callable[[], T],
+    seconds: float,
+    *,
+    is_source: bool = False,
+    part: Callable[[], str] | None = None,
+) -> Callable[[], T]:
+    """Start the call in a worker, and return a function that waits for the call as `bounded` does.
+
+    If the call has parts, `part` returns the name of the current one: each gets `seconds`, and one that hangs is
+    recorded by its own name.
+    """
     if what in stuck():
-        raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
+        raise _still_hangs(what)
     running = _Call(call, is_source=is_source)
     try:
         worker = _worker()
@@ -117,14 +129,22 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool 
     deadline = time.monotonic() + seconds
 
     def wait() -> T:
-        if not running.wait(max(0.0, deadline - time.monotonic())):
-            _overdue[what] = running
-            # A shortened limit may be less than a second, and would be shown as 0 s.
-            limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", what)
+        last, until = part() if part else what, deadline
+        while not running.wait(max(0.0, until - time.monotonic())):
+            current = part() if part else what
+            if current == last:
+                _overdue[current] = running
+                # A shortened limit may be less than a second, and would be shown as 0 s.
+                limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
+                raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", current)
+            last, until = current, time.monotonic() + seconds
         return running.result()
 
     return wait
+
+
+def _still_hangs(what: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
 
 
 def stuck() -> tuple[str, ...]:
@@ -167,5 +187,49 @@ def _shortened(seconds: float, *, is_source: bool) -> float:
 
 def read_device_text(system: Reader, path: str) -> str:
     """Return the text of a file that a driver provides. Raises TimeoutError if the driver does not answer."""
-    place = path if system.root == "/" else system.root + path
-    return call_device(place, lambda: system.read_text(path))
+    return call_device(_place(system, path), lambda: system.read_text(path))
+
+
+def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEVICE_CALL) -> list[str | OSError]:
+    """Read many files that a driver provides, each as `read_device_text` does. Return text or error for each.
+
+    One worker reads them all, because handing each file to a worker takes longer than reading it. If it hangs at one,
+    another worker continues with the next.
+    """
+    places = {path: _place(system, path) for path in paths}
+    found: dict[str, str | OSError] = {path: _still_hangs(place) for path, place in places.items() if place in stuck()}
+    while remaining := [path for path in places if path not in found]:
+        read: list[str | OSError] = []
+        try:
+            _begin(
+                places[remaining[0]],
+                partial(_read_into, read, system, remaining),
+                _shortened(seconds, is_source=False),
+                part=partial(_current, read, [places[path] for path in remaining]),
+            )()
+        except OSError as error:
+            # A worker that hangs may continue at any moment, so the list is copied.
+            ended = list(read)
+            found |= zip(remaining, ended, strict=False)
+            found |= {path: error for path in remaining[len(ended) :][:1]}
+        else:
+            found |= zip(remaining, read, strict=True)
+    return [found[path] for path in paths]
+
+
+def _read_into(read: list[str | OSError], system: Reader, paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            read.append(system.read_text(path))
+        except OSError as error:
+            read.append(error)
+
+
+def _current(read: Sequence[object], places: Sequence[str]) -> str:
+    """Return which of the places is being read; the last one if all have been read."""
+    return places[min(len(read), len(places) - 1)]
+
+
+def _place(system: Reader, path: str) -> str:
+    """Return the name of a call for a path. It has the root prefix, because tests have many roots."""
+    return path if system.root == "/" else system.root + path

@@ -12,6 +12,10 @@ from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
 
 D = TypeVar("D")
 
+PCI_CLASSES = ("0x03*", "0x0680*", "0x12*")
+"""Patterns (fnmatch) of the `class` of the PCI devices that are listed: display controllers, other bridges (NVSwitch)
+and processing accelerators. A large host has hundreds of other devices."""
+DRM_NAMES = ("card[0-9]*", "renderD[0-9]*")
 DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
 """Names of DRM nodes. Connectors, such as card0-DP-1, are devices of the same subsystem."""
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
@@ -21,7 +25,7 @@ BUFFER = 16 << 20
 
 
 class DeviceSource(Protocol):
-    """Lists devices of the kernel in sorted order; Unseen if that fails."""
+    """Lists devices of the kernel in sorted order; Unseen if that fails. Of PCI devices, only those of PCI_CLASSES."""
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]: ...
 
@@ -37,28 +41,51 @@ class Udev:
         self._contexts: dict[str, Any] = {}
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
-        return self._listed("pci", _pci_device)
+        return self._listed("pci", _with_classes, _pci_device)
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
-        return self._listed("drm", _drm_device)
+        return self._listed("drm", _with_names, _drm_device)
 
-    def _listed(self, subsystem: str, convert: "Callable[[_Device], D | None]") -> Seen[tuple[D, ...]]:
+    def _listed(
+        self, subsystem: str, restrict: "Callable[[_Enumerator], None]", convert: "Callable[[_Device], D | None]"
+    ) -> Seen[tuple[D, ...]]:
         try:
             # Imported here, because this loads libudev: a host without it gets a fact, not a traceback.
             import pyudev
 
             if subsystem not in self._contexts:
                 self._contexts[subsystem] = pyudev.Context()
-            found = [convert(device) for device in self._contexts[subsystem].list_devices(subsystem=subsystem)]
+            listed = self._contexts[subsystem].list_devices(subsystem=subsystem)
+            restrict(listed)
+            found = [convert(device) for device in listed]
         except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
             return Unseen(f"udev: cannot list {subsystem} devices: {type(error).__name__}: {error}")
         return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
+
+
+class _Enumerator(Protocol):
+    """The part of pyudev.Enumerator that is used here. A device must match one of several values of the same kind."""
+
+    def match_attribute(self, attribute: str, value: str) -> object: ...
+
+    def match_sys_name(self, sys_name: str) -> object: ...
+
+
+def _with_classes(listed: _Enumerator) -> None:
+    for each in PCI_CLASSES:
+        listed.match_attribute("class", each)
+
+
+def _with_names(listed: _Enumerator) -> None:
+    for each in DRM_NAMES:
+        listed.match_sys_name(each)
 
 
 class _Device(Protocol):
     """The part of pyudev.Device that is used here; pyudev has no type annotations."""
 
     sys_name: str
+    subsystem: str | None
     device_node: str | None
     driver: str | None
     parent: "_Device | None"
@@ -76,13 +103,14 @@ def _pci_device(device: _Device) -> PciDevice | None:
 
 
 def _drm_device(device: _Device) -> DrmDevice | None:
-    if device.device_node is None or not DRM_MINOR.fullmatch(device.sys_name):
+    if not DRM_MINOR.fullmatch(device.sys_name) or (node := device.device_node) is None:
         return None
-    pci = device.find_parent("pci")
     parent = device.parent
-    # `is not None`, because a device is a mapping: for its truth value, pyudev would read every property.
-    driver = parent.driver if parent is not None else None
-    return DrmDevice(device.device_node, pci.sys_name if pci is not None else "", driver or "")
+    # `is None`, because a device is a mapping: for its truth value, pyudev would read every property.
+    if parent is None:
+        return DrmDevice(node, "", "")
+    pci = parent if parent.subsystem == "pci" else device.find_parent("pci")
+    return DrmDevice(node, pci.sys_name if pci is not None else "", parent.driver or "")
 
 
 class Event(Protocol):

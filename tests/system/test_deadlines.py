@@ -13,7 +13,7 @@ import pytest
 from agent.model.conditions import Status
 from agent.model.errors import CommandError
 from agent.system.copy import STEP, Copies
-from agent.system.deadlines import SHORTEST, bounded, call_device, stuck
+from agent.system.deadlines import SHORTEST, bounded, call_device, read_device_texts, stuck
 from agent.system.files import System
 from agent.system.process import Completed, run_checked
 from agent.system.sh_runner import host_runner
@@ -52,6 +52,57 @@ def wait_for(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Files:
+    """A Reader of files whose content is their path; one may be missing, hang or be slow."""
+
+    def __init__(self, root: str, hanging: Hanging) -> None:
+        self.root, self.hanging = root, hanging
+        self.hangs, self.slow = "", 0.0
+        self.threads: set[int] = set()
+
+    def read_text(self, path: str) -> str:
+        self.threads.add(threading.get_ident())
+        time.sleep(self.slow)
+        if path == self.hangs:
+            return self.hanging()
+        if path == "/missing":
+            raise FileNotFoundError(2, "no such file", path)
+        return path
+
+
+@pytest.fixture
+def files(hanging: Hanging, name: str) -> Files:
+    return Files(f"/{name}", hanging)
+
+
+def test_one_worker_reads_many_files(files: Files) -> None:
+    first, missing, last = read_device_texts(files, ["/first", "/missing", "/last"])
+    assert (first, last) == ("/first", "/last")
+    assert isinstance(missing, FileNotFoundError)
+    assert len(files.threads) == 1
+    assert read_device_texts(files, []) == []
+
+
+@pytest.mark.parametrize("hangs", ["/0", "/2", "/4"])
+def test_of_many_files_only_the_one_that_hangs_is_not_read(files: Files, hangs: str) -> None:
+    files.hangs, paths = hangs, [f"/{number}" for number in range(5)]
+    for _ in range(2):
+        texts = dict(zip(paths, read_device_texts(files, paths, 0.3), strict=True))
+        assert isinstance(texts[hangs], TimeoutError)
+        assert [path for path in paths if texts[path] != path] == [hangs]
+        assert f"{files.root}{hangs}" in stuck()
+    assert files.hanging.calls == 1
+    files.hanging.released.set()
+    wait_for(lambda: f"{files.root}{hangs}" not in stuck())
+    assert read_device_texts(files, paths)[int(hangs[1:])] == "late"
+
+
+def test_many_slow_files_are_not_taken_for_one_that_hangs(files: Files) -> None:
+    files.slow, paths = 0.2, [f"/{number}" for number in range(5)]
+    assert read_device_texts(files, paths, 0.5) == paths
+    assert len(files.threads) == 1
 
 
 def test_results_and_errors_come_through(name: str) -> None:

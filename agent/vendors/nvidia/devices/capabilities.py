@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from agent.model.digits import whole_number
-from agent.system.deadlines import read_device_text
+from agent.system.deadlines import read_device_text, read_device_texts
 from agent.system.files import System
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
@@ -23,17 +23,21 @@ def observe_capabilities(system: System) -> dict[int, str]:
     """Return the paths of existing capabilities below CAPABILITIES, by minor. Raises OSError."""
     by_minor: dict[int, str] = {}
     table: dict[str, int] | None = None
-    for name in _walk(system, "", DEPTH):
-        try:
-            match = MINOR.search(read_device_text(system, f"{CAPABILITIES}/{name}"))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except PermissionError:
-            # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
-            table = _tables(system) if table is None else table
-            minor = table.get(name.replace("mig/", "", 1))
-        else:
-            minor = int(match[1]) if match else None
+    names = list(_walk(system, "", DEPTH))
+    texts = read_device_texts(system, [f"{CAPABILITIES}/{name}" for name in names])
+    for name, text in zip(names, texts, strict=True):
+        match text:
+            case FileNotFoundError() | NotADirectoryError():
+                continue
+            case PermissionError():
+                # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
+                table = _tables(system) if table is None else table
+                minor = table.get(name.replace("mig/", "", 1))
+            case OSError():
+                raise text
+            case _:
+                found = MINOR.search(text)
+                minor = int(found[1]) if found else None
         if minor is not None:
             by_minor[minor] = name
     return by_minor

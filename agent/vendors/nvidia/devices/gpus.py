@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from agent.model.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
 from agent.model.pci_address import PCI_ADDRESS
-from agent.system.deadlines import read_device_text
+from agent.system.deadlines import read_device_texts
 from agent.system.files import System
-from agent.system.seen import read_seen
+from agent.system.seen import classify_error, read_seen
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
@@ -70,15 +70,19 @@ def observe_gpus(
     names = read_seen(system.entries, GPUS)
     if isinstance(names, Broken | Unseen):
         unseen.append(names.why)
+    addresses = []
     for name in names if isinstance(names, tuple) else ():
-        if not PCI_ADDRESS.fullmatch(name):
+        if PCI_ADDRESS.fullmatch(name):
+            addresses.append(name)
+        else:
             problems.append(f"{GPUS}: {name!a} is not a PCI address")
-            continue
-        information = _information(system, name)
-        if isinstance(information, Information):
-            known[name] = information
-        elif not isinstance(information, Absent):
-            unseen.append(information.why)
+    paths = [f"{GPUS}/{address}/information" for address in addresses]
+    for address, path, text in zip(addresses, paths, read_device_texts(system, paths), strict=True):
+        found = classify_error(path, text) if isinstance(text, OSError) else text
+        if isinstance(found, str):
+            known[address] = parse_information(found)
+        elif not isinstance(found, Absent):
+            unseen.append(found.why)
     if isinstance(pci, tuple):
         drivers = {each.address: each.driver for each in pci if _is_gpu(each)}
         if known and not drivers:
@@ -104,8 +108,3 @@ def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:
 
 def _is_gpu(device: PciDevice) -> bool:
     return device.vendor_id == VENDOR_ID and device.class_id >> 8 in DISPLAY_CLASSES
-
-
-def _information(system: System, address: str) -> Seen[Information]:
-    text = read_seen(lambda path: read_device_text(system, path), f"{GPUS}/{address}/information")
-    return parse_information(text) if isinstance(text, str) else text

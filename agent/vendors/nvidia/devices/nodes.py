@@ -175,15 +175,18 @@ class _NodeChecker:
 
     def incomplete(self) -> Iterator[IncompletePartition]:
         """Yield MIG instances that exist but are not complete."""
-        minors = {instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))}
+        node_minors = {
+            instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))
+        }
         usable = {instance for name in self._with_node if (instance := parse_instance(name))}
-        for instance, missing in incomplete_instances(minors.keys(), usable):
+        for instance, missing in incomplete_instances(node_minors.keys(), usable):
             gpu = self._by_minor.get(instance.gpu)
             if gpu is None:
+                # The GPU has left the driver's list, so its instances are gone too.
                 continue
             why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
             if missing:
-                why = f"is missing {', '.join(_missing_part(each, minors.get(each)) for each in missing)}"
+                why = f"is missing {', '.join(_missing_part(each, node_minors.get(each)) for each in missing)}"
             yield IncompletePartition(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
