@@ -1,10 +1,12 @@
 """Reuses the result of an observation while no file that it was made from has changed.
 
-A change is recognised by what stat(2) says: device, inode, type, mode, owner, size, mtime and ctime. The state of each
-path is noted before the observation looks at it.
+A change is recognised by what stat(2) says: device, inode, type, mode, owner, size, mtime and ctime. Size and times do
+not matter for a directory whose content was not looked at: /run, for example, gets new names all the time. The state of
+each path is noted before the observation looks at it.
 """
 
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any, TypeVar
 
 from agent.system.deadlines import DEVICE_CALL, call_device
 from agent.system.files import System
-from agent.system.rooted import NONEXISTENT
+from agent.system.rooted import NONEXISTENT, Look
 
 T = TypeVar("T")
 
@@ -21,8 +23,8 @@ FRESH = 2.0
 ext4, every 2 s on FAT."""
 
 State = tuple[int, ...]
-Files = dict[tuple[str, bool], State | None]
-"""What stat(2) said, by path and by whether links were followed; None if a file's next change could go unnoticed."""
+Files = dict[Look, State | None]
+"""What stat(2) said; None if that is unknown, or if the next change could go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ class FileCache:
             return kept.result  # type: ignore[no-any-return]
         files, newest = Files(), self.clock() - FRESH
 
-        def note(path: str, follow: bool) -> None:
-            if (path, follow) not in files:
-                files[path, follow] = _state(path, follow, newest)
+        def note(look: Look) -> None:
+            if look not in files:
+                files[look] = _state(look, newest)
 
         result = observe(system.noting(note))
         if complete(result) and None not in files.values() and self._unchanged(name, files):
@@ -71,7 +73,7 @@ class FileCache:
         """Return whether no file has changed. A file system that does not answer in time counts as a change."""
 
         def compare() -> bool:
-            return all(_state(*each) == state for each, state in files.items())
+            return all(_state(each) == state for each, state in files.items())
 
         try:
             return call_device(f"the files of {name}", compare, self.limit)
@@ -79,13 +81,15 @@ class FileCache:
             return False
 
 
-def _state(path: str, follow: bool, newest: float = float("inf")) -> State | None:
+def _state(look: Look, newest: float = float("inf")) -> State | None:
     """Return what stat(2) says; None if that is unknown, or if the file has changed after the time `newest`."""
     try:
-        found = os.stat(path, follow_symlinks=follow)
+        found = os.stat(look.path, follow_symlinks=look.follow)
     except OSError as error:
         return (error.errno,) if error.errno in NONEXISTENT else None
+    identity = (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid)
+    if stat.S_ISDIR(found.st_mode) and not look.inside:
+        return identity
     if found.st_ctime > newest:
         return None
-    identity = (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size)
-    return (*identity, found.st_mtime_ns, found.st_ctime_ns)
+    return (*identity, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -94,7 +94,7 @@ class System(Rooted):
 
     def entries(self, path: str) -> tuple[str, ...]:
         """Return the sorted names in a directory."""
-        return tuple(sorted(os.listdir(self._at(path))))
+        return tuple(sorted(os.listdir(self._noted(self._at(path), follow=True, inside=True))))
 
     def find_program(self, name: str) -> str | None:
         """Return the path of the program that `run` would start by that name; None if there is none."""

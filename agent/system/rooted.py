@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
 """The start of a link's path below the directory of a process, proc(5)."""
@@ -19,11 +19,22 @@ NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """errno values of stat(2) for a path where nothing exists or can exist."""
 
 
+class Look(NamedTuple):
+    """A look at a path."""
+
+    path: str
+    """The whole path, with the root prefix."""
+    follow: bool
+    """Whether a link in the last component is followed."""
+    inside: bool
+    """Whether the content of a directory, or its ACL, is looked at. Otherwise, only its type, mode and owner matter."""
+
+
 class Rooted:
     """The file system below `root`: absolute paths, also those in links, are relative to it."""
 
-    _note: Callable[[str, bool], None] | None = None
-    """Called with each path that is looked at, and whether links are followed; see `noting`."""
+    _note: Callable[[Look], None] | None = None
+    """Called with each look at a path; see `noting`."""
 
     def __init__(self, root: str = "/") -> None:
         self.root = root.rstrip("/") or "/"
@@ -39,11 +50,8 @@ class Rooted:
         inner.root = root.rstrip("/") or "/"
         return inner
 
-    def noting(self, note: Callable[[str, bool], None]) -> Self:
-        """Return a copy of this object that calls `note` before it looks at a path, or after it has followed a link.
-
-        `note` gets the whole path with the root prefix, and whether a link in its last component is followed.
-        """
+    def noting(self, note: Callable[[Look], None]) -> Self:
+        """Return a copy of this object that calls `note` before each look, and after it has followed a link."""
         # Imported here: the machine half never needs it.
         import copy
 
@@ -126,7 +134,8 @@ class Rooted:
     def has_acl(self, path: str) -> bool:
         """Return whether the file has an ACL (acl(5)). The group's bits in its mode are then the mask of the ACL."""
         try:
-            os.getxattr(self._at(path, follow=False), "system.posix_acl_access", follow_symlinks=False)
+            place = self._noted(self._at(path, follow=False), follow=False, inside=True)
+            os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
         except OSError as error:
             if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
                 return False
@@ -167,9 +176,9 @@ class Rooted:
         place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
         return self._noted(self._below_root(place), follow=False)
 
-    def _noted(self, place: str, *, follow: bool) -> str:
+    def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
         if self._note:
-            self._note(place, follow)
+            self._note(Look(place, follow, inside))
         return place
 
     def _resolve(self, path: str, *, of_processes: bool = True) -> str:

@@ -98,6 +98,17 @@ def test_a_change_is_seen(
     assert observation.count == 2
 
 
+def test_other_names_in_a_directory_that_was_not_listed_do_not_matter(
+    system: System, observation: Observation, tmp_path: Path
+) -> None:
+    """/run gets new names all the time, and components of paths in it are checked."""
+    kept = cache(seconds_later=LATER)
+    get(kept, system, observation)
+    (tmp_path / "unrelated").write_text("")
+    get(kept, system, observation)
+    assert observation.count == 1
+
+
 def test_everything_else_that_the_result_depends_on_is_the_key(system: System, observation: Observation) -> None:
     kept = cache()
     for key in (1, 2, 2, 1):
