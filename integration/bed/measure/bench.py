@@ -1,4 +1,4 @@
-"""Measure GPUs in a machine (set-up, hot-plug), claims, the start of pods, and the root file systems of nodes.
+"""Measure GPUs in a machine (set-up, hot-plug), claims, the start of pods, root file systems and driver roots.
 
 Most absolute times are those of an emulated processor and mean little; the ratios compare what ran side by side.
 """
@@ -19,6 +19,7 @@ from integration.bed.measure.bench_join import measure_join
 from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle
 from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
+from integration.bed.measure.bench_staging import measure_staging
 from integration.bed.measure.pairs import compared, disturbed
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.host_image import host_image
@@ -38,14 +39,13 @@ IDLE = 600.0
 
 def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
     """Measure the set-up on a host with the flat layout, where the agent is installed but has never run."""
-    measures = _staging(guest)
     guest.run(["unbounded-agent", "apply"], timeout=300)
     floor, setup = [], []
     for _ in range(rounds):
         floor.append(seconds(script(guest, "floor")))
         setup.append(seconds(script(guest, "setup")))
     first = seconds(script(guest, "setup", "first"))
-    measures |= numbers(script(guest, "size"))
+    measures: Measures = {**numbers(script(guest, "size"))}
     recipe = numbers(script(guest, "recipe", str(LINKS), timeout=300))
     measures |= {
         "floor_seconds": statistics.median(floor),
@@ -67,20 +67,13 @@ def recipe_on_split_layout(guest: Guest) -> str:
     return ended.stderr.strip().splitlines()[-1]
 
 
-def _staging(guest: Guest) -> Measures:
-    found = numbers(script(guest, "staging", timeout=300))
-    return {
-        "staging_cold_seconds": found["staging"],
-        "staging_mib": found["mib"],
-        "staging_vs_cp": found["staging"] / found["cp"],
-    }
-
-
 def _run() -> Iterator[tuple[str, float | int | str]]:
     with step("GPUs by Dynamic Resource Allocation"):
         yield from measure_dra().items()
     with step("root file systems of nodes"):
         yield from measure_join().items()
+    with step("staging of a driver"):
+        yield from measure_staging().items()
     dependencies, machines = wheels.dependencies(), machines_disk()
     with SimulatedHost(host_image(dependencies, layout="flat"), machines) as host:
         with step("install the host half"):
