@@ -1,10 +1,31 @@
 """The context that is passed to all steps of a run."""
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from agent.machine.notes import Notes, Owned
 from agent.model.handoff import Handoff
 from agent.system.files import System
+
+T = TypeVar("T")
+
+
+class Once:
+    """Results that several steps of a run need, some of them in threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: dict[str, Any] = {}
+
+    def get(self, name: str, compute: Callable[[], T]) -> T:
+        """Return the result of that name. Only the first caller computes it; after an exception, the next one does."""
+        with self._lock:
+            if name not in self._results:
+                self._results[name] = compute()
+            result: T = self._results[name]
+            return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +38,8 @@ class Context:
     handoff: Handoff
     generation: str
     """The handoff's generation, a digest of its content. It is computed only once."""
+    once: Once = field(default_factory=Once)
+    """What was asked of the machine in this run."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":

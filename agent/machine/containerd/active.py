@@ -22,6 +22,7 @@ started, and a digest of the configuration."""
 REPLACED = "containerd-replaced"
 """Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
 specifications: the path of the running program in /proc, and that program's identity."""
+PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart,MainPID"
 CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
 """Matches containerd's global option that names its main configuration file."""
 
@@ -51,7 +52,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
     notes = context.notes
     changed = notes.load(CHANGED)
-    unit = unit_properties(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
+    unit = unit_properties(context)
     state = unit.get("ActiveState", "unknown")
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
@@ -92,10 +93,17 @@ def config_argument(exec_start: str) -> str:
     return ""
 
 
-def unit_properties(system: System, properties: str) -> dict[str, str]:
-    """Return properties of containerd's unit, by name. Raises CommandError."""
-    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
-    return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+def unit_properties(context: Context) -> dict[str, str]:
+    """Return PROPERTIES of containerd's unit, by name, as they were when a step of this run first asked for them.
+
+    Asking takes as long as a tenth of a CDI generator, and one step asks after the generator. Raises CommandError.
+    """
+
+    def show() -> dict[str, str]:
+        output = context.system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT, timeout=20)
+        return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+
+    return context.once.get(UNIT, show)
 
 
 def containerd_state(context: Context) -> list[object]:

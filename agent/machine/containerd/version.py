@@ -78,7 +78,7 @@ def _running_without_groups(context: Context, program: str) -> str:
     Otherwise return an empty string. The process is noted, because the result changes when it exits.
     """
     system = context.system
-    process = unit_properties(system, "MainPID").get("MainPID", "0")
+    process = unit_properties(context).get("MainPID", "0")
     # This link leads to the running program, even if its file was removed (proc(5)).
     running = f"/proc/{process}/exe"
     identity = program_identity(system, running)
