@@ -52,7 +52,10 @@ def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
 
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
-    """Return why the users of the GPU cannot be found by the numbers of its nodes; empty if they can be found."""
+    """Return why the users of the GPU cannot be found by the numbers of its nodes.
+
+    Empty if they can be found, or if the GPU has no kernel driver and so no users.
+    """
     if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (

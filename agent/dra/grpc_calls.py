@@ -23,8 +23,8 @@ class _Job:
         self.gone = False
         """Whether the client no longer waits for responses."""
         self.ready = threading.Event()
-        """Set when the last response was sent. A call with several responses waits for it before it makes the next
-        one."""
+        """Set when the latest response has been sent, or when the client no longer waits. A call with several responses
+        waits for it before it makes the next one."""
 
 
 class Calls:

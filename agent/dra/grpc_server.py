@@ -71,7 +71,7 @@ class Server:
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._end = math.inf
-        """When a server that is stopping closes connections even if calls run, by time.monotonic()."""
+        """When a stopping server closes its connections even if calls still run, by time.monotonic()."""
         self._announced_stop = False
         """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()

@@ -49,7 +49,7 @@ class Write:
 
 
 def slice_name(node: str, index: int) -> str:
-    """Return the name of a slice. It is fixed, so that a creation whose answer was lost cannot be repeated."""
+    """Return the name of a slice. It is fixed: repeating a creation whose answer was lost makes no second slice."""
     if len(node) > NODE_SHOWN:
         node = f"{node[:NODE_SHOWN].rstrip('-.')}-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"

@@ -37,7 +37,10 @@ class Outcome:
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
-    """Settle a request. `read_newest` returns the current handoff, which may be newer than the one that is settled."""
+    """Settle a request. `read_newest` returns the current handoff, which may be newer than that of the request.
+
+    It returns None if the handoff cannot be read.
+    """
     if request.vendor == OTHER_DEVICES:
         # Imported here: few machines are granted other devices.
         from agent.machine.devices.other_devices import settle_others

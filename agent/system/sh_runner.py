@@ -29,9 +29,10 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program that downloads or unpacks files of any size, as a Runner does.
+    """Run a program that downloads or unpacks files of any size. This is a Runner.
 
-    It inherits the settings of proxies. It is killed if this process dies, because it would go on writing.
+    Unlike other programs, it inherits the settings of proxies, and is killed if this process dies, because it would go
+    on writing.
     """
     environment = {**ENVIRONMENT, **{name: os.environ[name] for name in PROXIES if name in os.environ}}
     return bounded(
@@ -59,6 +60,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
     def begin() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died before the call above; then no signal comes.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 

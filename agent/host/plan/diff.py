@@ -18,10 +18,10 @@ from agent.model.paths import STATE, UNIT_SETTINGS, granted_file, machine_files,
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """What the machines' reports confirm."""
+    """What the machines' reports confirm, or what their silence permits."""
 
     released: Set[str] = frozenset()
-    """Machines that no longer use the devices that were withdrawn from them."""
+    """Machines from which permissions for withdrawn devices can be removed."""
     missing_nodes: Set[str] = frozenset()
     """Machines in which nodes of their current handoff are missing."""
     faults: Mapping[str, Fault] = field(default_factory=dict)

@@ -16,9 +16,11 @@ def change_running(
 ) -> list[ChangeDevices]:
     """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
-    `released` means that the machine no longer uses withdrawn devices. `missing_nodes` means that it reports nodes of
-    its current handoff as missing: all nodes are then bound again. With the same handoff, that happens a second time
-    only if the machine has had all nodes in between. `now` is the time by CLOCK_BOOTTIME.
+    `released` means that permissions for withdrawn devices can be removed (agent.host.verify.answers.released): the
+    machine has stopped using the devices, has had enough time to do so, or no longer reports. `missing_nodes` means
+    that it reports nodes of its current handoff as missing: all nodes are then bound again. With the same handoff, that
+    happens a second time only after a pass with `released` in which no node was reported missing. `now` is the time by
+    CLOCK_BOOTTIME.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -28,7 +30,8 @@ def change_running(
     allow = (*goal.live.allow, *still_needed)
     device_owners = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in still_needed}}
     rebind = missing_nodes and before.rebound != goal.generation
-    # Clear `rebound` once the machine has all nodes: they may be missing again later, as after a reload of a module.
+    # Clear `rebound` once no node is reported missing: nodes may be missing again later, as after a reload of a module.
+    # Without `released`, the report may still be about an earlier handoff, and says nothing about these nodes.
     rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
     kept_since = (before.kept_since or now) if still_needed else 0.0
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes

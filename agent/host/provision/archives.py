@@ -28,6 +28,7 @@ ENTRIES_LIMIT = 1000
 DESCRIPTION_LIMIT = 1 << 16
 """Bytes before an entry's content, which describe the entry: a long name, times and the like."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
+"""What tarfile and gzip raise for malformed archives."""
 
 
 class _Metered:
@@ -52,9 +53,10 @@ class _Metered:
 
 
 def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
-    """Write the programs of the archive at `path` on the host, and return digests and sizes by path in the root.
+    """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
-    Raises ApplyError for an archive without the programs, and OSError.
+    Returns the digests and sizes by the programs' paths in the root. Raises ApplyError for an archive that is damaged,
+    too large or lacks the programs, and OSError.
     """
     found: dict[str, tuple[str, int]] = {}
     try:
@@ -68,7 +70,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
         raise ApplyError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
     if not found:
         what = "no programs" if binary.archive == "programs" else f"no executable file {binary.name}"
-        raise ApplyError(f"{binary.source} has {what} at its top", _hint(binary))
+        raise ApplyError(f"{binary.source} has {what} at its top level", _hint(binary))
     return found
 
 

@@ -120,7 +120,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         )
     inputs = _inputs_digest(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
-    current = _without_noted_unpartitioned(current, noted, inputs)
+    current = _excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
     if noted.get("inputs") == inputs and (
@@ -212,18 +212,21 @@ def _generate(
     # YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
-    return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
+    return _excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
-def _without_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return `current`, but do not count GPUs as missing that are noted as unpartitioned, until the noted time."""
+def _excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
+    """Return `current`. Until the noted time, GPUs that are noted as unpartitioned do not count as missing in it.
+
+    A note for other inputs is ignored.
+    """
     until, gpus = noted.get("until"), noted.get("unpartitioned")
     if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
         return current
-    return _without_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
+    return _excuse_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
 
 
-def _without_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+def _excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
     missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
     return Candidate(candidate.text, replace(candidate.verdict, missing_gpus=missing), tuple(gpus))
 

@@ -189,6 +189,8 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
 def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
+    If another Node is recorded, its condition stays, because this kubelet may not change it. Then only the record is
+    removed.
     Return the condition that the Node then has (None if it has none), and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
@@ -204,7 +206,8 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
         if failure and failure.reason != Reason.NODE_NOT_REGISTERED:
             return applied, failure
     else:
-        say(INFO, f"node {recorded} keeps its condition {TYPE}: this kubelet is {identity.node}, and may not change it")
+        why = f"this kubelet is now that of node {identity.node}, and may not change it"
+        say(INFO, f"node {recorded} keeps its condition {TYPE}: {why}")
     system.remove(NODE_CONDITION_MARK)
     return None, done
 

@@ -74,7 +74,10 @@ def _silent(what: str) -> Condition:
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
-    """Compare the granted GPUs with the offered ones, and return the condition. All sets are PCI addresses."""
+    """Return the condition: every allocatable GPU must be offered, and no GPU that is not granted.
+
+    All sets are PCI addresses.
+    """
     for offer in status.offers:
         if offer.reason:
             return Condition(KIND, Status.FALSE, offer.reason, offer.message)

@@ -49,6 +49,7 @@ def _settle(context: Context, vendor: MachineVendor, request: Request, condition
             elif not doubtful:
                 _write_marker(system, marker)
     if not wanted:
+        # If markers are not configured, settle_markers drops this condition.
         context.notes.save(NOTE, {})
         return not_applicable(KIND, "no GPU is granted to this machine")
     return _condition(vendor.markers, foreign, tuple(doubts.values()))
@@ -84,10 +85,10 @@ def _content(system: System, path: str) -> bytes | None:
 def _condition(markers: tuple[Marker, ...], foreign: list[str], doubts: tuple[Condition, ...]) -> Condition:
     names = " and ".join(each.path for each in markers)
     if foreign:
-        advice = "if the GPU Operator's validator made it, unset validation_markers on the host; otherwise remove it"
-        return false(KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: another program's file; {advice}")
+        advice = "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove this"
+        return false(KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: made by another program; {advice}")
     if refuted := [each.type for each in doubts if each.status is Status.FALSE]:
-        return false(KIND, Reason.NOT_PROVEN, f"what is not proven gets no marker: {', '.join(refuted)} is False")
+        return false(KIND, Reason.NOT_PROVEN, f"what is not proven gets no marker; False: {', '.join(refuted)}")
     if doubts:
         return unknown(KIND, Reason.NOT_PROVEN, f"waiting for {', '.join(each.type for each in doubts)}")
     return true(KIND, Reason.SET, f"{names} exist")

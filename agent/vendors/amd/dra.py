@@ -1,4 +1,4 @@
-"""What Dynamic Resource Allocation offers of AMD's GPUs."""
+"""The attributes of AMD's GPUs for Dynamic Resource Allocation."""
 
 from agent.vendors.drm.dra import DrmDra
 

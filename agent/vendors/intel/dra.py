@@ -1,4 +1,4 @@
-"""What Dynamic Resource Allocation offers of Intel's GPUs."""
+"""The attributes of Intel's GPUs for Dynamic Resource Allocation."""
 
 from agent.vendors.drm.dra import DrmDra
 

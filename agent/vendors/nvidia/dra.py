@@ -1,4 +1,4 @@
-"""Gets from nvidia-smi what Dynamic Resource Allocation offers of NVIDIA's GPUs and MIG devices."""
+"""Gets attributes and capacities of NVIDIA's GPUs and MIG devices from nvidia-smi, for Dynamic Resource Allocation."""
 
 import csv
 import re

@@ -82,7 +82,7 @@ def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
     machine.program("nvidia-ctk", "", status=1)
     machine.put("/usr/bin/nvidia-ctk", "another")
     assert outcome(machine) == ("False", "NotProven")
-    assert machine.message(KIND) == "what is not proven gets no marker: CDISpecCurrent is False"
+    assert machine.message(KIND) == "what is not proven gets no marker; False: CDISpecCurrent"
     assert there(machine) == []
 
 
@@ -111,7 +111,7 @@ def test_another_programs_file_is_left_alone(machine: Machine, put: Callable[[Ma
     put(machine)
     before = seen(machine)
     assert outcome(machine) == ("False", "ForeignFile")
-    assert machine.message(KIND).startswith(f"{DRIVER}: another program's file; ")
+    assert machine.message(KIND).startswith(f"{DRIVER}: made by another program; ")
     assert seen(machine) == before
     machine.hand(REQUEST)
     assert outcome(machine) is None
