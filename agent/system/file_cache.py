@@ -1,8 +1,8 @@
 """Reuses the result of an observation while no file that it was made from has changed.
 
 A change is recognised by what stat(2) says: device, inode, type, mode, owner, size, mtime and ctime. Size and times do
-not matter for a directory whose content was not looked at: /run, for example, gets new names all the time. The state of
-each path is noted before the observation looks at it.
+not matter for a directory whose content was not read: /run, for example, gets new names all the time. The state of each
+path is noted before the observation accesses it.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agent.system.deadlines import DEVICE_CALL, call_device
 from agent.system.files import System
-from agent.system.rooted import NONEXISTENT, Look
+from agent.system.rooted import NONEXISTENT, Access
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ FRESH = 2.0
 ext4, every 2 s on FAT."""
 
 State = tuple[int, ...]
-Files = dict[Look, State | None]
+Files = dict[Access, State | None]
 """What stat(2) said; None if that is unknown, or if the next change could go unnoticed."""
 
 
@@ -51,7 +51,7 @@ class FileCache:
     ) -> T:
         """Return the last result of the observation `name`, or call `observe` if it may be different by now.
 
-        `observe` gets a System that notes what it looks at. `key` has everything else that the result depends on. Only
+        `observe` gets a System that notes what it accesses. `key` has everything else that the result depends on. Only
         a result that is `complete` is kept.
         """
         kept = self._kept.pop(name, None)
@@ -60,9 +60,9 @@ class FileCache:
             return kept.result  # type: ignore[no-any-return]
         files, newest = Files(), self.clock() - FRESH
 
-        def note(look: Look) -> None:
-            if look not in files:
-                files[look] = _state(look, newest)
+        def note(access: Access) -> None:
+            if access not in files:
+                files[access] = _state(access, newest)
 
         result = observe(system.noting(note))
         if complete(result) and None not in files.values() and self._unchanged(name, files):
@@ -81,14 +81,14 @@ class FileCache:
             return False
 
 
-def _state(look: Look, newest: float = float("inf")) -> State | None:
+def _state(access: Access, newest: float = float("inf")) -> State | None:
     """Return what stat(2) says; None if that is unknown, or if the file has changed after the time `newest`."""
     try:
-        found = os.stat(look.path, follow_symlinks=look.follow)
+        found = os.stat(access.path, follow_symlinks=access.follow)
     except OSError as error:
         return (error.errno,) if error.errno in NONEXISTENT else None
     identity = (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid)
-    if stat.S_ISDIR(found.st_mode) and not look.inside:
+    if stat.S_ISDIR(found.st_mode) and not access.inside:
         return identity
     if found.st_ctime > newest:
         return None

@@ -19,22 +19,22 @@ NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """errno values of stat(2) for a path where nothing exists or can exist."""
 
 
-class Look(NamedTuple):
-    """A look at a path."""
+class Access(NamedTuple):
+    """An access to a path."""
 
     path: str
     """The whole path, with the root prefix."""
     follow: bool
     """Whether a link in the last component is followed."""
     inside: bool
-    """Whether the content of a directory, or its ACL, is looked at. Otherwise, only its type, mode and owner matter."""
+    """Whether the content or the ACL of a directory is read. Otherwise, only its type, mode and owner matter."""
 
 
 class Rooted:
     """The file system below `root`: absolute paths, also those in links, are relative to it."""
 
-    _note: Callable[[Look], None] | None = None
-    """Called with each look at a path; see `noting`."""
+    _note: Callable[[Access], None] | None = None
+    """Called with each access; see `noting`."""
 
     def __init__(self, root: str = "/") -> None:
         self.root = root.rstrip("/") or "/"
@@ -50,8 +50,8 @@ class Rooted:
         inner.root = root.rstrip("/") or "/"
         return inner
 
-    def noting(self, note: Callable[[Look], None]) -> Self:
-        """Return a copy of this object that calls `note` before each look, and after it has followed a link."""
+    def noting(self, note: Callable[[Access], None]) -> Self:
+        """Return a copy of this object that calls `note` before each access, and after it has followed a link."""
         # Imported here: the machine half never needs it.
         import copy
 
@@ -178,7 +178,7 @@ class Rooted:
 
     def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
         if self._note:
-            self._note(Look(place, follow, inside))
+            self._note(Access(place, follow, inside))
         return place
 
     def _resolve(self, path: str, *, of_processes: bool = True) -> str:

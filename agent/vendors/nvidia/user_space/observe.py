@@ -63,7 +63,7 @@ class _Found:
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
     """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown.
 
-    The search runs again only if something has changed that the last one looked at.
+    The search runs again only if a file or directory has changed that the last one accessed.
     """
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
@@ -190,7 +190,7 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     """Return the libraries on paths that `trust` permits: only root may decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, trust)
-    # The listing depends on this file, which it is not read from `system`.
+    # The listing depends on this file, but is not made with `system`, which notes what the result depends on.
     read_seen(system.identity, LOADER_CACHE)
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
