@@ -208,10 +208,10 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
                 part=partial(_current, read, [places[path] for path in remaining]),
             )()
         except OSError as error:
-            # A worker that hangs may continue at any moment, so the list is copied.
-            ended = list(read)
-            found |= zip(remaining, ended, strict=False)
-            found |= {path: error for path in remaining[len(ended) :][:1]}
+            # The error names the file. `read` may have more by now: a worker that hangs may continue at any moment.
+            failed = [places[path] for path in remaining].index(str(error.filename))
+            found |= zip(remaining[:failed], read, strict=False)
+            found[remaining[failed]] = error
         else:
             found |= zip(remaining, read, strict=True)
     return [found[path] for path in paths]
