@@ -6,8 +6,8 @@ A call that misses its deadline is abandoned, and not repeated while it hangs.
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -110,12 +110,12 @@ def _begin(
     seconds: float,
     *,
     is_source: bool = False,
-    part: Callable[[], str] | None = None,
+    part: Callable[[], tuple[str, float]] | None = None,
 ) -> Callable[[], T]:
     """Start the call in a worker, and return a function that waits for the call as `bounded` does.
 
-    If the call has parts, `part` returns the name of the current one: each gets `seconds`, and one that hangs is
-    recorded by its own name.
+    If the call has parts, `part` returns the name of the current one, and when it began, by time.monotonic(). Each part
+    gets `seconds`, and one that hangs is recorded by its own name.
     """
     if what in stuck():
         raise _still_hangs(what)
@@ -126,18 +126,18 @@ def _begin(
         # The unit's limit of tasks (TasksMax=), or the host's, is reached.
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
-    deadline = time.monotonic() + seconds
+    whole = what, time.monotonic()
 
     def wait() -> T:
-        last, until = part() if part else what, deadline
-        while not running.wait(max(0.0, until - time.monotonic())):
-            current = part() if part else what
-            if current == last:
-                _overdue[current] = running
+        name, began = part() if part else whole
+        while not running.wait(max(0.0, began + seconds - time.monotonic())):
+            current, current_began = part() if part else whole
+            if current == name:
+                _overdue[name] = running
                 # A shortened limit may be less than a second, and would be shown as 0 s.
                 limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
-                raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", current)
-            last, until = current, time.monotonic() + seconds
+                raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", name)
+            name, began = current, current_began
         return running.result()
 
     return wait
@@ -190,44 +190,65 @@ def read_device_text(system: Reader, path: str) -> str:
     return call_device(_place(system, path), lambda: system.read_text(path))
 
 
-def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEVICE_CALL) -> list[str | OSError]:
-    """Read many files that a driver provides, each as `read_device_text` does. Return text or error for each.
+def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEVICE_CALL) -> Iterator[str | OSError]:
+    """Read many files that a driver provides, each as `read_device_text` does. Yield the text or error of each.
 
     One worker reads them all, because handing each file to a worker takes longer than reading it. If it hangs at one,
-    another worker continues with the next.
+    another worker continues with the next when the caller asks for it. A caller that stops at an error thus leaves one
+    worker behind, however many files hang.
     """
-    places = {path: _place(system, path) for path in paths}
-    found: dict[str, str | OSError] = {path: _still_hangs(place) for path, place in places.items() if place in stuck()}
-    while remaining := [path for path in places if path not in found]:
-        read: list[str | OSError] = []
+    remaining = [(path, _place(system, path)) for path in paths]
+    while remaining:
+        batch = _not_stuck(remaining)
+        if not batch:
+            yield _still_hangs(remaining.pop(0)[1])
+            continue
+        reading = _Reading(system, batch)
         try:
-            _begin(
-                places[remaining[0]],
-                partial(_read_into, read, system, remaining),
-                _shortened(seconds, is_source=False),
-                part=partial(_current, read, [places[path] for path in remaining]),
-            )()
+            limit = _shortened(seconds, is_source=False)
+            _begin(batch[0][1], reading.run, limit, part=reading.part)()
         except OSError as error:
-            # The error names the file. `read` may have more by now: a worker that hangs may continue at any moment.
-            failed = [places[path] for path in remaining].index(str(error.filename))
-            found |= zip(remaining[:failed], read, strict=False)
-            found[remaining[failed]] = error
+            reading.abandoned = True
+            # The error names the file. The worker may have ended reading it by now.
+            failed = [place for _, place in batch].index(str(error.filename))
+            yield from reading.texts[:failed]
+            yield error
+            del remaining[: failed + 1]
         else:
-            found |= zip(remaining, read, strict=True)
-    return [found[path] for path in paths]
+            yield from reading.texts
+            del remaining[: len(batch)]
 
 
-def _read_into(read: list[str | OSError], system: Reader, paths: Sequence[str]) -> None:
-    for path in paths:
-        try:
-            read.append(system.read_text(path))
-        except OSError as error:
-            read.append(error)
+def _not_stuck(files: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the files up to the first one at which an earlier call still hangs."""
+    hanging = stuck()
+    return list(takewhile(lambda file: file[1] not in hanging, files))
 
 
-def _current(read: Sequence[object], places: Sequence[str]) -> str:
-    """Return which of the places is being read; the last one if all have been read."""
-    return places[min(len(read), len(places) - 1)]
+class _Reading:
+    """A call that reads many files, given as pairs of path and name, one after the other."""
+
+    def __init__(self, system: Reader, files: Sequence[tuple[str, str]]) -> None:
+        self._system, self._files = system, files
+        self._began = time.monotonic()
+        self.texts: list[str | OSError] = []
+        self.abandoned = False
+        """Whether nobody waits any more: the worker then ends with the file that it is reading."""
+
+    def run(self) -> None:
+        for path, _ in self._files:
+            if self.abandoned:
+                return
+            self._began = time.monotonic()
+            try:
+                text: str | OSError = self._system.read_text(path)
+            except OSError as error:
+                text = error
+            self.texts.append(text)
+
+    def part(self) -> tuple[str, float]:
+        """Return the name of the file that is being read, or of the last one, and when that began."""
+        return self._files[min(len(self.texts), len(self._files) - 1)][1], self._began
 
 
 def _place(system: Reader, path: str) -> str:

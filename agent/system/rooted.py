@@ -51,7 +51,7 @@ class Rooted:
         return inner
 
     def noting(self, note: Callable[[Access], None]) -> Self:
-        """Return a copy of this object that calls `note` before each access, and after it has followed a link."""
+        """Return a copy of this object that calls `note` before each access."""
         # Imported here: the machine half never needs it.
         import copy
 
@@ -194,11 +194,10 @@ class Rooted:
                 continue
             here = os.path.join(done, part)
             try:
-                target = os.readlink(self._below_root(here))
+                target = os.readlink(self._noted(self._below_root(here), follow=False))
             except OSError:
                 done = here
                 continue
-            self._noted(self._below_root(here), follow=False)
             links += 1
             if not of_processes and LINK_OF_PROCESS.match(here):
                 raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)

@@ -15,7 +15,6 @@ D = TypeVar("D")
 PCI_CLASSES = ("0x03*", "0x0680*", "0x12*")
 """Patterns (fnmatch) of the `class` of the PCI devices that are listed: display controllers, other bridges (NVSwitch)
 and processing accelerators. A large host has hundreds of other devices."""
-DRM_NAMES = ("card[0-9]*", "renderD[0-9]*")
 DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
 """Names of DRM nodes. Connectors, such as card0-DP-1, are devices of the same subsystem."""
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
@@ -41,13 +40,13 @@ class Udev:
         self._contexts: dict[str, Any] = {}
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
-        return self._listed("pci", _with_classes, _pci_device)
+        return self._listed("pci", _pci_device, PCI_CLASSES)
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
-        return self._listed("drm", _with_names, _drm_device)
+        return self._listed("drm", _drm_device)
 
     def _listed(
-        self, subsystem: str, restrict: "Callable[[_Enumerator], None]", convert: "Callable[[_Device], D | None]"
+        self, subsystem: str, convert: "Callable[[_Device], D | None]", classes: tuple[str, ...] = ()
     ) -> Seen[tuple[D, ...]]:
         try:
             # Imported here, because this loads libudev: a host without it gets a fact, not a traceback.
@@ -56,29 +55,13 @@ class Udev:
             if subsystem not in self._contexts:
                 self._contexts[subsystem] = pyudev.Context()
             listed = self._contexts[subsystem].list_devices(subsystem=subsystem)
-            restrict(listed)
+            for each in classes:
+                # Since systemd 250, a device must match one of several values; before, it had to match the last.
+                listed.match_attribute("class", each)
             found = [convert(device) for device in listed]
         except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
             return Unseen(f"udev: cannot list {subsystem} devices: {type(error).__name__}: {error}")
         return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
-
-
-class _Enumerator(Protocol):
-    """The part of pyudev.Enumerator that is used here. A device must match one of several values of the same kind."""
-
-    def match_attribute(self, attribute: str, value: str) -> object: ...
-
-    def match_sys_name(self, sys_name: str) -> object: ...
-
-
-def _with_classes(listed: _Enumerator) -> None:
-    for each in PCI_CLASSES:
-        listed.match_attribute("class", each)
-
-
-def _with_names(listed: _Enumerator) -> None:
-    for each in DRM_NAMES:
-        listed.match_sys_name(each)
 
 
 class _Device(Protocol):

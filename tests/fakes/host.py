@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from agent.model.device import DeviceNumber
@@ -19,6 +20,7 @@ from agent.system.machined import MACHINED_MANAGER
 from agent.system.mounts import MOUNTS
 from agent.system.process import Completed
 from agent.system.systemd import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system.udev import PCI_CLASSES
 from tests.fakes.dead_links import WithDeadLinks
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
@@ -212,7 +214,12 @@ class Host(WithDeadLinks):
         return self._architecture
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
-        return self.pci
+        if not isinstance(self.pci, tuple):
+            return self.pci
+        # As libudev selects them.
+        return tuple(
+            each for each in self.pci if any(fnmatchcase(f"0x{each.class_id:06x}", wanted) for wanted in PCI_CLASSES)
+        )
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
         return self.drm

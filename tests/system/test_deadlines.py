@@ -61,9 +61,11 @@ class Files:
         self.root, self.hanging = root, hanging
         self.hangs, self.slow = "", 0.0
         self.threads: set[int] = set()
+        self.reads: list[str] = []
 
     def read_text(self, path: str) -> str:
         self.threads.add(threading.get_ident())
+        self.reads.append(path)
         time.sleep(self.slow)
         if path == self.hangs:
             return self.hanging()
@@ -82,7 +84,7 @@ def test_one_worker_reads_many_files(files: Files) -> None:
     assert (first, last) == ("/first", "/last")
     assert isinstance(missing, FileNotFoundError)
     assert len(files.threads) == 1
-    assert read_device_texts(files, []) == []
+    assert list(read_device_texts(files, [])) == []
 
 
 @pytest.mark.parametrize("hangs", ["/0", "/2", "/4"])
@@ -96,12 +98,32 @@ def test_of_many_files_only_the_one_that_hangs_is_not_read(files: Files, hangs: 
     assert files.hanging.calls == 1
     files.hanging.released.set()
     wait_for(lambda: f"{files.root}{hangs}" not in stuck())
-    assert read_device_texts(files, paths)[int(hangs[1:])] == "late"
+    assert list(read_device_texts(files, paths))[int(hangs[1:])] == "late"
+
+
+def test_a_caller_that_stops_at_an_error_leaves_one_worker_behind(files: Files) -> None:
+    files.hangs, paths = "/1", [f"/{number}" for number in range(5)]
+    texts = read_device_texts(files, paths, 0.2)
+    assert next(texts) == "/0"
+    assert isinstance(next(texts), TimeoutError)
+    del texts
+    files.hanging.released.set()
+    wait_for(lambda: f"{files.root}/1" not in stuck())
+    assert len(files.threads) == 1
+    assert files.reads == ["/0", "/1"], "the worker does not go on with what nobody waits for"
+
+
+def test_a_file_that_hangs_takes_its_own_time_only(files: Files) -> None:
+    files.hangs, started = "/1", time.monotonic()
+    first, second = read_device_texts(files, ["/0", "/1"], 1.0)
+    assert first == "/0"
+    assert isinstance(second, TimeoutError)
+    assert time.monotonic() - started < 1.6
 
 
 def test_many_slow_files_are_not_taken_for_one_that_hangs(files: Files) -> None:
     files.slow, paths = 0.2, [f"/{number}" for number in range(5)]
-    assert read_device_texts(files, paths, 0.5) == paths
+    assert list(read_device_texts(files, paths, 0.5)) == paths
     assert len(files.threads) == 1
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class Observation:
         self.count += 1
         names = ",".join(system.entries(f"{self.place}/current"))
         found = f"{names} {system.exists(f'{self.place}/new')} {system.real_path(f'{self.place}/current/file')}"
+        found += f" {system.has_acl(f'{self.place}/guarded')}"
         self.during()
         return f"{found} {system.owner(f'{self.place}/real')[0]:o} {system.read_text(f'{self.place}/current/file')}"
 
@@ -38,6 +40,8 @@ def system(request: pytest.FixtureRequest, tmp_path: Path) -> System:
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "file").write_text(directory)
     (tmp_path / "current").symlink_to("real")
+    (tmp_path / "guarded").mkdir()
+    (tmp_path / "guarded").chmod(0o775)
     return System(host_runner, "/" if request.param == "the host's root" else str(tmp_path))
 
 
@@ -63,6 +67,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "what was missing": lambda tree: (tree / "new").write_text(""),
     "a link": lambda tree: replace_link(tree / "current", "other"),
     "a directory's mode": lambda tree: (tree / "real").chmod(0o777),
+    "an access control list, which leaves the mode as it is": lambda tree: add_acl(tree / "guarded"),
     "a directory renamed behind a link": lambda tree: swap(tree / "real", tree / "other"),
 }
 
@@ -71,6 +76,15 @@ def rewrite_with_old_mtime(path: Path) -> None:
     before = path.stat()
     path.write_text("REAL")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def add_acl(path: Path) -> None:
+    """Add an entry for user 1000, as acl_to_any_text(3) would show `user:1000:rwx` (linux/posix_acl_xattr.h)."""
+    nobody = 0xFFFFFFFF
+    entries = ((0x01, 7, nobody), (0x02, 7, 1000), (0x04, 7, nobody), (0x10, 7, nobody), (0x20, 5, nobody))
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(path, "system.posix_acl_access", content)
+    assert path.stat().st_mode & 0o777 == 0o775
 
 
 def replace_link(path: Path, target: str) -> None:
@@ -107,6 +121,21 @@ def test_other_names_in_a_directory_that_was_not_listed_do_not_matter(
     (tmp_path / "unrelated").write_text("")
     get(kept, system, observation)
     assert observation.count == 1
+
+
+def test_a_directory_that_becomes_a_link_to_itself_is_seen(system: System, tmp_path: Path) -> None:
+    """All files stay as they are; only their real path is another."""
+    (tmp_path / "above/below").mkdir(parents=True)
+    (tmp_path / "above/below/file").write_text("")
+    kept, place = cache(), str(tmp_path) if system.root == "/" else ""
+
+    def observe(system: System) -> str:
+        return system.real_path(f"{place}/above/below/file")
+
+    before = kept.get("test", 1, system, observe, bool)
+    (tmp_path / "above").rename(tmp_path / "moved")
+    (tmp_path / "above").symlink_to("moved")
+    assert kept.get("test", 1, system, observe, bool) == before.replace("above", "moved")
 
 
 def test_everything_else_that_the_result_depends_on_is_the_key(system: System, observation: Observation) -> None:

@@ -76,7 +76,7 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         return UserSpace(unseen, unseen)
     found = sources.file_cache.get(
         "NVIDIA's driver",
-        (sources.architecture, sources.driver, module, kernel),
+        (sources.architecture, configured_place(sources.driver), module, kernel),
         sources.system,
         lambda system: _search_places(replace(sources, system=system), module, kernel),
         lambda found: found.final,
