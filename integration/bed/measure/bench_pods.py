@@ -1,6 +1,7 @@
-"""Measure how soon pods with a GPU start: by NVIDIA's device plugin, and by Dynamic Resource Allocation.
+"""Measure how soon pods with a GPU start, relative to pods without one in the same node.
 
-Both must not offer the same GPUs, so the node moves from one to the other between a few pods and the next few.
+They get their GPU by NVIDIA's device plugin, or by Dynamic Resource Allocation. Both must not offer the same GPUs, so
+the node moves from one to the other between a few pods and the next few.
 """
 
 import statistics
@@ -23,23 +24,29 @@ def measure_pod_start(cluster: Cluster, rounds: int = ROUNDS, pods: int = PODS) 
     offers its GPUs itself.
     """
     cluster.apply("runtime-class", "device-class-nvidia")
-    times: dict[str, list[float]] = {PLUGIN: [], DRA: []}
+    with_gpu: dict[str, list[float]] = {PLUGIN: [], DRA: []}
+    without: dict[str, list[float]] = {PLUGIN: [], DRA: []}
     for _ in range(rounds):
-        for allocation, found in times.items():
+        for allocation in (PLUGIN, DRA):
             _offer(cluster, allocation)
             # The first one waits for whatever follows the move.
-            _start(cluster)
-            found.append(statistics.median(_start(cluster) for _ in range(pods)))
+            _start(cluster, gpus=1)
+            pairs = [(_start(cluster, gpus=0), _start(cluster, gpus=1)) for _ in range(pods)]
+            without[allocation].append(statistics.median(pair[0] for pair in pairs))
+            with_gpu[allocation].append(statistics.median(pair[1] for pair in pairs))
     return {
-        "pod_start_plugin_seconds": statistics.median(times[PLUGIN]),
-        "pod_start_dra_seconds": statistics.median(times[DRA]),
-        **compared("pod_start_dra_vs_plugin", times[DRA], times[PLUGIN]),
+        "pod_start_plain_seconds": statistics.median((*without[PLUGIN], *without[DRA])),
+        "pod_start_plugin_seconds": statistics.median(with_gpu[PLUGIN]),
+        "pod_start_dra_seconds": statistics.median(with_gpu[DRA]),
+        **compared("pod_start_plugin_vs_plain", with_gpu[PLUGIN], without[PLUGIN]),
+        **compared("pod_start_dra_vs_plain", with_gpu[DRA], without[DRA]),
+        **compared("pod_start_dra_vs_plugin", with_gpu[DRA], with_gpu[PLUGIN]),
     }
 
 
-def _start(cluster: Cluster) -> float:
+def _start(cluster: Cluster, gpus: int) -> float:
     begun = time.monotonic()
-    cluster.apply(pod("measured", "sleep", "infinity", gpus=1))
+    cluster.apply(pod("measured", "sleep", "infinity", gpus=gpus))
     cluster.wait("the pod runs", lambda: cluster.phase("measured") == "Running")
     seconds = time.monotonic() - begun
     cluster.delete_pods("measured")
