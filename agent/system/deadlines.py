@@ -233,7 +233,7 @@ class _Reading:
         self._began = time.monotonic()
         self.texts: list[str | OSError] = []
         self.abandoned = False
-        """Whether nobody waits any more: the worker then ends with the file that it is reading."""
+        """Whether the caller has given up: the worker then ends with the file that it is reading."""
 
     def run(self) -> None:
         for path, _ in self._files:
