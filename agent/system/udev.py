@@ -56,7 +56,7 @@ class Udev:
                 self._contexts[subsystem] = pyudev.Context()
             listed = self._contexts[subsystem].list_devices(subsystem=subsystem)
             for each in classes:
-                # Since systemd 250, a device must match one of several values; before, it had to match the last.
+                # In libudev 252, the oldest that is supported, a device must match one of several values.
                 listed.match_attribute("class", each)
             found = [convert(device) for device in listed]
         except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.

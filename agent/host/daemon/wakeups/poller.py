@@ -62,8 +62,8 @@ class Settling:
     """
 
     quiet: float = 0.02
-    """Time without a further event before a pass, because related events come together. The nodes of a new GPU are made
-    and get their mode within a millisecond; a longer time would only delay the GPU."""
+    """Time without a further event before a pass, because related events come together. A longer time would delay
+    a new GPU: nvidia-modprobe sets the mode of a node directly after it has made the node."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
