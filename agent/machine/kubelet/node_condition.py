@@ -6,19 +6,18 @@ result cannot be noted.
 """
 
 import contextlib
-import json
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from agent.machine.kubelet.node_write import KIND, TYPE, change_condition
 from agent.machine.notes import NODE_CONDITION, Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
-from agent.model.errors import AgentError, CommandError, DocumentError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_host_status
-from agent.model.json_document import parse_object
-from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK, NODE_NAME
+from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
 from agent.model.reasons import Reason
 from agent.model.text import rfc3339
 from agent.system.files import System
@@ -26,21 +25,13 @@ from agent.system.journal import ERROR, INFO, say, say_changes
 from agent.system.kubelet_identity import Identity, find_identity
 from agent.system.spawn_runner import MachineRunner
 
-KIND = ConditionType.NODE_CONDITION_SET
 HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
-TYPE = "GPUReady"
-"""The condition's type on the Node, which also has the kubelet's conditions."""
 HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
-KUBECTL_LIMIT = 15
-"""Seconds for one run of kubectl, which makes one request to the API server."""
 NOTE = NODE_CONDITION
-NODE = f"{MACHINE_STATE}/{NODE_NAME}"
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
-ATTEMPTS = 6
-"""How many times to try to change the Node if others change it at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +174,7 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
         "lastHeartbeatTime": rfc3339(target.heartbeat),
         "lastTransitionTime": rfc3339(target.transition),
     }
-    return _change_with_retries(system, identity, condition)
+    return change_condition(system, identity, condition)
 
 
 def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
@@ -201,7 +192,7 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
     if isinstance(identity, Condition):
         return applied, identity
     if identity.node == recorded:
-        failure = _change_with_retries(system, identity, None)
+        failure = change_condition(system, identity, None)
         # If the Node does not exist, its condition does not either.
         if failure and failure.reason != Reason.NODE_NOT_REGISTERED:
             return applied, failure
@@ -210,65 +201,6 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
         say(INFO, f"node {recorded} keeps its condition {TYPE}: {why}")
     system.remove(NODE_CONDITION_MARK)
     return None, done
-
-
-def _change_with_retries(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
-    """Set the agent's condition on the Node, or remove it if `condition` is None.
-
-    Tries again if others change the Node at the same time. Returns None, or NodeConditionSet with the reason why it
-    failed.
-    """
-    if system.find_program("kubectl") is None:
-        return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
-    for _ in range(ATTEMPTS):
-        try:
-            _change_once(system, identity, condition)
-            return None
-        except (CommandError, DocumentError) as error:
-            failure = _failure(identity, error)
-            if "(Conflict)" not in failure.message:
-                return failure
-    changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
-    return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again")
-
-
-def _change_once(system: System, identity: Identity, condition: dict[str, str] | None) -> None:
-    """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
-
-    If others changed the Node in between, its resourceVersion is outdated, and the API server refuses the write
-    (Conflict).
-    """
-    # kubectl, because it can read every kind of kubeconfig. Not `kubectl patch`: it reads nodes/status first, which the
-    # Node authorizer does not let a kubelet do. Not server-side apply: when it removes our only condition, it also
-    # removes all conditions that have no field manager.
-    kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
-    path = f"/api/v1/nodes/{identity.node}"
-    node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
-    status = node.setdefault("status", {})
-    others = [each for each in status.get("conditions", []) if each.get("type") != TYPE]
-    if condition is None and len(others) == len(status.get("conditions", [])):
-        return
-    status["conditions"] = [*others, condition] if condition else others
-    system.write(NODE, json.dumps(node).encode(), 0o600)
-    system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
-
-
-def _failure(identity: Identity, error: CommandError | DocumentError) -> Condition:
-    """Return NodeConditionSet for an error of kubectl.
-
-    Most errors that the API server returns begin with `Error from server (REASON)`.
-    """
-    answer = error.message
-    if isinstance(error, CommandError):
-        answer = " ".join(error.stderr.split()) or answer.removeprefix(f"{' '.join(error.argv)}: ")
-    if "Error from server (NotFound)" in answer:
-        message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
-        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
-    if "Error from server" in answer or "Unauthorized" in answer:
-        return false(
-            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"
-        )
-    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {answer}")
 
 
 def _recorded_node(system: System) -> str | None:

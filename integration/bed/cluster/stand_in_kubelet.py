@@ -12,8 +12,10 @@ from typing import Any
 import grpc
 
 from agent.dra.plugin_server import SERVICE
+from agent.machine.kubelet.node_write import ATTEMPTS, CHANGED_MEANWHILE
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
+from integration.bed.process import CommandError
 from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
 
@@ -38,6 +40,24 @@ def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:
     return found
 
 
+def change_node_status(cluster: ControlPlane, node: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let `change` change the Node's status, and write it with its kubelet's identity.
+
+    Tries again if others change the Node in between, as the lifecycle controller does with its taints.
+    """
+    path, user = f"/api/v1/nodes/{node}", node_user(node)
+    for left in reversed(range(ATTEMPTS)):
+        content = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
+        change(content.setdefault("status", {}))
+        replace = ("replace", f"--raw={path}/status", "--filename=-")
+        try:
+            cluster.kubectl(*replace, stdin=json.dumps(content), user=user)
+            return
+        except CommandError as error:
+            if not left or not any(each in str(error) for each in CHANGED_MEANWHILE):
+                raise
+
+
 class StandInKubelet:
     """The kubelet of one node."""
 
@@ -52,13 +72,14 @@ class StandInKubelet:
 
     def set_resources(self, resources: dict[str, str]) -> None:
         """Write the node's status."""
-        path = f"/api/v1/nodes/{self._node}"
-        node = json.loads(self._cluster.kubectl("get", f"--raw={path}", user=self._user))
-        node["metadata"].pop("resourceVersion")
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
-        node["status"] = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
-        replace = ("replace", f"--raw={path}/status", "--filename=-")
-        self._cluster.kubectl(*replace, stdin=json.dumps(node), user=self._user)
+        status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+
+        def change(current: dict[str, Any]) -> None:
+            current.clear()
+            current.update(status)
+
+        change_node_status(self._cluster, self._node, change)
 
     def wipe(self) -> None:
         """Remove the node's slices (wipeResourceSlices of dra_plugin_manager.go)."""

@@ -13,7 +13,7 @@ import pytest
 
 from agent.model.conditions import ConditionType, false, true
 from agent.model.reasons import Reason
-from integration.bed.cluster.control_plane import ControlPlane, node_user
+from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
 
 pytestmark = pytest.mark.scenario("002")
@@ -31,6 +31,17 @@ KUBELETS_OWN = {
     "reason": "KubeletReady",
     "message": "kubelet is posting ready status",
 }
+
+LATE_KUBECTL = """#!/bin/bash
+set -o pipefail
+if [[ " $* " == *" replace "* ]]; then
+    test -e {answers} || {kubectl} --kubeconfig={admin} {change} >/dev/null
+    {kubectl} "$@" 2>&1 | tee -a {answers} >&2
+else
+    exec {kubectl} "$@"
+fi
+"""
+"""A kubectl before whose first write somebody else changes the Node."""
 
 Record = Callable[[str, object], None]
 
@@ -160,6 +171,32 @@ def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: N
     assert after == before
     assert ours is not None
     assert ours["status"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("taint node gpu-node example.com/late=1:NoSchedule", "is not allowed to modify taints"),
+        ("label node gpu-node node-restriction.kubernetes.io/pool=a", "is not allowed to modify labels"),
+        ("annotate node gpu-node example.com/note=y --overwrite", "(Conflict)"),
+    ],
+)
+@pytest.mark.usefixtures("nodes")
+def test_a_change_between_reading_and_writing(
+    control_plane: ControlPlane, kubeconfig: str, tmp_path: Path, change: str, answer: str
+) -> None:
+    """The API server takes others' change of taints or labels for ours, and refuses our write for that."""
+    admin = control_plane.write_kubeconfig(ADMIN, tmp_path / "admin.conf")
+    answers, late = tmp_path / "answers", tmp_path / "late-kubectl"
+    kubectl = control_plane.binaries / "kubectl"
+    late.write_text(LATE_KUBECTL.format(kubectl=kubectl, admin=admin, change=change, answers=answers))
+    late.chmod(0o755)
+    machine = NodeNamespace(tmp_path / "machine", late)
+    machine.publish_status(GOOD)
+    machine.run(kubeconfig)
+    assert answer in answers.read_text()
+    assert machine.reported()[:2] == ("True", "Set")
+    assert look(control_plane)[1] is not None
 
 
 @pytest.mark.usefixtures("nodes")

@@ -15,6 +15,7 @@ import yaml
 
 from agent.cli.kube import DIRECTORY
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
+from integration.bed.cluster.stand_in_kubelet import change_node_status
 from integration.bed.process import CommandError
 
 NODE = "gpu-node"
@@ -76,7 +77,11 @@ def register(cluster: ControlPlane, taint: dict[str, str]) -> None:
         "spec": {"taints": [taint]},
     }
     cluster.kubectl("create", "--filename=-", stdin=json.dumps(node), user=node_user(NODE))
-    set_status(cluster, lambda status: status.update(capacity=room, allocatable=room, conditions=[condition("Ready")]))
+
+    def change(status: dict[str, Any]) -> None:
+        status.update(capacity=room, allocatable=room, conditions=[condition("Ready")])
+
+    change_node_status(cluster, NODE, change)
 
 
 def condition(kind: str, status: str = "True") -> dict[str, str]:
@@ -90,16 +95,7 @@ def set_condition(cluster: ControlPlane, value: str) -> None:
         others = [each for each in status["conditions"] if each["type"] != KIND]
         status["conditions"] = [*others, condition(KIND, value)]
 
-    set_status(cluster, change)
-
-
-def set_status(cluster: ControlPlane, change: Callable[[dict[str, Any]], None]) -> None:
-    path, user = f"/api/v1/nodes/{NODE}", node_user(NODE)
-    node = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
-    # Without a version, the write cannot conflict with one of the controllers'.
-    node["metadata"].pop("resourceVersion")
-    change(node.setdefault("status", {}))
-    cluster.kubectl("replace", f"--raw={path}/status", "--filename=-", stdin=json.dumps(node), user=user)
+    change_node_status(cluster, NODE, change)
 
 
 def stand_in_for_a_readiness_controller(cluster: ControlPlane, taint: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.node_condition import ATTEMPTS, HEARTBEAT, HOST_STATUS, NODE, TYPE, run
+from agent.machine.kubelet.node_condition import HEARTBEAT, HOST_STATUS, run
+from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import DocumentError
@@ -272,9 +273,18 @@ def test_a_deleted_node_is_named_so(node: Node) -> None:
     assert node.outcome() == ("True", "Set")
 
 
-def test_a_conflicting_change_is_retried(node: Node) -> None:
-    """The kubelet writes the same status; conflicts that never end are reported."""
-    conflict = Completed(1, b"", b"Error from server (Conflict): the object has been modified")
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "(Conflict): the object has been modified",
+        '(Forbidden): nodes "gpu-node" is forbidden: node "gpu-node" is not allowed to modify taints',
+        '(Forbidden): nodes "gpu-node" is forbidden: node "gpu-node" is not allowed to modify ownerReferences',
+        '(Forbidden): nodes "gpu-node" is forbidden: is not allowed to modify labels: node-restriction.kubernetes.io/a',
+    ],
+)
+def test_a_conflicting_change_is_retried(node: Node, refusal: str) -> None:
+    """Others write the same Node; conflicts that never end are reported."""
+    conflict = Completed(1, b"", f"Error from server {refusal}".encode())
     left = [conflict, conflict]
 
     def answer(argv: tuple[str, ...]) -> Completed:
@@ -288,9 +298,10 @@ def test_a_conflicting_change_is_retried(node: Node) -> None:
     left.extend([conflict] * 10)
     run(node, NOW + 1)
     assert node.outcome() == ("False", "Refused")
-    assert node.outcome_message() == (
-        "others changed node gpu-node each of the 6 times that GPUReady was written: the next run tries again"
+    assert node.outcome_message().startswith(
+        "others changed node gpu-node each of the 6 times that GPUReady was written: the next run tries again ("
     )
+    assert refusal in node.outcome_message()
     assert len(left) == 10 - ATTEMPTS
 
 

@@ -1,0 +1,91 @@
+"""Writes the agent's condition to this machine's Node object, with kubectl and the kubelet's identity."""
+
+import json
+
+from agent.model.conditions import Condition, ConditionType, false
+from agent.model.errors import CommandError, DocumentError
+from agent.model.json_document import parse_object
+from agent.model.paths import MACHINE_STATE, NODE_NAME
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.system.kubelet_identity import Identity
+
+KIND = ConditionType.NODE_CONDITION_SET
+TYPE = "GPUReady"
+"""The condition's type on the Node, which also has the kubelet's conditions."""
+KUBECTL_LIMIT = 15
+"""Seconds for one run of kubectl, which makes one request to the API server."""
+NODE = f"{MACHINE_STATE}/{NODE_NAME}"
+ATTEMPTS = 6
+"""How many times to try to change the Node if others change it at the same time."""
+CHANGED_MEANWHILE = (
+    "(Conflict)",
+    "is not allowed to modify taints",
+    "is not allowed to modify ownerReferences",
+    "is not allowed to modify labels",
+)
+"""What the API server answers if others changed the Node between our read and our write.
+
+NodeRestriction compares our copy with the current Node before the API server compares their resourceVersion, so it
+takes the others' change for ours (admitNode of plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
+"""
+
+
+def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
+    """Set the agent's condition on the Node, or remove it if `condition` is None.
+
+    Tries again if others change the Node at the same time. Returns None, or NodeConditionSet with the reason why it
+    failed.
+    """
+    if system.find_program("kubectl") is None:
+        return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
+    answer = ""
+    for _ in range(ATTEMPTS):
+        try:
+            _change_once(system, identity, condition)
+            return None
+        except (CommandError, DocumentError) as error:
+            failure = _failure(identity, error)
+            if not any(each in failure.message for each in CHANGED_MEANWHILE):
+                return failure
+            answer = failure.message
+    changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
+    return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again ({answer})")
+
+
+def _change_once(system: System, identity: Identity, condition: dict[str, str] | None) -> None:
+    """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
+
+    If others changed the Node in between, the API server refuses the write (CHANGED_MEANWHILE).
+    """
+    # kubectl, because it can read every kind of kubeconfig. Not `kubectl patch`: it reads nodes/status first, which the
+    # Node authorizer does not let a kubelet do. Not server-side apply: when it removes our only condition, it also
+    # removes all conditions that have no field manager.
+    kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
+    path = f"/api/v1/nodes/{identity.node}"
+    node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
+    status = node.setdefault("status", {})
+    others = [each for each in status.get("conditions", []) if each.get("type") != TYPE]
+    if condition is None and len(others) == len(status.get("conditions", [])):
+        return
+    status["conditions"] = [*others, condition] if condition else others
+    system.write(NODE, json.dumps(node).encode(), 0o600)
+    system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
+
+
+def _failure(identity: Identity, error: CommandError | DocumentError) -> Condition:
+    """Return NodeConditionSet for an error of kubectl.
+
+    Most errors that the API server returns begin with `Error from server (REASON)`.
+    """
+    answer = error.message
+    if isinstance(error, CommandError):
+        answer = " ".join(error.stderr.split()) or answer.removeprefix(f"{' '.join(error.argv)}: ")
+    if "Error from server (NotFound)" in answer:
+        message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
+        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
+    if "Error from server" in answer or "Unauthorized" in answer:
+        return false(
+            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"
+        )
+    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {answer}")
