@@ -80,7 +80,6 @@ class DrmDevice:
     path: str
     pci_address: str
     """Empty for a device that is not on the PCI bus (simpledrm, vgem)."""
-    driver: str
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
+from agent.model.pci_address import PCI_ADDRESS
 
 D = TypeVar("D")
 
@@ -17,6 +18,8 @@ PCI_CLASSES = ("0x03*", "0x0680*", "0x12*")
 and processing accelerators. A large host has hundreds of other devices."""
 DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
 """Names of DRM nodes. Connectors, such as card0-DP-1, are devices of the same subsystem."""
+DRI = "/dev/dri"
+"""The directory of all nodes of DRM minors (drm_devnode of drivers/gpu/drm/drm_sysfs.c)."""
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
 """Subsystems whose events a monitor receives."""
 BUFFER = 16 << 20
@@ -68,13 +71,9 @@ class _Device(Protocol):
     """The part of pyudev.Device that is used here; pyudev has no type annotations."""
 
     sys_name: str
-    subsystem: str | None
-    device_node: str | None
+    device_path: str
     driver: str | None
-    parent: "_Device | None"
     attributes: Mapping[str, bytes]
-
-    def find_parent(self, subsystem: str) -> "_Device | None": ...
 
 
 def _pci_device(device: _Device) -> PciDevice | None:
@@ -86,14 +85,12 @@ def _pci_device(device: _Device) -> PciDevice | None:
 
 
 def _drm_device(device: _Device) -> DrmDevice | None:
-    if not DRM_MINOR.fullmatch(device.sys_name) or (node := device.device_node) is None:
+    if not DRM_MINOR.fullmatch(device.sys_name):
         return None
-    parent = device.parent
-    # `is None`, because a device is a mapping: for its truth value, pyudev would read every property.
-    if parent is None:
-        return DrmDevice(node, "", "")
-    pci = parent if parent.subsystem == "pci" else device.find_parent("pci")
-    return DrmDevice(node, pci.sys_name if pci is not None else "", parent.driver or "")
+    # From the device's path in sysfs: pyudev would make an object of libudev for each device above it, which took most
+    # of the time of a pass on a host with many GPUs.
+    above = [part for part in device.device_path.split("/") if PCI_ADDRESS.fullmatch(part)]
+    return DrmDevice(f"{DRI}/{device.sys_name}", above[-1] if above else "")
 
 
 class Event(Protocol):

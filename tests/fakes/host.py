@@ -351,8 +351,8 @@ class Host(WithDeadLinks):
         self.pci = (*self.pci, PciDevice(address, 0x10DE, 0x2330, 0x030200, "nvidia"))
         self.drm = (
             *self.drm,
-            DrmDevice(f"/dev/dri/card{minor + 1}", address, "nvidia"),
-            DrmDevice(f"/dev/dri/renderD{128 + minor}", address, "nvidia"),
+            DrmDevice(f"/dev/dri/card{minor + 1}", address),
+            DrmDevice(f"/dev/dri/renderD{128 + minor}", address),
         )
 
     def unplug(self, address: str) -> None:

@@ -6,12 +6,12 @@ from agent.model.device import DeviceKind
 from agent.model.facts import DeviceNode, Gpu, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.reasons import Reason
+from agent.system.udev import DRI
 from agent.vendors.drm.conditions import drm_conditions
 from agent.vendors.drm.description import Description
 from agent.vendors.drm.observe import observe_drm
 from agent.vendors.host_vendor import HostVendor, Sources
 
-DRI = "/dev/dri"
 NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
 SYMPTOMS = {
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): NO_NODES,

@@ -49,14 +49,14 @@ class Cards(Host):
             nodes[f"/dev/dri/renderD{128 + number}"] = 128 + number
         for path, minor in nodes.items():
             self.node(path, 226, minor, 0o660)
-            self.drm = (*self.drm, DrmDevice(path, address, driver))
+            self.drm = (*self.drm, DrmDevice(path, address))
 
     def virtual_gpu(self, number: int) -> None:
         """Add vgem's nodes, which belong to no PCI device."""
         assert isinstance(self.drm, tuple)
         for path, minor in ((f"/dev/dri/card{number}", number), (f"/dev/dri/renderD{128 + number}", 128 + number)):
             self.node(path, 226, minor)
-            self.drm = (*self.drm, DrmDevice(path, "", ""))
+            self.drm = (*self.drm, DrmDevice(path, ""))
 
     def look(self) -> tuple[VendorFacts, ...]:
         sources = Sources(self, "x86_64", self.pci, self.drm, lambda root: Absent("no cache"), {})

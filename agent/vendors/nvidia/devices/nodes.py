@@ -12,6 +12,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, DrmDevice, Gpu, IncompletePartition, Seen, Unseen
 from agent.system.files import System
 from agent.system.seen import classify_error
+from agent.system.udev import DRI
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.devices.gpus import GPUS, KERNEL_DRIVER, GpuList
@@ -51,8 +52,9 @@ RULES = {
         Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]{1,9})"), ("nvidia-caps-imex-channels",)),
     ),
 }
+PREFIXES = ("nvidia", "channel")
+"""Of the names that RULES match."""
 SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
-DRI = "/dev/dri"
 NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
 """Patterns (fnmatch) of names in /dev: nodes in RULES, their directories, and DRI."""
 NODE_DIRECTORIES: tuple[str, ...] = (
@@ -118,8 +120,9 @@ class _NodeChecker:
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = []
-        for name in names:
-            if not name.isprintable() and name.startswith(("nvidia", "channel")):
+        # A host has hundreds of other nodes.
+        for name in (each for each in names if each.startswith(PREFIXES)):
+            if not name.isprintable():
                 self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
                 continue
             for rule in RULES[directory]:
