@@ -6,7 +6,7 @@ from agent.config.settings import Config
 from agent.host.state.detached_gpus import observe_detached
 from agent.host.vendors import LOADERS
 from agent.system.files import System
-from agent.system.udev import DeviceSource
+from agent.system.sysfs import DeviceSource
 
 KEY = "driver.load_modules"
 

@@ -102,10 +102,10 @@ def _run_for_units(options: argparse.Namespace) -> int:
         case "load-modules":
             from agent.cli.host import load, this_host
             from agent.cli.load_modules import load_modules
-            from agent.system.udev import Udev
+            from agent.system.sysfs import Sysfs
 
             system = this_host()
-            load_modules(load(options, system).config, system, Udev(), progress)
+            load_modules(load(options, system).config, system, Sysfs(system), progress)
             return 0
         case _:
             from agent.cli.service import run

@@ -8,12 +8,12 @@ from agent.cli.printing import progress
 from agent.config.last_good import Loaded
 from agent.host.reconcile import Reconciler
 from agent.system.files import System
-from agent.system.udev import Udev
+from agent.system.sysfs import Sysfs
 
 
 def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None] = progress) -> Reconciler:
     """Return a reconciler of this host with this configuration."""
-    return Reconciler(loaded.config, system, Udev(), report, rejected=loaded.rejected)
+    return Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected)
 
 
 def reconciler_for(options: argparse.Namespace) -> Reconciler:

@@ -37,7 +37,7 @@ from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit, report_directory
 from agent.model.reasons import Reason
 from agent.system.files import System
-from agent.system.udev import DeviceSource
+from agent.system.sysfs import DeviceSource
 
 log = logging.getLogger(__name__)
 

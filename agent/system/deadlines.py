@@ -101,18 +101,18 @@ class Reader(Protocol):
 
 def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> T:
     """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs."""
-    return _begin(what, call, seconds, is_source=is_source)()
+    return _run(what, call, seconds, is_source=is_source)
 
 
-def _begin(
+def _run(
     what: str,
     call: Callable[[], T],
     seconds: float,
     *,
     is_source: bool = False,
     part: Callable[[], tuple[str, float]] | None = None,
-) -> Callable[[], T]:
-    """Start the call in a worker, and return a function that waits for the call as `bounded` does.
+) -> T:
+    """Do what `bounded` does.
 
     If the call has parts, `part` returns the name of the current one, and when it began, by time.monotonic(). Each part
     gets `seconds`, and one that hangs is recorded by its own name.
@@ -127,20 +127,16 @@ def _begin(
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
     whole = what, time.monotonic()
-
-    def wait() -> T:
-        name, began = part() if part else whole
-        while not running.wait(max(0.0, began + seconds - time.monotonic())):
-            current, current_began = part() if part else whole
-            if current == name:
-                _overdue[name] = running
-                # A shortened limit may be less than a second, and would be shown as 0 s.
-                limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
-                raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", name)
-            name, began = current, current_began
-        return running.result()
-
-    return wait
+    name, began = part() if part else whole
+    while not running.wait(max(0.0, began + seconds - time.monotonic())):
+        current, current_began = part() if part else whole
+        if current == name:
+            _overdue[name] = running
+            # A shortened limit may be less than a second, and would be shown as 0 s.
+            limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", name)
+        name, began = current, current_began
+    return running.result()
 
 
 def _still_hangs(what: str) -> TimeoutError:
@@ -160,15 +156,7 @@ def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) 
 
     A broken driver may hang at each of a hundred files. With halving, they all take little more than twice `seconds`.
     """
-    return begin_device_call(what, call, seconds)()
-
-
-def begin_device_call(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> Callable[[], T]:
-    """Start the call, and return a function that waits for it as `call_device` does.
-
-    The caller can do other things meanwhile, but must call the function, because that records a call that hangs.
-    """
-    return _begin(what, call, _shortened(seconds, is_source=False))
+    return _run(what, call, _shortened(seconds, is_source=False))
 
 
 def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) -> T:
@@ -206,7 +194,7 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
         reading = _Reading(system, batch)
         try:
             limit = _shortened(seconds, is_source=False)
-            _begin(batch[0][1], reading.run, limit, part=reading.part)()
+            _run(batch[0][1], reading.run, limit, part=reading.part)
         except OSError as error:
             reading.abandoned = True
             # The error names the file. The worker may have ended reading it by now.

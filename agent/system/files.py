@@ -86,6 +86,10 @@ class System(Rooted):
         """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
         return self.read(path).decode(errors="surrogateescape")
 
+    def attribute(self, path: str) -> str:
+        """Return the text of an attribute in /sys, where only the kernel makes files: none is a FIFO or a device."""
+        return opening.attribute(self._at(path)).decode(errors="surrogateescape")
+
     def lines(self, path: str) -> Iterator[bytes]:
         """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""
         with opening.plain(self._at(path)) as file:

@@ -152,7 +152,7 @@ def test_no_configuration_is_needed(
     answer_of_libcuda(gpu_host, "12040\n")
     for module in ("host", "wiring"):
         monkeypatch.setattr(f"agent.cli.{module}.this_host", lambda: gpu_host)
-    monkeypatch.setattr("agent.cli.wiring.Udev", lambda: gpu_host)
+    monkeypatch.setattr("agent.cli.wiring.Sysfs", lambda system: system)
     assert main([command]) == (0 if command == "gpus" else 1)
     printed = capsys.readouterr()
     assert "no such file" in printed.err

@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from agent.model.device import DeviceNumber
@@ -19,8 +18,8 @@ from agent.model.paths import DRIVER_ROOTS_TARGET, LOADER_CACHE
 from agent.system.machined import MACHINED_MANAGER
 from agent.system.mounts import MOUNTS
 from agent.system.process import Completed
+from agent.system.sysfs import listed
 from agent.system.systemd import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
-from agent.system.udev import PCI_CLASSES
 from tests.fakes.dead_links import WithDeadLinks
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
@@ -216,10 +215,7 @@ class Host(WithDeadLinks):
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
         if not isinstance(self.pci, tuple):
             return self.pci
-        # As libudev selects them.
-        return tuple(
-            each for each in self.pci if any(fnmatchcase(f"0x{each.class_id:06x}", wanted) for wanted in PCI_CLASSES)
-        )
+        return tuple(each for each in self.pci if listed(each.class_id))
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
         return self.drm

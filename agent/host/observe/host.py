@@ -1,8 +1,5 @@
 """Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from agent.config.settings import Config
 from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import observe_staged
@@ -24,13 +21,10 @@ from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
 from agent.model.faults import fault
 from agent.model.gpu_facts import GpuFacts
 from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, STATE, machine_of, machine_unit, mount_unit
-from agent.system.deadlines import begin_device_call
 from agent.system.files import System
-from agent.system.seen import classify_error, read_seen
-from agent.system.udev import DeviceSource
+from agent.system.seen import read_seen
+from agent.system.sysfs import DeviceSource
 from agent.vendors.host_vendor import Sources
-
-D = TypeVar("D")
 
 
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
@@ -43,9 +37,6 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     # Include machines that are no longer configured but still have the agent's settings.
     names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
     detached = observe_detached(system)
-    # List the devices in the background, because the calls to PID 1 take just as long.
-    wait_for_pci = _begin_list("the PCI devices in sysfs", devices.pci_devices)
-    wait_for_drm = _begin_list("the DRM devices in sysfs", devices.drm_devices)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
@@ -54,8 +45,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     sources = Sources(
         system=system,
         architecture=system.architecture(),
-        pci=wait_for_pci(),
-        drm=wait_for_drm(),
+        pci=devices.pci_devices(),
+        drm=devices.drm_devices(),
         loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
         driver=config.driver,
         machines=config.machines,
@@ -110,24 +101,3 @@ def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
 
 def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
     return listing.entries if isinstance(listing, Listing) else listing
-
-
-def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
-    """Begin to list devices, and return a function that waits a limited time for the list.
-
-    libudev reads `uevent` files. On kernels of 2024 that have "driver core: Fix uevent_show() vs driver detach race",
-    which was reverted later, such a read blocks until the driver releases its device.
-    """
-    try:
-        wait = begin_device_call(what, listing)
-    except OSError as error:
-        unseen = classify_error(what, error)
-        return lambda: unseen
-
-    def listed() -> Seen[D]:
-        try:
-            return wait()
-        except OSError as error:
-            return classify_error(what, error)
-
-    return listed

@@ -6,7 +6,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import DeviceNode, Gpu, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.reasons import Reason
-from agent.system.udev import DRI
+from agent.system.sysfs import DRI
 from agent.vendors.drm.conditions import drm_conditions
 from agent.vendors.drm.description import Description
 from agent.vendors.drm.observe import observe_drm

@@ -12,7 +12,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, DrmDevice, Gpu, IncompletePartition, Seen, Unseen
 from agent.system.files import System
 from agent.system.seen import classify_error
-from agent.system.udev import DRI
+from agent.system.sysfs import DRI
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.devices.gpus import GPUS, KERNEL_DRIVER, GpuList

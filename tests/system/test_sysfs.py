@@ -1,0 +1,106 @@
+"""The lists of PCI and DRM devices, from trees like the kernel's: each device is a directory, and buses have links."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.model.facts import DrmDevice, PciDevice, Unseen
+from agent.system.files import System
+from agent.system.sysfs import Sysfs
+from tests.fakes.host import ScriptedRunner
+
+GPU, SWITCH, ACCELERATOR, NETWORK = "0000:41:00.0", "0000:42:00.0", "10000:43:00.0", "0000:44:00.0"
+BRIDGE = "devices/pci0000:40/0000:40:01.1"
+
+
+class Tree:
+    """A synthetic /sys."""
+
+    def __init__(self, root: Path) -> None:
+        self.sys = root / "sys"
+        self.source = Sysfs(System(ScriptedRunner(), str(root)))
+
+    def pci(self, address: str, vendor: str, device: str, kind: str, driver: str = "") -> Path:
+        place = self.sys / BRIDGE / address
+        place.mkdir(parents=True)
+        for name, value in (("vendor", vendor), ("device", device), ("class", kind)):
+            (place / name).write_text(f"{value}\n")
+        if driver:
+            (place / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
+        return self.link("bus/pci/devices", f"{BRIDGE}/{address}")
+
+    def drm(self, name: str, device: str) -> Path:
+        (self.sys / device / "drm" / name).mkdir(parents=True)
+        return self.link("class/drm", f"{device}/drm/{name}")
+
+    def link(self, directory: str, target: str) -> Path:
+        place = self.sys / directory / Path(target).name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to("../" * (directory.count("/") + 1) + target)
+        return place
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_this_machine_can_be_listed() -> None:
+    source = Sysfs(System(ScriptedRunner()))
+    assert isinstance(source.pci_devices(), tuple)
+    assert isinstance(source.drm_devices(), tuple)
+
+
+def test_display_controllers_accelerators_and_switches_are_listed(tree: Tree) -> None:
+    tree.pci(ACCELERATOR, "0x1002", "0x74a1", "0x120000")
+    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000", "nvidia-nvswitch")
+    tree.pci(GPU, "0x10de", "0x2330", "0x030200", "nvidia")
+    tree.pci(NETWORK, "0x8086", "0x1572", "0x020000", "i40e")
+    tree.pci("0000:40:01.1", "0x1022", "0x14ab", "0x060400", "pcieport")
+    assert tree.source.pci_devices() == (
+        PciDevice(GPU, 0x10DE, 0x2330, 0x030200, "nvidia"),
+        PciDevice(SWITCH, 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"),
+        PciDevice(ACCELERATOR, 0x1002, 0x74A1, 0x120000, ""),
+    )
+
+
+def test_a_drm_node_belongs_to_the_nearest_pci_device_above_it(tree: Tree) -> None:
+    tree.drm("card1", f"{BRIDGE}/{GPU}")
+    tree.drm("renderD128", f"{BRIDGE}/{GPU}")
+    tree.drm("card1-DP-1", f"{BRIDGE}/{GPU}/drm/card1")
+    tree.drm("card2", f"{BRIDGE}/{NETWORK}/virtio3")
+    tree.drm("card3", "devices/platform/simple-framebuffer.0")
+    (tree.sys / "class/drm/version").write_text("drm 1.1.0 20060810\n")
+    assert tree.source.drm_devices() == (
+        DrmDevice("/dev/dri/card1", GPU),
+        DrmDevice("/dev/dri/card2", NETWORK),
+        DrmDevice("/dev/dri/card3", ""),
+        DrmDevice("/dev/dri/renderD128", GPU),
+    )
+
+
+def test_a_kernel_without_pci_and_drm_has_no_devices(tree: Tree) -> None:
+    assert (tree.source.pci_devices(), tree.source.drm_devices()) == ((), ())
+
+
+def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
+    link = tree.pci(GPU, "0x10de", "0x2330", "0x030200")
+    link.unlink()
+    link.symlink_to("../gone")
+    (tree.sys / "class/drm").mkdir(parents=True)
+    (tree.sys / "class/drm/card1").touch()
+    assert (tree.source.pci_devices(), tree.source.drm_devices()) == ((), ())
+
+
+@pytest.mark.parametrize("content", ["", "display\n", None])
+def test_an_attribute_that_cannot_be_understood_is_named(tree: Tree, content: str | None) -> None:
+    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000")
+    place = tree.sys / BRIDGE / SWITCH / "vendor"
+    place.unlink()
+    if content is None:
+        place.mkdir()
+    else:
+        place.write_text(content)
+    found = tree.source.pci_devices()
+    assert isinstance(found, Unseen)
+    assert f"/sys/bus/pci/devices/{SWITCH}/vendor: " in found.why or f"{BRIDGE}/{SWITCH}/vendor: " in found.why
