@@ -26,8 +26,8 @@ CHANGED_MEANWHILE = (
 )
 """What the API server answers if others changed the Node between our read and our write.
 
-NodeRestriction compares our copy with the current Node before the API server compares their resourceVersion, so it
-takes the others' change for ours (admitNode of plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
+NodeRestriction compares our copy with the current Node before the API server compares resourceVersions, so it
+mistakes their change for ours (admitNode of plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
 """
 
 
@@ -45,10 +45,9 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
             _change_once(system, identity, condition)
             return None
         except (CommandError, DocumentError) as error:
-            failure = _failure(identity, error)
-            if not any(each in failure.message for each in CHANGED_MEANWHILE):
-                return failure
-            answer = failure.message
+            answer = _answer(error)
+        if not any(each in answer for each in CHANGED_MEANWHILE):
+            return _failure(identity, answer)
     changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
     return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again ({answer})")
 
@@ -73,14 +72,18 @@ def _change_once(system: System, identity: Identity, condition: dict[str, str] |
     system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
 
 
-def _failure(identity: Identity, error: CommandError | DocumentError) -> Condition:
-    """Return NodeConditionSet for an error of kubectl.
+def _answer(error: CommandError | DocumentError) -> str:
+    """Return what kubectl printed, on one line."""
+    if not isinstance(error, CommandError):
+        return error.message
+    return " ".join(error.stderr.split()) or error.message.removeprefix(f"{' '.join(error.argv)}: ")
+
+
+def _failure(identity: Identity, answer: str) -> Condition:
+    """Return NodeConditionSet for what kubectl printed.
 
     Most errors that the API server returns begin with `Error from server (REASON)`.
     """
-    answer = error.message
-    if isinstance(error, CommandError):
-        answer = " ".join(error.stderr.split()) or answer.removeprefix(f"{' '.join(error.argv)}: ")
     if "Error from server (NotFound)" in answer:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
         return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")

@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 
 from agent.dra.plugin_server import SERVICE
-from agent.machine.kubelet.node_write import ATTEMPTS, CHANGED_MEANWHILE
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
-from integration.bed.process import CommandError
+from integration.bed.cluster.node_status import change_node_status
 from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
 
@@ -38,24 +37,6 @@ def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:
     """Return the objects of a kind in all namespaces."""
     found: list[dict[str, Any]] = json.loads(cluster.kubectl("get", kind, "--all-namespaces", "--output=json"))["items"]
     return found
-
-
-def change_node_status(cluster: ControlPlane, node: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change` change the Node's status, and write it with its kubelet's identity.
-
-    Tries again if others change the Node in between, as the lifecycle controller does with its taints.
-    """
-    path, user = f"/api/v1/nodes/{node}", node_user(node)
-    for left in reversed(range(ATTEMPTS)):
-        content = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
-        change(content.setdefault("status", {}))
-        replace = ("replace", f"--raw={path}/status", "--filename=-")
-        try:
-            cluster.kubectl(*replace, stdin=json.dumps(content), user=user)
-            return
-        except CommandError as error:
-            if not left or not any(each in str(error) for each in CHANGED_MEANWHILE):
-                raise
 
 
 class StandInKubelet:

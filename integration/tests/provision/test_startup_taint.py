@@ -15,7 +15,7 @@ import yaml
 
 from agent.cli.kube import DIRECTORY
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
-from integration.bed.cluster.stand_in_kubelet import change_node_status
+from integration.bed.cluster.node_status import change_node_status
 from integration.bed.process import CommandError
 
 NODE = "gpu-node"

@@ -246,7 +246,14 @@ def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[st
     ("stderr", "reason"),
     [
         ('Error from server (NotFound): nodes "gpu-node" not found', "NodeNotRegistered"),
-        ('Error from server (Forbidden): nodes "x" is forbidden: node "a" is not allowed', "Refused"),
+        (
+            'Error from server (Forbidden): node "a" is not allowed to modify node "x"',
+            "Refused",
+        ),
+        (
+            'Error from server (Forbidden): User "a" cannot update resource "nodes/status"',
+            "Refused",
+        ),
         ("error: You must be logged in to the server (Unauthorized)", "Refused"),
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
     ],
@@ -256,6 +263,7 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
     run(node, NOW)
     assert node.outcome() == ("False", reason)
     assert stderr in node.outcome_message()
+    assert len(node.calls) == 1, "the run does not try again"
     node.program("kubectl", node.kubectl)
     run(node, NOW + 60)
     assert node.outcome() == ("True", "Set")
@@ -301,7 +309,7 @@ def test_a_conflicting_change_is_retried(node: Node, refusal: str) -> None:
     assert node.outcome_message().startswith(
         "others changed node gpu-node each of the 6 times that GPUReady was written: the next run tries again ("
     )
-    assert refusal in node.outcome_message()
+    assert node.outcome_message().endswith(f"(Error from server {refusal})")
     assert len(left) == 10 - ATTEMPTS
 
 
