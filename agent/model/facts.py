@@ -79,7 +79,7 @@ class DrmDevice:
 
     path: str
     pci_address: str
-    """Empty for a device that is not on the PCI bus (simpledrm, vgem)."""
+    """Empty for a device that is not a PCI device's own (simpledrm, vgem, virtio-gpu)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -99,12 +99,7 @@ class Reader(Protocol):
     def read_text(self, path: str) -> str: ...
 
 
-def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> T:
-    """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs."""
-    return _run(what, call, seconds, is_source=is_source)
-
-
-def _run(
+def bounded(
     what: str,
     call: Callable[[], T],
     seconds: float,
@@ -112,7 +107,7 @@ def _run(
     is_source: bool = False,
     part: Callable[[], tuple[str, float]] | None = None,
 ) -> T:
-    """Do what `bounded` does.
+    """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs.
 
     If the call has parts, `part` returns the name of the current one, and when it began, by time.monotonic(). Each part
     gets `seconds`, and one that hangs is recorded by its own name.
@@ -156,7 +151,7 @@ def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) 
 
     A broken driver may hang at each of a hundred files. With halving, they all take little more than twice `seconds`.
     """
-    return _run(what, call, _shortened(seconds, is_source=False))
+    return bounded(what, call, _shortened(seconds, is_source=False))
 
 
 def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) -> T:
@@ -194,7 +189,7 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
         reading = _Reading(system, batch)
         try:
             limit = _shortened(seconds, is_source=False)
-            _run(batch[0][1], reading.run, limit, part=reading.part)
+            bounded(batch[0][1], reading.run, limit, part=reading.part)
         except OSError as error:
             reading.abandoned = True
             # The error names the file. The worker may have ended reading it by now.

@@ -87,7 +87,10 @@ class System(Rooted):
         return self.read(path).decode(errors="surrogateescape")
 
     def attribute(self, path: str) -> str:
-        """Return the text of an attribute in /sys, where only the kernel makes files: none is a FIFO or a device."""
+        """Return the text of a short attribute of the kernel's own in /sys, with fewer system calls than `read_text`.
+
+        Nobody else can make a file there. An attribute of a driver may block: use `deadlines.read_device_text`.
+        """
         return opening.attribute(self._at(path)).decode(errors="surrogateescape")
 
     def lines(self, path: str) -> Iterator[bytes]:

@@ -76,12 +76,12 @@ def stream(place: str) -> int:
 
 
 def attribute(place: str) -> bytes:
-    """Return the content of an attribute in sysfs, which has at most a page of 4096 bytes."""
+    """Return the first 4096 bytes of an attribute in sysfs."""
     descriptor = stream(place)
     try:
         return os.read(descriptor, 4096)
     except OSError as error:
-        # read(2) knows no path.
+        # An error of read(2) has no path.
         raise OSError(error.errno, error.strerror, place) from None
     finally:
         os.close(descriptor)

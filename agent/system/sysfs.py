@@ -1,31 +1,37 @@
 """Lists PCI and DRM devices from sysfs (sysfs(5), Documentation/ABI/testing/sysfs-bus-pci in the kernel).
 
-libudev could list them too. But it opens every directory above each device, which took a third of the time until a
-plugged GPU opens; it shows no DRM node that udevd has not seen; and it reads `uevent` files, which may wait for a
-driver. No file that is read here does.
+libudev could list them too. But it opens every directory above each device, which was a third of the delay between
+plugging in a GPU and opening it. It shows no DRM node if udevd has never run. And it reads `uevent` files, which may
+wait for a driver; none of the files read here can block.
 """
 
+import errno
 import os
 import re
 from typing import Protocol
 
 from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
 from agent.model.pci_address import PCI_ADDRESS
+from agent.model.pci_classes import ACCELERATOR, BRIDGE_OTHER, DISPLAY
 from agent.system.errnos import NOT_FOUND
 from agent.system.files import System
+from agent.system.udev import CONTROL, DATABASE
 
+CLASSES = "/sys/class"
+"""A directory that every kernel has in sysfs."""
 PCI = "/sys/bus/pci/devices"
 DRM = "/sys/class/drm"
 DRI = "/dev/dri"
 """The directory of all nodes of DRM minors (drm_devnode of drivers/gpu/drm/drm_sysfs.c)."""
-DISPLAY, BRIDGE_OTHER, ACCELERATOR = 0x03, 0x0680, 0x12
-"""Classes of PCI devices: all display controllers, other bridges such as NVSwitch, all processing accelerators."""
 DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
 """Names of DRM nodes. Connectors, such as card0-DP-1, are devices of the same class."""
 
 
 class DeviceSource(Protocol):
-    """Lists devices of the kernel in sorted order; Unseen if that fails. Of PCI devices, only those of `listed`."""
+    """Lists devices of the kernel in sorted order; Unseen if that fails.
+
+    Includes only the PCI devices that `listed` accepts.
+    """
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]: ...
 
@@ -52,7 +58,9 @@ class Sysfs:
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
         try:
-            found = [self._drm_device(name) for name in self._names(DRM) if DRM_MINOR.fullmatch(name)]
+            udevd_runs = self._system.exists(CONTROL)
+            names = [name for name in self._names(DRM) if DRM_MINOR.fullmatch(name)]
+            found = [self._drm_device(name) for name in names if not udevd_runs or self._is_processed(name)]
         except OSError as error:
             return Unseen(f"{error.filename or DRM}: {error.strerror or error}")
         return tuple(sorted(each for each in found if each))
@@ -61,6 +69,9 @@ class Sysfs:
         try:
             return self._system.entries(directory)
         except FileNotFoundError:
+            if not self._system.exists(CLASSES):
+                # An empty list would withdraw every GPU.
+                raise OSError(errno.ENOENT, "sysfs is not mounted", CLASSES) from None
             # The kernel has no PCI bus, or no DRM driver is loaded.
             return ()
 
@@ -79,13 +90,27 @@ class Sysfs:
             raise
         return PciDevice(address, vendor, product, kind, driver)
 
+    def _is_processed(self, name: str) -> bool:
+        """Return whether udevd has set mode and owner of a DRM node. It then sends an event, which causes a pass."""
+        try:
+            number = self._system.attribute(f"{DRM}/{name}/dev").strip()
+        except OSError as error:
+            if error.errno in NOT_FOUND:
+                return False
+            raise
+        return self._system.exists(f"{DATABASE}/c{number}")
+
     def _drm_device(self, name: str) -> DrmDevice | None:
-        """Return the node with the PCI device that is nearest above it in sysfs; None if it was removed meanwhile."""
+        """Return the node with its PCI device; None if it was removed meanwhile.
+
+        Drivers of GPUs register their nodes with the PCI device itself. A device in between is another kind of display,
+        such as the firmware's framebuffer, which the kernel places below the GPU that the firmware uses.
+        """
         target = self._system.read_link(f"{DRM}/{name}")
         if target is None:
             return None
-        above = [part for part in target.split("/") if PCI_ADDRESS.fullmatch(part)]
-        return DrmDevice(f"{DRI}/{name}", above[-1] if above else "")
+        device = os.path.basename(target.removesuffix(f"/drm/{name}"))
+        return DrmDevice(f"{DRI}/{name}", device if PCI_ADDRESS.fullmatch(device) else "")
 
     def _number(self, path: str) -> int:
         """Return the number in a file. Raises OSError."""
@@ -93,4 +118,4 @@ class Sysfs:
         try:
             return int(text, 16)
         except ValueError:
-            raise OSError(None, f"{text[:80]!r} is no hexadecimal number", path) from None
+            raise OSError(errno.EINVAL, f"{text[:80]!r} is not a hexadecimal number", path) from None

@@ -4,6 +4,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Protocol
 
+CONTROL = "/run/udev/control"
+"""udevd's socket. If it is missing, libudev silently makes a monitor that never gets an event."""
+DATABASE = "/run/udev/data"
+"""What udevd knows of each device that it has processed: the file of a character device is `cMAJOR:MINOR`."""
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
 """Subsystems whose events a monitor receives."""
 BUFFER = 16 << 20

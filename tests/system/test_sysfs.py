@@ -1,24 +1,42 @@
 """The lists of PCI and DRM devices, from trees like the kernel's: each device is a directory, and buses have links."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import DrmDevice, PciDevice, Unseen
+from agent.model.pci_classes import BRIDGE_OTHER
 from agent.system.files import System
-from agent.system.sysfs import Sysfs
+from agent.system.sysfs import Sysfs, listed
+from agent.vendors.drm.host import DrmHost
 from tests.fakes.host import ScriptedRunner
 
 GPU, SWITCH, ACCELERATOR, NETWORK = "0000:41:00.0", "0000:42:00.0", "10000:43:00.0", "0000:44:00.0"
 BRIDGE = "devices/pci0000:40/0000:40:01.1"
 
 
+class Removing(System):
+    """A System in which attributes fail as if their device were removed, or broke, after it was listed."""
+
+    failing: OSError | None = None
+
+    def attribute(self, path: str) -> str:
+        if self.failing and path.endswith(str(self.failing.filename)):
+            raise OSError(self.failing.errno, self.failing.strerror, path)
+        return super().attribute(path)
+
+
 class Tree:
-    """A synthetic /sys."""
+    """A synthetic /sys, and what udevd knows of it."""
 
     def __init__(self, root: Path) -> None:
-        self.sys = root / "sys"
-        self.source = Sysfs(System(ScriptedRunner(), str(root)))
+        self.root, self.sys = root, root / "sys"
+        (self.sys / "class").mkdir(parents=True)
+        self.system = Removing(ScriptedRunner(), str(root))
+        self.source = Sysfs(self.system)
 
     def pci(self, address: str, vendor: str, device: str, kind: str, driver: str = "") -> Path:
         place = self.sys / BRIDGE / address
@@ -29,8 +47,10 @@ class Tree:
             (place / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
         return self.link("bus/pci/devices", f"{BRIDGE}/{address}")
 
-    def drm(self, name: str, device: str) -> Path:
-        (self.sys / device / "drm" / name).mkdir(parents=True)
+    def drm(self, name: str, device: str, number: str = "226:0") -> Path:
+        place = self.sys / device / "drm" / name
+        place.mkdir(parents=True)
+        (place / "dev").write_text(f"{number}\n")
         return self.link("class/drm", f"{device}/drm/{name}")
 
     def link(self, directory: str, target: str) -> Path:
@@ -46,8 +66,11 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def test_this_machine_can_be_listed() -> None:
-    source = Sysfs(System(ScriptedRunner()))
-    assert isinstance(source.pci_devices(), tuple)
+    source, devices = Sysfs(System(ScriptedRunner())), Path("/sys/bus/pci/devices")
+    addresses = {each.name for each in devices.glob("*") if (each / "class").read_text().startswith(("0x03", "0x12"))}
+    found = source.pci_devices()
+    assert isinstance(found, tuple)
+    assert {each.address for each in found if each.class_id >> 8 != BRIDGE_OTHER} == addresses
     assert isinstance(source.drm_devices(), tuple)
 
 
@@ -64,23 +87,47 @@ def test_display_controllers_accelerators_and_switches_are_listed(tree: Tree) ->
     )
 
 
-def test_a_drm_node_belongs_to_the_nearest_pci_device_above_it(tree: Tree) -> None:
+def test_every_class_of_a_vendor_s_gpus_is_listed() -> None:
+    described = [vendor.description for vendor in HOST_VENDORS if isinstance(vendor, DrmHost)]
+    assert described
+    assert all(listed(kind << 8) for each in described for kind in each.further_classes)
+
+
+def test_a_drm_node_belongs_to_the_pci_device_that_it_is_registered_with(tree: Tree) -> None:
     tree.drm("card1", f"{BRIDGE}/{GPU}")
     tree.drm("renderD128", f"{BRIDGE}/{GPU}")
     tree.drm("card1-DP-1", f"{BRIDGE}/{GPU}/drm/card1")
+    tree.drm("card0", f"{BRIDGE}/{GPU}/simple-framebuffer.0")
     tree.drm("card2", f"{BRIDGE}/{NETWORK}/virtio3")
-    tree.drm("card3", "devices/platform/simple-framebuffer.0")
+    tree.drm("card3", "devices/platform/vgem")
     (tree.sys / "class/drm/version").write_text("drm 1.1.0 20060810\n")
     assert tree.source.drm_devices() == (
+        DrmDevice("/dev/dri/card0", ""),
         DrmDevice("/dev/dri/card1", GPU),
-        DrmDevice("/dev/dri/card2", NETWORK),
+        DrmDevice("/dev/dri/card2", ""),
         DrmDevice("/dev/dri/card3", ""),
         DrmDevice("/dev/dri/renderD128", GPU),
     )
 
 
+def test_a_drm_node_is_listed_once_udevd_has_set_its_mode(tree: Tree) -> None:
+    tree.drm("card1", f"{BRIDGE}/{GPU}", "226:1")
+    assert tree.source.drm_devices() == (DrmDevice("/dev/dri/card1", GPU),), "udevd does not run"
+    (tree.root / "run/udev/data").mkdir(parents=True)
+    (tree.root / "run/udev/control").touch()
+    assert tree.source.drm_devices() == ()
+    (tree.root / "run/udev/data/c226:1").touch()
+    assert tree.source.drm_devices() == (DrmDevice("/dev/dri/card1", GPU),)
+
+
 def test_a_kernel_without_pci_and_drm_has_no_devices(tree: Tree) -> None:
     assert (tree.source.pci_devices(), tree.source.drm_devices()) == ((), ())
+
+
+def test_no_device_is_withdrawn_while_sysfs_is_not_mounted(tree: Tree) -> None:
+    (tree.sys / "class").rmdir()
+    unmounted = Unseen("/sys/class: sysfs is not mounted")
+    assert (tree.source.pci_devices(), tree.source.drm_devices()) == (unmounted, unmounted)
 
 
 def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
@@ -90,6 +137,16 @@ def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
     (tree.sys / "class/drm").mkdir(parents=True)
     (tree.sys / "class/drm/card1").touch()
     assert (tree.source.pci_devices(), tree.source.drm_devices()) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["class", "device"])
+def test_a_device_that_is_removed_between_open_and_read(tree: Tree, name: str) -> None:
+    tree.pci(GPU, "0x10de", "0x2330", "0x030200")
+    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000")
+    tree.system.failing = OSError(errno.ENODEV, os.strerror(errno.ENODEV), f"{GPU}/{name}")
+    assert [each.address for each in tree.source.pci_devices()] == [SWITCH]  # type: ignore[union-attr]
+    tree.system.failing = OSError(errno.EIO, os.strerror(errno.EIO), f"{GPU}/{name}")
+    assert tree.source.pci_devices() == Unseen(f"/sys/bus/pci/devices/{GPU}/{name}: Input/output error")
 
 
 @pytest.mark.parametrize("content", ["", "display\n", None])

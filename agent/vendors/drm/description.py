@@ -4,11 +4,7 @@ from dataclasses import dataclass
 
 from agent.model.device import DeviceKind
 from agent.model.facts import PciDevice
-
-DISPLAY = 0x03
-"""PCI base class of display controllers. Their subclass varies: GPUs in processors are VGA controllers; those for data
-centres are 3D controllers or other display controllers. Base class, subclass and programming interface have 8 bits each
-(pci_ids.h)."""
+from agent.model.pci_classes import DISPLAY
 
 
 @dataclass(frozen=True, slots=True)

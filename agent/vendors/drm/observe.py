@@ -1,4 +1,4 @@
-"""Observes a vendor's GPUs and their DRM nodes. DRM devices outside the PCI bus (simpledrm, vgem) are ignored."""
+"""Observes a vendor's GPUs and their DRM nodes. Other DRM devices, such as simpledrm, are ignored."""
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
@@ -85,7 +85,7 @@ def _number(system: System, path: str, major: int | None, problems: list[str]) -
     try:
         number = system.device(path)
     except FileNotFoundError:
-        # udevd has not made the node yet, or the driver has no such node.
+        # The kernel has not made the node yet, or the driver has no such node.
         return None
     if number is None:
         problems.append(f"{path}: not a character device")

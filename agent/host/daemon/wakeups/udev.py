@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from agent.system.files import System
-from agent.system.udev import Event, Monitor, udev_monitor
+from agent.system.udev import CONTROL, Event, Monitor, udev_monitor
 
-CONTROL = "/run/udev/control"
-"""udevd's socket. If it is missing, libudev silently makes a monitor that never gets an event."""
 BATCH = 1000
 """Events that are parsed in one call."""
 

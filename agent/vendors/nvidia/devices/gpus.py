@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from agent.model.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
 from agent.model.pci_address import PCI_ADDRESS
+from agent.model.pci_classes import BRIDGE_OTHER
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
 from agent.system.seen import classify_error, read_seen
@@ -14,8 +15,6 @@ from agent.system.seen import classify_error, read_seen
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
 """PCI classes of VGA controllers and 3D controllers, without the lowest byte, the programming interface."""
-BRIDGE_OTHER = 0x0680
-"""PCI class of NVSwitches, without the lowest byte."""
 KERNEL_DRIVER = "nvidia"
 """The driver's name on the PCI bus. Debian renames only the module's file."""
 

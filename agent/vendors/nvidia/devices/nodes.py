@@ -53,7 +53,7 @@ RULES = {
     ),
 }
 PREFIXES = ("nvidia", "channel")
-"""Of the names that RULES match."""
+"""Every name that a rule matches begins with one of these."""
 SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
 NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
 """Patterns (fnmatch) of names in /dev: nodes in RULES, their directories, and DRI."""

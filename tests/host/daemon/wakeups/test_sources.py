@@ -24,8 +24,9 @@ from agent.host.daemon.wakeups.sources import (
     host_sources,
     machined,
 )
-from agent.host.daemon.wakeups.udev import CONTROL, Udev, matters
+from agent.host.daemon.wakeups.udev import Udev, matters
 from agent.host.vendors import HOST_VENDORS
+from agent.system.udev import CONTROL
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 
@@ -316,7 +317,8 @@ PROGRAM = """
 import ctypes, select, sys
 from agent.system.files import System
 from agent.system.sh_runner import host_runner
-from agent.host.daemon.wakeups.udev import CONTROL, Udev, matters
+from agent.host.daemon.wakeups.udev import Udev, matters
+from agent.system.udev import CONTROL
 
 library = ctypes.CDLL("libumockdev.so.0")
 library.umockdev_testbed_new.restype = ctypes.c_void_p

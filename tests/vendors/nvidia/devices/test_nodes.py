@@ -10,6 +10,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.gpus import Information, parse_information
+from agent.vendors.nvidia.devices.nodes import PREFIXES, RULES
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.proc_devices import parse_majors
 from tests.fakes.host import PROC_DEVICES, Host
@@ -186,16 +187,16 @@ def test_a_failed_observation_makes_all_devices_unseen(host: Host, path: str) ->
 def test_an_unlisted_pci_bus_does_not_make_gpus_disappear(host: Host) -> None:
     host.driver("550.163.01", gpus=2)
     before = observe(host)
-    host.pci = Unseen("udev: no")
+    host.pci = Unseen("/sys: Permission denied")
     facts = observe(host)
     assert facts.gpus == before.gpus
-    assert facts.devices == Unseen("udev: no")
+    assert facts.devices == Unseen("/sys: Permission denied")
 
 
 def test_unlisted_drm_devices_do_not_withdraw_nodes(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
-    host.drm = Unseen("udev: no")
-    assert observe(host).devices == Unseen("udev: no")
+    host.drm = Unseen("/sys: Permission denied")
+    assert observe(host).devices == Unseen("/sys: Permission denied")
 
 
 def test_a_gpu_that_is_removed_during_observation(host: Host) -> None:
@@ -268,3 +269,8 @@ def test_no_text_of_proc_raises_an_exception(text: str) -> None:
 )
 def test_information(text: str, expected: Information) -> None:
     assert parse_information(text) == expected
+
+
+def test_a_name_that_a_rule_matches_is_never_skipped() -> None:
+    for rules in RULES.values():
+        assert all(rule.pattern.pattern.startswith(PREFIXES) for rule in rules)
