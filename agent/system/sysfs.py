@@ -1,8 +1,8 @@
 """Lists PCI and DRM devices from sysfs (sysfs(5), Documentation/ABI/testing/sysfs-bus-pci in the kernel).
 
-libudev could list them too. But it opens every directory above each device, which was a third of the delay between
-plugging in a GPU and opening it. It shows no DRM node if udevd has never run. And it reads `uevent` files, which may
-wait for a driver; none of the files read here can block.
+libudev could list them too. But it opens every directory above each device, which took more than half of a pass. It
+shows no DRM node if udevd has never run. And it reads `uevent` files, which may wait for a driver; none of the files
+read here can block.
 """
 
 import errno
@@ -113,7 +113,7 @@ class Sysfs:
         return DrmDevice(f"{DRI}/{name}", device if PCI_ADDRESS.fullmatch(device) else "")
 
     def _number(self, path: str) -> int:
-        """Return the number in a file. Raises OSError."""
+        """Return the hexadecimal number in a file. Raises OSError."""
         text = self._system.attribute(path).strip()
         try:
             return int(text, 16)
