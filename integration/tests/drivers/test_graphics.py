@@ -61,7 +61,8 @@ class Shell:
     def loaded(self, command: str, environment: str = "") -> Loaded:
         """Return what a command loads."""
         trace = "/tmp/loaded"
-        said = self.run(f"rm -f {trace}.*; {environment} LD_DEBUG=files LD_DEBUG_OUTPUT={trace} {command}")
+        traced = f"{environment} LD_DEBUG=files LD_DEBUG_OUTPUT={trace} {command}"
+        said = self.run(f"rm -f {trace}.*; {traced}; echo exit status $?")
         return Loaded(said, INITIALISED.findall(self.run(f"grep -h 'calling init' {trace}.*")))
 
 
@@ -126,7 +127,7 @@ def test_egl_loads_nvidia_before_mesa(bed: Bed, shell: Shell) -> None:
     """The numbers in the file names give the order. With a working GPU, the device platform would be NVIDIA's."""
     found = shell.loaded("eglinfo -B")
     assert found.has("libEGL_nvidia.so.0", "libnvidia-eglcore.so.", "libEGL_mesa.so.0"), found
-    assert "Device platform:" in found.output
+    assert "Device platform:" in found.output, found.output
     # Mesa answers instead, because NVIDIA's driver has no GPU.
     assert "renderer: llvmpipe" in found.output
     alone = shell.loaded("eglinfo -B", "__EGL_VENDOR_LIBRARY_FILENAMES=/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
