@@ -1,8 +1,8 @@
 """Lists PCI and DRM devices from sysfs (sysfs(5), Documentation/ABI/testing/sysfs-bus-pci in the kernel).
 
-libudev could list them too. But it opens every directory above each device, which took more than half of a pass. It
-shows no DRM node if udevd has never run. And it reads `uevent` files, which may wait for a driver; none of the files
-read here can block.
+libudev could list them too. But it opens every directory above each device, which took more than half of a pass
+on an emulated host. It shows no DRM node if udevd has never run. And it reads `uevent` files, which may wait for a
+driver; none of the files read here can block.
 """
 
 import errno

@@ -41,7 +41,6 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(units[machine_unit(name)], system) for name in names}
-    systemd_version = observe_version(system)
     sources = Sources(
         system=system,
         architecture=system.architecture(),
@@ -65,7 +64,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     problems = (template_problem, discarded, *memory.loader_cache.skipped(), detached.problem, damage, *ignored)
     return Facts(
         architecture=sources.architecture,
-        systemd_version=systemd_version,
+        systemd_version=observe_version(system),
         template_device_allow=template,
         vendors=vendors,
         machines=tuple(_machine(name, unit, system, memory.ages) for name, unit in machine_units.items()),
