@@ -11,6 +11,7 @@ from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_list import LOST, gpu_state
 from agent.model.facts import Absent, Broken, Facts, Gpu, Unseen, VendorFacts
+from agent.model.paths import PCI_DEVICES
 from agent.model.remembered import Remembered
 from agent.model.text import printable
 from agent.system.deadlines import read_device_text
@@ -79,7 +80,7 @@ def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:
     """Return an attribute of the GPU in sysfs; empty if its driver has no such attribute."""
-    path = f"/sys/bus/pci/devices/{gpu.pci_address}/{name}"
+    path = f"{PCI_DEVICES}/{gpu.pci_address}/{name}"
     text = read_seen(lambda attribute: read_device_text(system, attribute), path)
     return printable(text.strip())[:ATTRIBUTE_LIMIT] if isinstance(text, str) else ""
 

@@ -1,5 +1,7 @@
 """Paths on the host, in the machine, and in both. They are absolute, except names (`*_NAME`, units, sockets)."""
 
+PCI_DEVICES = "/sys/bus/pci/devices"
+"""A directory of links to all PCI devices, by address (Documentation/ABI/testing/sysfs-bus-pci in the kernel)."""
 CONFIG_FILE = "/etc/unbounded-agent/config.toml"
 CONFIG_DIRECTORY = "/etc/unbounded-agent/config.d"
 

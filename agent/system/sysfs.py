@@ -11,6 +11,7 @@ import re
 from typing import Protocol
 
 from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
+from agent.model.paths import PCI_DEVICES
 from agent.model.pci_address import PCI_ADDRESS
 from agent.model.pci_classes import ACCELERATOR, BRIDGE_OTHER, DISPLAY
 from agent.system.errnos import NOT_FOUND
@@ -19,7 +20,6 @@ from agent.system.udev import CONTROL, DATABASE
 
 CLASSES = "/sys/class"
 """A directory that every kernel has in sysfs."""
-PCI = "/sys/bus/pci/devices"
 DRM = "/sys/class/drm"
 DRI = "/dev/dri"
 """The directory of all nodes of DRM minors (drm_devnode of drivers/gpu/drm/drm_sysfs.c)."""
@@ -51,9 +51,9 @@ class Sysfs:
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
         try:
-            found = [self._pci_device(name) for name in self._names(PCI)]
+            found = [self._pci_device(name) for name in self._names(PCI_DEVICES)]
         except OSError as error:
-            return Unseen(f"{error.filename or PCI}: {error.strerror or error}")
+            return Unseen(f"{error.filename or PCI_DEVICES}: {error.strerror or error}")
         return tuple(sorted(each for each in found if each))
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
@@ -77,7 +77,7 @@ class Sysfs:
 
     def _pci_device(self, address: str) -> PciDevice | None:
         """Return the device; None if it is not listed, or was removed meanwhile."""
-        place = f"{PCI}/{address}"
+        place = f"{PCI_DEVICES}/{address}"
         try:
             kind = self._number(f"{place}/class")
             if not listed(kind):

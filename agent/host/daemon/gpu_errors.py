@@ -11,6 +11,7 @@ from agent.host.state.gpu_faults import record_fault
 from agent.host.state.lost_gpus import LogPosition, binding, bindings, read_log_position, record_lost, save_log_position
 from agent.host.vendors import HOST_VENDORS
 from agent.model.gpu_facts import GpuFault
+from agent.model.paths import PCI_DEVICES
 from agent.model.text import one_line, rfc3339
 from agent.system.files import System
 from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
@@ -144,7 +145,7 @@ class GpuErrors:
         Errors at any other address are ignored. This limits the number of series of the metric, because a host has few
         slots.
         """
-        return address in self.last or read_seen(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
+        return address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True
 
     def _listen(self) -> None:
         try:

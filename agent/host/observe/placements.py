@@ -7,10 +7,10 @@ from agent.config.settings import Config
 from agent.model.facts import VendorFacts
 from agent.model.gpu_facts import Placement
 from agent.model.handoff import DRA
+from agent.model.paths import PCI_DEVICES
 from agent.system.files import System
 from agent.system.seen import read_seen
 
-DEVICES = "/sys/bus/pci/devices"
 ROOT = re.compile(r"/(pci[0-9a-f]{4,8}:[0-9a-f]{2})/")
 """A root complex in the path of a device in sysfs (pci_create_root_bus in the kernel)."""
 NUMA_NODE = re.compile(r"-?[0-9]{1,4}")
@@ -24,7 +24,7 @@ def observe_placements(config: Config, vendors: Iterable[VendorFacts], system: S
 
 
 def _placement(address: str, system: System) -> Placement:
-    path = f"{DEVICES}/{address}"
+    path = f"{PCI_DEVICES}/{address}"
     target, node = read_seen(system.read_link, path), read_seen(system.read_text, f"{path}/numa_node")
     # Take the first root complex in the path: the devices of a VMD controller are in a second one below it.
     root = ROOT.search(target) if isinstance(target, str) else None

@@ -15,7 +15,7 @@ from agent.host.state.record import Record
 from agent.model.errors import ObservationError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.gpu_facts import Tainted
-from agent.model.paths import DETACHED_GPUS
+from agent.model.paths import DETACHED_GPUS, PCI_DEVICES
 from agent.system.damage import count
 from agent.system.files import System
 
@@ -124,4 +124,4 @@ def _device(system: System, address: str) -> int | None:
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """
-    return system.link_inode(f"/sys/bus/pci/devices/{address}")
+    return system.link_inode(f"{PCI_DEVICES}/{address}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import BaseModel
 
 from agent.host.state.record import Record
-from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
+from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS, PCI_DEVICES
 from agent.system.files import System
 
 
@@ -74,4 +74,4 @@ def binding(system: System, address: str) -> int | None:
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """
-    return system.link_inode(f"/sys/bus/pci/devices/{address}/driver")
+    return system.link_inode(f"{PCI_DEVICES}/{address}/driver")

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from agent.model.allocatable import AllocatableDevice
 from agent.model.digits import whole_number
+from agent.model.paths import PCI_DEVICES
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor, semantic_version
-
-PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 class DrmDra(DraVendor):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Set
 
 from agent.model.errors import ApplyError, CommandError, ObservationError
 from agent.model.facts import Gpu, PciDevice, Seen
+from agent.model.paths import PCI_DEVICES
 from agent.system.files import System
 from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, observe_gpus
 from agent.vendors.nvidia.devices.make_nodes import make_nodes
@@ -64,7 +65,7 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
 
 def _driver_override(system: System, address: str) -> str:
     """Return the driver for which an administrator reserved a GPU; empty if none (Documentation/ABI, sysfs-bus-pci)."""
-    path = f"/sys/bus/pci/devices/{address}/driver_override"
+    path = f"{PCI_DEVICES}/{address}/driver_override"
     text = system.read_text(path).strip() if system.exists(path) else ""
     return "" if text == "(null)" else text
 
