@@ -2,7 +2,7 @@
 
 A generator takes longer than everything else, and depends only on what the host provides: the driver root and the
 device nodes. When the rest of the machine half runs the same command, it gets the result of the generator that was
-started here. It starts any other command itself.
+started here, unless the host has published the handoff again since. It starts any other command itself.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
     """Start the generators for a new generation of the handoff. Raises nothing: agent.machine.run reports errors."""
     # KeyError means that the handoff has no requests.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        handoff = json.loads(_content(f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"))
+        path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
+        published = _identity(path)
+        handoff = json.loads(_content(path))
         match handoff:
             case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
                 if not _claim(generation, root):
@@ -44,7 +46,10 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
                     if vendor in GENERATORS:
                         os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
                         hooks = request.get("cdi_hooks", ())
-                        runner.start(GENERATORS[vendor](driver_root, spec_directory(vendor), hooks))
+                        command = GENERATORS[vendor](driver_root, spec_directory(vendor), hooks)
+                        # While the rest is loaded, the host may grant further GPUs, or bind nodes that were missing.
+                        # The generator may have searched for GPUs before that.
+                        runner.start(command, lambda: _identity(path) == published)
 
 
 def _claim(generation: str, root: str) -> bool:
@@ -61,6 +66,14 @@ def _claim(generation: str, root: str) -> bool:
     with opening.new_file(mark) as file:
         file.write(generation.encode())
     return True
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return a value that differs once the host has published the file again; None if the file is not readable."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return status.st_ino, status.st_ctime_ns
+    return None
 
 
 def _content(path: str) -> bytes:

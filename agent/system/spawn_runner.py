@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import signal
+from collections.abc import Callable
 
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError
 
@@ -18,14 +19,18 @@ class MachineRunner:
     """A Runner. At the time limit it kills the program and what it started, except processes in other groups."""
 
     def __init__(self) -> None:
-        self._early: dict[tuple[str, ...], _Process] = {}
+        self._early: dict[tuple[str, ...], tuple[_Process, Callable[[], bool]]] = {}
 
-    def start(self, argv: tuple[str, ...]) -> None:
-        """Start a program before its result is needed. A later call with the same arguments returns the result."""
-        self._early[argv] = _Process(argv)
+    def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
+        """Start a program before its result is needed.
+
+        A later call with the same arguments returns the result if `is_current` returns True then. Otherwise what the
+        program depends on has changed, so the call kills it and starts it again.
+        """
+        self._early[argv] = (_Process(argv), is_current)
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        process = self._early.pop(argv, None) or _Process(argv)
+        process = self._take_early(argv) or _Process(argv)
         try:
             completed = process.wait(timeout)
         finally:
@@ -37,7 +42,17 @@ class MachineRunner:
     def close(self) -> None:
         """Kill the programs that `start` started and whose results were not needed."""
         while self._early:
-            self._early.popitem()[1].close()
+            _, (process, _) = self._early.popitem()
+            process.close()
+
+    def _take_early(self, argv: tuple[str, ...]) -> "_Process | None":
+        if argv not in self._early:
+            return None
+        process, is_current = self._early.pop(argv)
+        if is_current():
+            return process
+        process.close()
+        return None
 
 
 class _Process:

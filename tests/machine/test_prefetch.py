@@ -6,6 +6,8 @@ import select
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,11 @@ class Recorder(MachineRunner):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[tuple[str, ...]] = []
+        self.is_current: Callable[[], bool] = lambda: False
 
-    def start(self, argv: tuple[str, ...]) -> None:
+    def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
         self.started.append(argv)
+        self.is_current = is_current
 
 
 REQUEST = {"vendor": "nvidia", "gpus": ["0000:01:00.0"], "driver_root": "/run/host-nvidia/0"}
@@ -37,9 +41,13 @@ def started(root: Path, handoff: object) -> list[tuple[str, ...]]:
     file = root / f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}".lstrip("/")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(handoff if isinstance(handoff, str) else json.dumps(handoff))
+    return recorded(root).started
+
+
+def recorded(root: Path) -> Recorder:
     recorder = Recorder()
     start_generators(recorder, str(root))
-    return recorder.started
+    return recorder
 
 
 def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
@@ -107,11 +115,37 @@ def test_a_run_takes_the_program_that_was_started() -> None:
     """The same arguments get its output, but only once: the next call starts the program again."""
     runner = MachineRunner()
     argv = ("/bin/sh", "-c", "echo $$")
-    runner.start(argv)
+    runner.start(argv, lambda: True)
     first, second = runner(argv, 10).stdout, runner(argv, 10).stdout
     assert first != second
     with pytest.raises(FileNotFoundError):
-        runner.start(("/nonexistent",))
+        runner.start(("/nonexistent",), lambda: True)
+
+
+def test_a_run_starts_the_program_again_if_its_result_is_outdated(tmp_path: Path) -> None:
+    """The first one is killed before the second one starts: both write to the same file."""
+    runner, started = MachineRunner(), tmp_path / "started"
+    argv = ("/bin/sh", "-c", f"[ ! -e {started} ] || exit 0; touch {started}; exec sleep 600")
+    runner.start(argv, lambda: False)
+    while not started.exists():
+        time.sleep(0.01)
+    assert runner(argv, 10).status == 0
+
+
+@pytest.mark.parametrize("content", ["a", "b"])
+def test_a_result_is_outdated_once_the_handoff_is_published_again(tmp_path: Path, content: str) -> None:
+    """With the same content too: the host has then bound nodes that were missing when the generator started."""
+    assert started(tmp_path, handoff()) == COMMANDS
+    (tmp_path / f"{MACHINE_STATE}/early".lstrip("/")).unlink()
+    recorder = recorded(tmp_path)
+    assert recorder.is_current()
+    file = tmp_path / f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}".lstrip("/")
+    new = file.with_name("new")
+    new.write_text(json.dumps(handoff(content)))
+    new.rename(file)
+    assert not recorder.is_current()
+    file.unlink()
+    assert not recorder.is_current()
 
 
 def test_an_unused_program_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -119,7 +153,7 @@ def test_an_unused_program_is_killed_with_its_children(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     runner = MachineRunner()
-    runner.start(("/bin/sh", "-c", f"(echo; exec sleep 600) > {fifo} & wait"))
+    runner.start(("/bin/sh", "-c", f"(echo; exec sleep 600) > {fifo} & wait"), lambda: True)
     with fifo.open() as child:
         child.readline()
         runner.close()
