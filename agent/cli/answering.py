@@ -44,7 +44,7 @@ class Answers:
             # An argument is wrong. In the process that asks, argparse prints the message to the user.
             return DECLINED
         if discarded() != before:
-            # A record was damaged. Here the service's journal names the file, but the user must see it.
+            # A record was damaged. The service would name it in its journal, the command that asks on the terminal.
             return DECLINED
         document = {"code": code, "output": output}
         return Page(HTTPStatus.OK, json.dumps(document).encode() + b"\n", "application/json")

@@ -52,8 +52,8 @@ COMMANDS = {
     ),
     "status": Command(
         "print whether each machine is ready, and why not",
-        "Prints whether each machine is ready and, if it is not, each cause once. Machines that are not ready come "
-        "first. What only root may read is unknown to other users.",
+        "Prints whether each machine is ready and, once, each cause of a condition that is not True. Machines that are "
+        "not ready come first. What only root may read is unknown to other users.",
         (
             "unbounded-agent status",
             "unbounded-agent status gpu-node --wait=600",

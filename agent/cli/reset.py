@@ -29,7 +29,10 @@ def reset(options: argparse.Namespace) -> int:
 
 
 def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) -> int:
-    """Remove the node, and print what is left to do. Return 1 if the host still differs from how it was found."""
+    """Remove the node, and print what is left to do.
+
+    Return 1 if this was the last node and the host still differs from how it was found, otherwise 0.
+    """
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
     without_machine = Reconciler(
         reconciler.config.model_copy(update={"machines": others}),

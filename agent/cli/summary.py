@@ -1,4 +1,4 @@
-"""Summarises machines in a few lines: whether each is ready, and each cause once if it is not. Pure."""
+"""Summarises machines in a few lines: whether each is ready, and each cause of a fault once. Pure."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Reads the kubeconfig with which the kubelet uses the API server (clientcmd/api/v1 of k8s.io/client-go).
 
-A kubeconfig is YAML, which the standard library cannot read, so kubectl prints it as JSON; it runs only when the file
-has changed.
+A kubeconfig is YAML, which the standard library cannot read, so kubectl prints it as JSON unless it is JSON already.
+agent.dra.credentials calls this only when the file has changed.
 """
 
 import base64

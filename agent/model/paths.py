@@ -189,7 +189,7 @@ def unit_drop_in(machine: str) -> str:
     return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
 
 
-def set_device_allow(machine: str) -> str:
+def device_allow_drop_in(machine: str) -> str:
     """Return the drop-in that `systemctl set-property` writes for DeviceAllow=. It also applies to the next start."""
     return f"{RUNTIME_PROPERTIES}/{machine_unit(machine)}.d/50-DeviceAllow.conf"
 

@@ -174,7 +174,7 @@ class System(Rooted):
             missing.append(place)
             place = os.path.dirname(place)
         for directory in reversed(missing):
-            # Another thread, or the machine half's other service, may make it meanwhile.
+            # Another thread, or another service of the agent, may make it meanwhile.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
                 os.chmod(directory, 0o755)

@@ -117,6 +117,13 @@ def test_pages_are_in_plain_words(page: Path) -> None:
         assert UNUSUAL.search(page.read_text()) is None
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_no_line_of_a_paragraph_begins_like_a_list(page: Path) -> None:
+    """Markdown then ends the paragraph: "the exit code is" would lose its "1."."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?![-+*] |\d+[.)] |#)\S.*\n(?:1[.)]|[-+*]) .*", text, re.MULTILINE) == []
+
+
 def test_code_is_in_plain_words() -> None:
     """Check all text of the agent: messages, docstrings, comments, and the words in names."""
     sources = {path: path.read_text() for path in (REPOSITORY / "agent").rglob("*.py")}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from agent.host.state.owned_files import MARK, OWNED_FILES, is_ours
 from agent.model.facts import Absent, Broken, FileState, Seen, Unseen
-from agent.model.paths import OWNED, REMEMBERED_GPUS, machine_files, set_device_allow
+from agent.model.paths import OWNED, REMEMBERED_GPUS, device_allow_drop_in, machine_files
 from agent.system.damage import discard
 from agent.system.files import System
 from agent.system.seen import read_seen
@@ -29,7 +29,8 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
     """Return the state of the machines' files, the record of granted GPUs, and the files in the ownership record."""
-    wanted = {*REMEMBERED_GPUS, *(path for name in machines for path in (*machine_files(name), set_device_allow(name)))}
+    of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
+    wanted = {*REMEMBERED_GPUS, *of_machines}
     if isinstance(owned, Unseen):
         contents = {path: _content(path, system) for path in sorted(wanted)}
         # Without the record, only the first line of a file shows whether the agent wrote it.

@@ -13,7 +13,7 @@ from agent.model.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, 
 from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal, OwnedFile
-from agent.model.paths import STATE, UNIT_SETTINGS, granted_file, machine_files, set_device_allow
+from agent.model.paths import STATE, UNIT_SETTINGS, device_allow_drop_in, granted_file, machine_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
         if machine.name in configured or machine.live is None:
             continue
         agent_lines = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in template}
-        path = set_device_allow(machine.name)
+        path = device_allow_drop_in(machine.name)
         content = facts.files[path].content
         # A file without any line of the agent stays, because an administrator has made it.
         if isinstance(content, bytes) and agent_lines & set(content.decode(errors="replace").splitlines()):

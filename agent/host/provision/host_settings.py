@@ -42,7 +42,7 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     """Change what differs from the goal; `before` is the observed state. Can be repeated after a failure."""
     for problem in host_problems(goal, before):
         raise ApplyError(problem.message, problem.advice)
-    # Load modules first, because some of them provide parameters.
+    # Load modules first: some sysctls exist only while their module is loaded.
     for module in goal.modules:
         if not before.modules.get(module):
             system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)

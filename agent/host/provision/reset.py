@@ -90,6 +90,7 @@ class Reset:
         return plan_removal(facts, observe_units([unit], self.system)[unit].state)
 
     def _host(self) -> HostFacts:
+        """Return the host's state without its network: only `up` records that, and `_leftovers` observes it."""
         found = observe_found(self.system)
         others = tuple(name for name in made_nodes(self.system) if name != self.machine)
         if not isinstance(found, AsFound):

@@ -25,7 +25,7 @@ from agent.model.handoff import with_remark
 from agent.model.paths import driver_root, mount_unit
 from agent.model.reasons import Reason
 
-PLAIN = (
+PLAIN_ADVICE = (
     "the first pass without a running machine mounts it, if the kernel has overlay file systems: docs/drivers/roots.md"
 )
 
@@ -187,19 +187,17 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     for root in roots:
         if root not in facts.staged:
             problems = "".join(f"; {problem}" for problem in facts.staged_problems)
-            message = (
-                f"driver {root.version} is not staged; run `unbounded-agent apply`, which stages it or says why not"
-            )
+            message = f"driver {root.version} is not staged; `unbounded-agent apply` stages it or says why it cannot"
             return false(kind, Reason.NOT_STAGED, message + problems)
         if root.hidden:
             unit = mount_unit(driver_root(root.index))
             message = f"{_staged_as(root)}, but it is not mounted: see `systemctl status '{unit}'`"
             return false(kind, Reason.NOT_MOUNTED, message)
     staged = "; ".join([*(_staged_as(root) for root in roots), *waiting])
-    if any(root.index in facts.plain_roots for root in roots):
-        return true(
-            kind, Reason.PLAIN_COPY, f"{staged}, a plain directory: root in one machine can change it for all; {PLAIN}"
-        )
+    plain = [str(root.index) for root in roots if root.index in facts.plain_roots]
+    if plain:
+        why = "a plain directory, which the root user of one machine can change for all"
+        return true(kind, Reason.PLAIN_COPY, f"{staged}; driver root {', '.join(plain)} is {why}: {PLAIN_ADVICE}")
     return true(kind, Reason.STAGED, staged)
 
 

@@ -68,7 +68,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     # Imported here: most runs do not need containerd's version.
     from agent.machine.containerd.version import containerd_version
 
-    if handler is None and not paths.former and _enabled_by_others(context, drop_in, program):
+    if handler is None and not paths.former and _enabled_without_drop_in(context, drop_in, program):
         notes.save(name, {"state": state, "by_others": True})
         return CDI_ENABLED
     version = containerd_version(context, program)
@@ -109,11 +109,11 @@ def _handlers() -> list[RuntimeHandler]:
     return [vendor.handler for vendor in vendors if vendor and vendor.handler]
 
 
-def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
+def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
     It may be enabled by the agent's drop-in for a vendor's runtime, which stays when that vendor's last GPU is
-    withdrawn. containerd loads that file after the drop-in for CDI, whose table it would replace in containerd 1.x.
+    withdrawn. That file is loaded after the drop-in for CDI: in containerd 1.x, its table replaces the drop-in's.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)

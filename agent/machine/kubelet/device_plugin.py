@@ -211,13 +211,13 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not in the CDI specification (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # A plugin that once advertised a GPU, and no longer does, considers the GPU unhealthy. A restarted plugin would not
-    # know that.
+    # A plugin considers a GPU unhealthy that it once advertised and no longer does. A restarted plugin would offer that
+    # GPU again.
     if once_advertised is not None and (missing - once_advertised or stale):
-        why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
+        why = "the plugin started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
     if missing:
-        return false(KIND, Reason.GPUS_MISSING, message)
+        return false(KIND, Reason.GPUS_MISSING, f"{message} once the GPUs are healthy")
     if stale:
         return false(KIND, Reason.STALE_GPUS, message)
     return true(KIND, Reason.ADVERTISED, f"every GPU in the CDI specification is advertised ({counts})")

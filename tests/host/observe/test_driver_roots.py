@@ -28,11 +28,11 @@ from agent.model.paths import (
     OWNED,
     REMEMBERED_GPUS,
     TREES,
+    device_allow_drop_in,
     live_file,
     machine_files,
     nspawn_file,
     report_directory,
-    set_device_allow,
 )
 from agent.system.mounts import MOUNTS
 from tests.fakes.host import Host
@@ -88,7 +88,7 @@ def test_files_of_the_goal_and_of_the_record(host: Host) -> None:
     assert files.keys() == {
         *machine_files("node"),
         *REMEMBERED_GPUS,
-        set_device_allow("node"),
+        device_allow_drop_in("node"),
         nspawn_file("old"),
     }
 

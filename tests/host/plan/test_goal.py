@@ -24,7 +24,7 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
 from agent.model.goal import Share
 from agent.model.live import LiveSettings
-from agent.model.paths import nspawn_file, set_device_allow, unit_drop_in
+from agent.model.paths import device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import TEMPLATE, facts, node, nvidia, staged
 
 CONFIG = Config(machines={"gpu-node": MachineSettings()})
@@ -315,7 +315,7 @@ def formerly_configured(unit_state: str, device: str) -> Facts:
     live = LiveSettings("", (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")), {})
     files = {
         unit_drop_in("old"): FileState(b"ours", owned=True),
-        set_device_allow("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
+        device_allow_drop_in("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
     }
     return replace(seen, machines=(replace(seen.machines[0], unit_state=unit_state, live=live),), files=files)
 
@@ -331,8 +331,8 @@ def test_privileges_need_no_newer_image() -> None:
 @pytest.mark.parametrize(
     ("unit_state", "device", "removed"),
     [
-        ("inactive", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
-        ("failed", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
+        ("inactive", "/dev/char/195:0", [device_allow_drop_in("old"), unit_drop_in("old")]),
+        ("failed", "/dev/char/195:0", [device_allow_drop_in("old"), unit_drop_in("old")]),
         # This permission is not ours.
         ("inactive", "/dev/char/10:229", [unit_drop_in("old")]),
         ("active", "/dev/char/195:0", []),

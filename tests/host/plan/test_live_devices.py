@@ -18,7 +18,7 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
 from agent.model.facts import Facts, VendorFacts
 from agent.model.live import LiveSettings, parse_live, render_live
-from agent.model.paths import handoff_file, live_file, machine_unit, set_device_allow, unit_drop_in
+from agent.model.paths import device_allow_drop_in, handoff_file, live_file, machine_unit, unit_drop_in
 from agent.system.files import System
 from tests.fakes.facts import facts, nvidia
 from tests.fakes.host import Host
@@ -347,7 +347,7 @@ def test_a_drained_gpus_permission_survives_a_daemon_reload() -> None:
 
 def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> None:
     """Their record leads the next pass to the permission."""
-    permission, drop_in = set_device_allow(MACHINE), unit_drop_in(MACHINE)
+    permission, drop_in = device_allow_drop_in(MACHINE), unit_drop_in(MACHINE)
     host.file(f"{permission}/not-empty")
     host.file(drop_in)
     applied = apply((RemoveFile(permission), RemoveFile(drop_in)), host)

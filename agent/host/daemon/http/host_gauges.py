@@ -110,8 +110,8 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     """Return a GPU's status, the first of these that applies:
 
     `detached`, `unbound` (no kernel driver), `lost` (the kernel log says that the GPU no longer answers), `unknown`
-    (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node). Other metrics and `gpus` call the state
-    of such a GPU `failed`, and call a GPU `lost` that is gone from the PCI bus.
+    (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node). What is `lost` here is `failed` in other
+    metrics and in `gpus`; there, `lost` means gone from the PCI bus.
     """
     if gpu.detached:
         return "detached"

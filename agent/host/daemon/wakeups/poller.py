@@ -131,7 +131,7 @@ class Wakeups:
     def wait(self, seconds: float, interrupt: Interrupt) -> str:
         """Wait for events. Return the name of the first source that needs a pass; empty on timeout or a signal."""
         deadline = time.monotonic() + seconds
-        # This includes events that came during the last pass. A dict keeps the order of the sources.
+        # This includes events that came during the last pass. A dict, to keep the order in which sources were noticed.
         due = dict.fromkeys(self._due(self._tracked))
         self.first = last = time.monotonic()
         while not interrupt.pending:

@@ -28,7 +28,8 @@ def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[Alloca
         gpus = {each.pci_address for each in nodes if each.kind == DeviceKind.GPU}
         instances = [instance for each in nodes if (instance := parse_instance(each.capability))]
         compute = [(each.gi, each.ci) for each in instances if each.ci is not None]
-        # The specification was verified against the grant, so a device with other nodes was changed since: skip it.
+        # A verified GPU has one GPU node, and a MIG device also one compute instance. Otherwise the file has changed
+        # since: skip the device.
         if len(gpus) == 1 and len(compute) == bool(MIG_UUID.fullmatch(name)):
             (gpu,), partition = gpus, compute[0] if compute else ()
             found[gpu, partition] = AllocatableDevice(gpu, (f"{KIND}={name}",), partition)

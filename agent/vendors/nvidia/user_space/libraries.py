@@ -47,12 +47,12 @@ class FoundLibraries:
     def for_version(self, version: str) -> dict[str, str]:
         """Return the best real path, by name, of each file that belongs to the version.
 
-        The names of some of these files have a number that is not a driver's version.
+        A file whose name has no driver version, such as libnvidia-egl-wayland.so.1.1.18, is judged by its directory.
         """
-        versions: dict[str, set[str]] = {}
+        by_directory: dict[str, set[str]] = {}
         for name, paths in self.files.items():
             for path in paths:
-                versions.setdefault(os.path.dirname(path), set()).add(_version(name))
+                by_directory.setdefault(os.path.dirname(path), set()).add(_version(name))
         stems = {_stem(name) for name in self.files if _version(name) == version}
 
         def belongs(name: str, path: str) -> bool:
@@ -64,7 +64,7 @@ class FoundLibraries:
                 return False
             # A file without a version of its own belongs to the version in its directory. EGL's platforms may be in a
             # directory without any, because distributions package them separately.
-            directory_versions = versions[os.path.dirname(path)]
+            directory_versions = by_directory[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
         def rank(path: str) -> int:
@@ -76,7 +76,7 @@ class FoundLibraries:
             both = all(
                 f"{directory}/{stem}.so.{version}" in self.files.get(f"{stem}.so.{version}", ()) for stem in MAIN
             )
-            return 0 if both else 1 if version in versions[directory] else 2
+            return 0 if both else 1 if version in by_directory[directory] else 2
 
         chosen = {}
         for name, paths in self.files.items():

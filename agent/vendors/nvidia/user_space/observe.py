@@ -190,7 +190,7 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     """Return the libraries on paths that `trust` permits: only root may decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, trust)
-    # The listing depends on this file, but is not made with `system`, which notes what the result depends on.
+    # Read only so that `system` records the dependency: the listing below is not made with `system`.
     read_seen(system.identity, LOADER_CACHE)
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
