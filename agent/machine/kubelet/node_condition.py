@@ -15,6 +15,7 @@ from typing import Any
 from agent.machine.kubelet.node_write import KIND, TYPE, change_condition
 from agent.machine.notes import NODE_CONDITION, Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
+from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
 from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_host_status
 from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
@@ -29,6 +30,8 @@ HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
 HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 NOTE = NODE_CONDITION
+AGAIN_WITHIN = 60.0
+"""Seconds within which this program, after setting the condition, sets a later one too."""
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
@@ -62,13 +65,33 @@ class LastRun:
 def main() -> int:
     # Programs that are started here must not depend on the current directory.
     os.chdir("/")
-    system = System(MachineRunner())
     try:
-        run(system, time.time())
+        run_until_current(System(MachineRunner()))
     except (AgentError, OSError) as error:
         say(ERROR, str(error))
         return 1
     return 0
+
+
+def run_until_current(system: System) -> None:
+    """Call `run` until the host has not evaluated the machine again meanwhile, but start no run after AGAIN_WITHIN.
+
+    systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). Raises OSError.
+    """
+    started, published = time.monotonic(), _published(system)
+    while True:
+        run(system, time.time())
+        before, published = published, _published(system)
+        if published == before or time.monotonic() - started > AGAIN_WITHIN:
+            return
+
+
+def _published(system: System) -> FileIdentity | None:
+    try:
+        return system.identity(HOST_STATUS)
+    except OSError:
+        # `run` reports what keeps it from being read.
+        return None
 
 
 def run(system: System, now: float) -> None:

@@ -1,11 +1,13 @@
 """The condition on the Node, on a simulated machine with listed processes and a scripted kubectl."""
 
+import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.node_condition import HEARTBEAT, HOST_STATUS, run
+from agent.machine.kubelet.node_condition import HEARTBEAT, HOST_STATUS, run, run_until_current
 from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
@@ -78,6 +80,36 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     run(node, NOW + 80 + HEARTBEAT)
     assert len(node.replaced) == 4
     assert node.on_node()["lastTransitionTime"] == changed
+
+
+def test_a_change_while_the_condition_is_set_is_set_at_once(node: Node) -> None:
+    """The path unit misses it: the timer would set it up to a minute later."""
+    later = [false(ConditionType.READY, Reason.SPEC_REFUSED, "no libcuda"), READY]
+
+    def slow(argv: tuple[str, ...]) -> Completed:
+        if "replace" in argv and later:
+            node.publish_status(later.pop(0), time.time())
+        return node.kubectl(argv)
+
+    node.program("kubectl", slow)
+    node.publish_status(evaluated=time.time())
+    run_until_current(node)
+    statuses = [each["status"]["conditions"][-1]["status"] for each in node.replaced]
+    assert statuses == ["True", "False", "True"]
+
+
+def test_a_host_that_publishes_all_the_time_ends_the_program(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(0, 25)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+
+    def endless(argv: tuple[str, ...]) -> Completed:
+        node.publish_status(evaluated=time.time() - len(node.replaced))
+        return node.kubectl(argv)
+
+    node.program("kubectl", endless)
+    node.publish_status(evaluated=0)
+    run_until_current(node)
+    assert node.outcome() == ("True", "Set")
 
 
 def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
