@@ -24,13 +24,15 @@ class MachineRunner:
     def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
         """Start a program before its result is needed.
 
-        A later call with the same arguments returns the result if `is_current` returns True then. Otherwise what the
-        program depends on has changed, so the call kills it and starts it again.
+        A later call with the same arguments returns the result. If `is_current` returns False at any later call, what
+        the program depends on has changed: it is killed, and its result is not used.
         """
         self._early[argv] = (_Process(argv), is_current)
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        process = self._take_early(argv) or _Process(argv)
+        self._close_outdated()
+        early = self._early.pop(argv, None)
+        process = early[0] if early else _Process(argv)
         try:
             completed = process.wait(timeout)
         finally:
@@ -45,14 +47,11 @@ class MachineRunner:
             _, (process, _) = self._early.popitem()
             process.close()
 
-    def _take_early(self, argv: tuple[str, ...]) -> "_Process | None":
-        if argv not in self._early:
-            return None
-        process, is_current = self._early.pop(argv)
-        if is_current():
-            return process
-        process.close()
-        return None
+    def _close_outdated(self) -> None:
+        # Also if the new call has other arguments: both programs may write to the same file.
+        for argv in [argv for argv, (_, is_current) in self._early.items() if not is_current()]:
+            process, _ = self._early.pop(argv)
+            process.close()
 
 
 class _Process:

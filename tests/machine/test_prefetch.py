@@ -122,14 +122,16 @@ def test_a_run_takes_the_program_that_was_started() -> None:
         runner.start(("/nonexistent",), lambda: True)
 
 
-def test_a_run_starts_the_program_again_if_its_result_is_outdated(tmp_path: Path) -> None:
-    """The first one is killed before the second one starts: both write to the same file."""
-    runner, started = MachineRunner(), tmp_path / "started"
-    argv = ("/bin/sh", "-c", f"[ ! -e {started} ] || exit 0; touch {started}; exec sleep 600")
+@pytest.mark.parametrize("arguments", ["same", "other"])
+def test_a_program_whose_result_is_outdated_is_killed_before_the_next_one(tmp_path: Path, arguments: str) -> None:
+    """Both may write to the same file, also if the new command has other arguments."""
+    runner, file = MachineRunner(), tmp_path / "pid"
+    script = f"[ -e {file} ] && (kill -0 $(cat {file}) && echo alive; true) && exit; echo $$ > {file}.new"
+    argv = ("/bin/sh", "-c", f"{script}; mv {file}.new {file}; exec sleep 600", "same")
     runner.start(argv, lambda: False)
-    while not started.exists():
+    while not file.exists():
         time.sleep(0.01)
-    assert runner(argv, 10).status == 0
+    assert runner((*argv[:3], arguments), 10).stdout == b""
 
 
 @pytest.mark.parametrize("content", ["a", "b"])

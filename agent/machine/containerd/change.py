@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,19 @@ class DropInPaths:
 
 
 def write_and_read_back(
-    context: Context, vendor: MachineVendor, paths: DropInPaths, planned: PlannedChange, before: dict[str, bytes | None]
-) -> str:
-    """Write the files that differ. Return what is wrong with the result; empty if it is right.
+    context: Context,
+    vendor: MachineVendor,
+    paths: DropInPaths,
+    planned: PlannedChange,
+    before: dict[str, bytes | None],
+    digest_inputs: Callable[[], str],
+) -> tuple[str, str]:
+    """Write the files that differ. Return what is wrong with the result (empty if it is right), and the inputs' digest.
 
-    `before` has the present contents of all these files by path; None for one that does not exist. If the result is
-    wrong or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because
-    of a full disk or a time limit.
+    `before` has the present contents of all these files by path; None for one that does not exist. The digest is that
+    of the files from which the result was made: somebody may change them at any time. If the result is wrong or
+    unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because of a
+    full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in
     written = {
@@ -57,13 +63,14 @@ def write_and_read_back(
     # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of the
     # files.
     changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
-    noted, effective = notes.load(CHANGED), ""
+    noted, effective, inputs = notes.load(CHANGED), "", ""
     try:
         if changes:
             context.owned.claim(drop_in)
             # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
             note_change(notes)
         files.put(context.system, changes)
+        inputs = digest_inputs()
         resulting = files.effective_config(context.system, MAIN, planned.version)
         # The digest omits the list of imports, which containerd 1.7 prints in a random order (a map in Go).
         effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
@@ -79,7 +86,7 @@ def write_and_read_back(
         raise
     if faults:
         _restore(context, changes, before, noted)
-        return f"the drop-in does not work: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
+        return f"the drop-in does not work: {faults}" + (f"; restored {', '.join(changes)}" if changes else ""), inputs
     if changes:
         # Noted again, with the present time: a containerd that started during the change may have read only one of the
         # new files.
@@ -90,7 +97,7 @@ def write_and_read_back(
         notes.save(CHANGED, {**noted, "effective": effective})
     for path in paths.former:
         context.owned.remove(path)
-    return ""
+    return "", inputs
 
 
 def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:

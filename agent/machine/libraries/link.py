@@ -169,17 +169,19 @@ def _refresh_loader_cache(
     # Conflicting files are left out: they may not be libraries, and would never be in the cache.
     needed = soname_links(request, directories) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
-    noted = {"cache": _identity(system), "needed": sorted(needed)}
-    if not ldconfig_pending and noted["cache"] and notes.load(name) == noted:
+    # The identity is read before the content: another ldconfig may replace the cache at any time.
+    cache = _identity(system)
+    if not ldconfig_pending and cache and notes.load(name) == {"cache": cache, "needed": sorted(needed)}:
         return CacheFaults()
     faults = CacheFaults(needed) if ldconfig_pending else _cache_faults(system, needed)
     if ldconfig_pending or faults.missing:
         # Without -X, ldconfig would change the conflicting links: each would lead to the newest library of its SONAME.
         system.run("ldconfig", *(["-X"] if conflicts else []), timeout=60)
+        cache = _identity(system)
         faults = _cache_faults(system, needed)
     system.remove(LDCONFIG_PENDING)
     if faults == CacheFaults():
-        notes.save(name, {"cache": _identity(system), "needed": sorted(needed)})
+        notes.save(name, {"cache": cache, "needed": sorted(needed)})
     return faults
 
 

@@ -522,6 +522,45 @@ def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
     assert machine.read_text(MAIN) == MAIN_2
 
 
+def test_a_change_while_a_fault_is_found_is_checked_by_the_next_run(machine: Machine) -> None:
+    """Somebody writes the main file in two steps: the fault of the first one must not be noted for the second one."""
+    main = with_import(MAIN_2.encode(), DROP_IN).decode()
+    machine.put(MAIN, main)
+
+    def between(argv: tuple[str, ...]) -> Completed:
+        done = containerd(machine, argv)
+        if argv[2:3] != (MAIN,):
+            return done
+        machine.put(MAIN, main + "# second step\n")
+        return Completed(0, done.stdout.replace(b"SystemdCgroup = true", b""), b"")
+
+    machine.program("containerd", between)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_a_change_after_the_reading_is_checked_by_the_next_run(machine: Machine) -> None:
+    """The main file is replaced by one without the import, while the good result is noted."""
+    machine.put(MAIN, MAIN_2)
+
+    def replaced_after(argv: tuple[str, ...]) -> Completed:
+        done = containerd(machine, argv)
+        if argv[2:3] == (MAIN,):
+            machine.put(MAIN, MAIN_2)
+        return done
+
+    machine.program("containerd", replaced_after)
+    run(machine)
+    assert DROP_IN not in machine.read_text(MAIN)
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.read_text(MAIN) != MAIN_2
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
 def test_a_broken_main_file_stays(machine: Machine) -> None:
     """A main file that is not TOML stays, and nothing is written below /etc/containerd."""
     machine.put(MAIN, "version = ")

@@ -180,6 +180,24 @@ def test_the_loader_cache_is_updated_if_a_name_is_missing(machine: Machine) -> N
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
 
 
+def test_a_loader_cache_that_is_replaced_while_it_is_listed_is_listed_again(machine: Machine) -> None:
+    """The trigger of a package searched the directories before the links were made, and ends after the listing."""
+
+    def replaced_after(argv: tuple[str, ...]) -> Completed:
+        found = ldconfig(machine, argv)
+        if "-p" in argv:
+            machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
+        return found
+
+    machine.program("ldconfig", replaced_after)
+    run(machine)
+    machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
+    machine.calls.clear()
+    run(machine)
+    assert machine.calls.count(("ldconfig",)) == 1
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
 def test_names_under_lib_count(machine: Machine) -> None:
     """Debian's loader cache lists /lib/<triplet>, which is the same directory."""
 
