@@ -46,7 +46,7 @@ IDENTITY_CHECK = 30.0
 """Seconds between checks whether the kubelet has another name or kubeconfig."""
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
-REPORTER = "unbounded-agent-gpu.service"
+REPORTER = "unbounded-agent-gpu-again.service"
 """The unit that reports the status to the host. It is started when what GPUsAdvertised shows has changed; otherwise it
 runs once a minute."""
 NO_KUBELET_PAUSE = 1.0

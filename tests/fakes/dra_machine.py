@@ -126,7 +126,7 @@ class DraMachine(System):
                     SMI_LINE.format(bus=each[5:7], memory=MEMORY // (2 if each == GPUS[0] else 1)) for each in self.gpus
                 )
                 return Completed(0, "".join(lines).encode(), b"")
-            case ("systemctl", "--no-block", "start", "unbounded-agent-gpu.service"):
+            case ("systemctl", "--no-block", "start", "unbounded-agent-gpu-again.service"):
                 return Completed(0, b"", b"")
             case _:
                 raise FileNotFoundError(json.dumps(argv))

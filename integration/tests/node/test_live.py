@@ -85,6 +85,25 @@ subprocess.run(["udevadm", "trigger", "--action=change", "--subsystem-match=tty"
 """
 
 
+def test_a_start_during_a_run_of_the_machine_half_causes_another_run(ready: Bed) -> None:
+    """The run may have read already what has changed: a plain start would only wait for it."""
+    setup, again = "unbounded-agent-gpu.service", "unbounded-agent-gpu-again.service"
+    states = "systemctl show --value --property=ActiveState --property=SubState"
+    script = f"""
+        before=$(journalctl -o cat --unit={setup} --grep='^Starting' | wc -l)
+        systemctl --no-block start {setup}
+        while [ "$({states} {setup} | tr -d '\\n')" != activatingstart ]; do :; done
+        systemctl --no-block start {again}
+        {states} {again} | tr '\\n' ' '
+        systemctl start {setup}
+        while systemctl list-jobs | grep -q {again}; do sleep 0.2; done
+        systemctl start {setup}
+        journalctl --sync
+        echo $(($(journalctl -o cat --unit={setup} --grep='^Starting' | wc -l) - before))
+    """
+    assert ready.node.shell(script, timeout=120).stdout.split() == ["inactive", "dead", "2"]
+
+
 def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
     """Only the source that changed causes a pass, in the service's sandbox with real udev, inotify and mounts."""
     ready.wait_served()
