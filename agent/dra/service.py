@@ -109,10 +109,10 @@ class Service:
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
         while not self._stopping:
-            identity = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
-            if isinstance(identity, Identity):
-                return identity
-            self._report(DraStatus(0.0, reason=identity.reason, message=identity.message))
+            found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+            if isinstance(found, Identity):
+                return found
+            self._report(DraStatus(0.0, reason=found.reason, message=found.message))
             self._wake.wait(NO_KUBELET_PAUSE)
         return None
 

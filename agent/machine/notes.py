@@ -1,7 +1,7 @@
 """Keeps the machine half's records between its runs.
 
-Most notes only save work. Notes are in MACHINE_STATE, below /run, which each boot of the machine clears. The ownership
-record is on disk, because the files that the agent writes into /etc outlive a boot.
+Most notes only spare a later run some work. Notes are in MACHINE_STATE, below /run, which each boot of the machine
+clears. The ownership record is on disk, because the files that the agent writes into /etc outlive a boot.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ OWNED_COPY = f"{OWNED}.copy"
 
 
 class Notes:
-    """Reads and writes notes: JSON objects by name. A missing note is empty. Raises OSError if a note cannot be read.
+    """Reads and writes notes: JSON objects by name. A missing note is empty.
 
-    Each note has a digest of its content. A note without the right digest is removed and counts as missing, so that
-    readers can trust the types in a note.
+    Each note has a digest of its content. A note without the right digest, or one that is no regular file, is removed
+    and counts as missing, so that readers can trust the types in a note. Raises OSError if a note cannot be read now.
     """
 
     def __init__(self, system: System) -> None:

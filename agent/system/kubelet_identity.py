@@ -1,8 +1,8 @@
 """Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
-Both are read from the arguments of the running process, because kubeadm, distributions' packages and custom scripts use
-different paths. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig that
-makes kubectl run a program.
+The kubeconfig, and the name if `--hostname-override` sets it, are read from the running process's arguments, because
+kubeadm, distributions' packages and custom scripts differ in them. Processes in containers are ignored: a pod may call
+its process kubelet, and name a kubeconfig that makes kubectl run a program.
 """
 
 import re
@@ -48,9 +48,8 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
     name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
     node = name.strip().lower()
     if not NODE_NAME.fullmatch(node):
-        return false(
-            kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: correct the host name"
-        )
+        advice = "correct its --hostname-override or, if that is not set, the machine's host name"
+        return false(kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: {advice}")
     return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT)
 
 

@@ -8,7 +8,7 @@ PROC_DEVICES = "/proc/devices"
 
 
 def parse_majors(text: str) -> dict[str, int]:
-    """Return the majors of the character devices in /proc/devices, by name; the first one of a name with several."""
+    """Return the majors of the character devices in /proc/devices, by name. If a name has several, the first counts."""
     majors: dict[str, int] = {}
     for major, name in _registered(text):
         majors.setdefault(name, major)

@@ -9,6 +9,11 @@ from agent.model.conditions import ConditionType
 from agent.model.reasons import Reason
 
 RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
+REBOOT = (
+    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+    "systemctl reboot",
+    "unbounded-agent start {machine} --kubeconfig FILE  # after the boot: lets pods run there again",
+)
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
@@ -47,7 +52,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
     (None, Reason.SETTLING): (SERVICE_LOG,),
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): ("modprobe DRIVER, as named above", KERNEL_LOG),
-    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then: systemctl reboot",),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then:", *REBOOT),
     (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display'",),
     (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("udevadm settle", KERNEL_LOG),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND): (
@@ -55,8 +60,8 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): (
-        "unbounded-agent stop {machine} --kubeconfig FILE",
-        "systemctl reboot  # if it happens again: power, seating, firmware",
+        *REBOOT,
+        "# if it happens again: check power, seating and firmware",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (
         "lspci -Dk | grep -A3 -Ei 'vga|3d|display'",
@@ -96,17 +101,17 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE): (APPLY, SERVICE_LOG),
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): (
         APPLY,
-        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help: EPERM",
-        "ls -l the node  # EACCES",
+        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says EPERM",
+        "ls -l NODE  # the path above, if the message says EACCES",
     ),
     (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (RESTART,),
     (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),
     (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): (
         KERNEL_LOG,
         "unbounded-agent gpus holders",
-        "systemctl reboot",
+        *REBOOT,
     ),
-    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_TIMED_OUT): (KERNEL_LOG, "systemctl reboot"),
+    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_TIMED_OUT): (KERNEL_LOG, *REBOOT),
     (ConditionType.DEVICES_ALLOWED, Reason.OPEN_FAILED): (KERNEL_LOG,),
     (ConditionType.LIBRARIES_LINKED, Reason.CONFLICT): (
         SHELL,
@@ -184,7 +189,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
     (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
-        "kubectl auth can-i patch nodes/status --as=system:node:{node}",
+        "kubectl auth can-i update nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
     ),
     (ConditionType.NODE_CONDITION_SET, Reason.API_UNREACHABLE): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),

@@ -53,7 +53,7 @@ def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dic
 
 
 def _configured_sources(settings: MachineSettings) -> Iterator[str]:
-    """Yield the host paths that the settings mount: those of `extra_mounts`, and those of Bind= in `nspawn.extra`."""
+    """Yield the host paths that `extra_mounts` mounts, and those of Bind= and BindReadOnly= in `nspawn.extra`."""
     yield from (mount.source for mount in settings.extra_mounts)
     for key in BINDS:
         lines = settings.nspawn.extra.get("Files", {}).get(key, [])

@@ -36,15 +36,15 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Machines whose settings name GPUs are included, because they may name a GPU by a UUID that is not known yet:
-        # the driver must initialise the GPU first.
-        self._still_reserved = {
+        # Machines whose settings name GPUs are included: they may name a GPU by its UUID, which is unknown until the
+        # driver has initialised the GPU.
+        self._not_yet_replaced = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }
 
     def share(self, machine: str) -> Share:
         """Return the share of a machine, which must be the next one in turn."""
-        others = {gpu for name, gpus in self._still_reserved.items() if name != machine for gpu in gpus}
+        others = {gpu for name, gpus in self._not_yet_replaced.items() if name != machine for gpu in gpus}
         current = self._granted_before.get(machine, frozenset())
         # A fault of another machine must not cost this one a GPU that it already has.
         reserved = {
@@ -59,7 +59,7 @@ class Shares:
 
     def record_grants(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
         """Record the grants of a machine, which replace what it had before."""
-        self._still_reserved.pop(machine, None)
+        self._not_yet_replaced.pop(machine, None)
         if settings.gpus != "all":
             self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
 

@@ -1,4 +1,4 @@
-"""Removes temporary files that killed writers left next to the agent's files."""
+"""Removes what earlier runs left: temporary files of killed writers, and a machine's old report."""
 
 from contextlib import suppress
 

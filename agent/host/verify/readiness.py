@@ -26,7 +26,7 @@ from agent.model.paths import driver_root, mount_unit
 from agent.model.reasons import Reason
 
 PLAIN_ADVICE = (
-    "the first pass without a running machine mounts it, if the kernel has overlay file systems: docs/drivers/roots.md"
+    "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers/roots.md"
 )
 
 MACHINE_SAYS = "machine says: "

@@ -236,7 +236,8 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
     if not enabled:
         return ()
     return (
-        f"{', '.join(enabled)} is enabled and would write {vendor.rival_spec}, which would take precedence: "
+        f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled and would write {vendor.rival_spec}, "
+        f"which would take precedence: "
         f"{_advice(vendor)}",
     )
 

@@ -118,7 +118,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             return true(
                 kind,
                 Reason.RELOAD_NEEDED,
-                f"libraries {library} take effect when the kernel module {module} is reloaded or the host rebooted; "
+                f"libraries {library} take effect when their kernel module replaces {module}, or the host reboots; "
                 f"until then the machine keeps those of {module}; DriverRootStaged says whether those of {library} are "
                 "staged",
             )
@@ -126,7 +126,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             kind,
             Reason.VERSION_MISMATCH,
             f"kernel module {module} and libraries {library} differ; reload the module or reboot the host, or, if the "
-            f"libraries {module} are installed too, let the loader find those{_other_drivers(user_space)}",
+            f"libraries {module} are installed too, choose those as `doctor` says{_other_drivers(user_space)}",
         )
     if isinstance(user_space.files, Absent | Broken | Unseen):
         return false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")

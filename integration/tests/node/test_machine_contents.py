@@ -141,7 +141,7 @@ def test_nvidias_own_refresh_service(ready: Bed) -> None:
     ready.node.run("systemctl", "enable", *REFRESH_UNITS)
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("True", "Verified")
-    assert f"{', '.join(REFRESH_UNITS)} is enabled and would write {REFRESHED}" in found["message"]
+    assert f"{' and '.join(REFRESH_UNITS)} are enabled and would write {REFRESHED}" in found["message"]
     ready.node.run("systemctl", "start", "nvidia-cdi-refresh.service", timeout=120)
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("False", "Shadowed")

@@ -224,7 +224,8 @@ def test_enabled_refresh_units_are_named(machine: Machine, masked: bool) -> None
             machine.link(f"/etc/systemd/system/{unit}", "/dev/null")
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    expected = "nvidia-cdi-refresh.path, nvidia-cdi-refresh.service is enabled and would write /var/run/cdi/nvidia.yaml"
+    units = "nvidia-cdi-refresh.path and nvidia-cdi-refresh.service are"
+    expected = f"{units} enabled and would write /var/run/cdi/nvidia.yaml"
     assert (expected in message) is not masked
 
 
