@@ -46,9 +46,10 @@ IDENTITY_CHECK = 30.0
 """Seconds between checks whether the kubelet has another name or kubeconfig."""
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
-REPORTER = "unbounded-agent-gpu-again.service"
-"""The unit that reports the status to the host. It is started when what GPUsAdvertised shows has changed; otherwise it
-runs once a minute."""
+SETUP = "unbounded-agent-gpu.service"
+"""The unit that reports the status to the host, once a minute."""
+SETUP_AGAIN = "unbounded-agent-gpu-again.service"
+"""The unit that makes it report once more. It is started when what GPUsAdvertised shows has changed."""
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
@@ -202,9 +203,9 @@ class Service:
         # Not before the kubelet runs: the unit runs at boot anyway, and the kubelet's start would wait for another run.
         if status.node and _advertised_part(status) != _advertised_part(before):
             try:
-                self._system.run("systemctl", "--no-block", "start", REPORTER)
+                self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)
             except AgentError as error:
-                log.warning("the host learns of this only by the next regular run of %s: %s", REPORTER, error)
+                log.warning("the host learns of this only by the next regular run of %s: %s", SETUP, error)
 
 
 def _advertised_part(status: DraStatus) -> object:

@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import signal
+from _thread import allocate_lock
 from collections.abc import Callable
 
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError
@@ -20,6 +21,8 @@ class MachineRunner:
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], tuple[_Process, Callable[[], bool]]] = {}
+        # Steps in threads run programs too. The module threading would take longer to import than this one.
+        self._lock = allocate_lock()
 
     def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
         """Start a program before its result is needed.
@@ -30,8 +33,10 @@ class MachineRunner:
         self._early[argv] = (_Process(argv), is_current)
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        self._close_outdated()
-        early = self._early.pop(argv, None)
+        with self._lock:
+            # An outdated program must have ended before any other starts.
+            self._close_outdated()
+            early = self._early.pop(argv, None)
         process = early[0] if early else _Process(argv)
         try:
             completed = process.wait(timeout)

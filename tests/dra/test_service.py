@@ -82,7 +82,7 @@ def test_a_change_is_reported_at_once_and_nothing_else_is(
     """The machine's GPU setup reads the status. By itself it runs once a minute."""
 
     def reports() -> int:
-        return sum(argv[0] == "systemctl" for argv in running.calls)
+        return running.calls.count(("systemctl", "--no-block", "start", "unbounded-agent-gpu-again.service"))
 
     until("the offer is reported", lambda: running.status.offers and reports())
     monkeypatch.setattr(module, "RENEWED_AFTER", 0.02)

@@ -6,6 +6,7 @@ import select
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,33 @@ def test_a_result_is_outdated_once_the_handoff_is_published_again(tmp_path: Path
     assert not recorder.is_current()
     file.unlink()
     assert not recorder.is_current()
+
+
+def test_threads_never_run_two_programs_for_one_output(tmp_path: Path) -> None:
+    """Steps of a run are in threads: the first one ends the outdated program, and the others wait for that."""
+    runner, pid = MachineRunner(), tmp_path / "pid"
+    outputs: list[bytes] = []
+
+    def is_current() -> bool:
+        time.sleep(0.05)
+        return False
+
+    runner.start(("/bin/sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"), is_current)
+    while not pid.exists():
+        time.sleep(0.01)
+    process, begin = pid.read_text().strip(), threading.Barrier(8)
+
+    def call() -> None:
+        begin.wait()
+        argv = ("/bin/sh", "-c", f"kill -0 {process} 2>/dev/null && echo alive; true")
+        outputs.append(runner(argv, 10).stdout)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == [b""] * 8
 
 
 def test_an_unused_program_is_killed_with_its_children(tmp_path: Path) -> None:

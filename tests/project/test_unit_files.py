@@ -10,6 +10,7 @@ import pytest
 
 from agent.cli.prepare import LOCK_WAIT
 from agent.config.settings import MachineSettings, MetricsSettings
+from agent.dra.service import SETUP_AGAIN
 from agent.host.daemon.http.server import Server
 from agent.host.daemon.loop import START_STEP, Timing
 from agent.machine.kubelet import node_condition, node_write
@@ -267,6 +268,16 @@ def test_dra_never_holds_up_containerd_or_the_kubelet() -> None:
     for unit in sorted((UNITS / "machine").rglob("*.*")):
         if unit.is_file() and unit.stem != DRA.stem:
             assert "unbounded-agent-dra" not in unit.read_text()
+
+
+def test_what_changes_during_a_run_of_the_gpu_setup_causes_another_run() -> None:
+    """A start during a run only joins it. The other unit waits for the run, and OnSuccess= starts it once more."""
+    again, setup = "unbounded-agent-gpu-again.service", "unbounded-agent-gpu.service"
+    drop_in = (UNITS / "machine/containerd.service.d/50-unbounded-agent.conf").read_text()
+    assert f"\nExecStartPost=-/usr/bin/systemctl --no-block start {again}\n" in drop_in
+    assert again == SETUP_AGAIN
+    unit = settings(UNITS / "machine" / again, "Unit")
+    assert (unit["After"], unit["OnSuccess"], unit["OnSuccessJobMode"]) == (setup, setup, "fail")
 
 
 def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> None:

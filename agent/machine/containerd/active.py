@@ -58,7 +58,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # The agent's drop-in for containerd's unit starts this service by ExecStartPost=. In that state, start-post,
+    # The agent's drop-in for containerd's unit has this service started by ExecStartPost=. In that state, start-post,
     # containerd has already sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
     config_path = config_argument(unit.get("ExecStart", ""))

@@ -74,15 +74,15 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     version = containerd_version(context, program)
     before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *paths.former)}
     planned = _planned_change(context, version, vendor, paths, before)
-    faults, written = write_and_read_back(
+    faults, inputs = write_and_read_back(
         context, vendor, paths, planned, before, lambda: _inputs_digest(context, program, vendor, drop_in)
     )
-    drop_in_digest = digest(files.read_optional(system, drop_in))
     if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
         record_repair(notes, Repair.CONTAINERD, problem)
     # After a fault, the files are as they were before.
-    noted = {"state": state if faults else written, "problem": faults, "drop_in": drop_in_digest, "path": drop_in}
-    notes.save(name, noted)
+    content = before[drop_in] if faults or planned.drop_in is None else planned.drop_in
+    result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
+    notes.save(name, result)
     return _condition(faults, drop_in)
 
 

@@ -31,7 +31,7 @@ HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 NOTE = NODE_CONDITION
 AGAIN_WITHIN = 60.0
-"""Seconds within which this program, after setting the condition, sets a later one too."""
+"""Seconds after its start within which this program begins to set a later condition too."""
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
@@ -76,7 +76,8 @@ def main() -> int:
 def run_until_current(system: System) -> None:
     """Call `run` until the host has not evaluated the machine again meanwhile, but start no run after AGAIN_WITHIN.
 
-    systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). Raises OSError.
+    systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). The timer covers a change
+    after the last look. Raises OSError.
     """
     started, published = time.monotonic(), _published(system)
     while True:

@@ -90,14 +90,13 @@ def test_a_start_during_a_run_of_the_machine_half_causes_another_run(ready: Bed)
     setup, again = "unbounded-agent-gpu.service", "unbounded-agent-gpu-again.service"
     states = "systemctl show --value --property=ActiveState --property=SubState"
     script = f"""
+        journalctl --sync
         before=$(journalctl -o cat --unit={setup} --grep='^Starting' | wc -l)
         systemctl --no-block start {setup}
         while [ "$({states} {setup} | tr -d '\\n')" != activatingstart ]; do :; done
         systemctl --no-block start {again}
         {states} {again} | tr '\\n' ' '
-        systemctl start {setup}
-        while systemctl list-jobs | grep -q {again}; do sleep 0.2; done
-        systemctl start {setup}
+        while systemctl list-jobs --no-legend | grep -q unbounded-agent-gpu; do sleep 0.2; done
         journalctl --sync
         echo $(($(journalctl -o cat --unit={setup} --grep='^Starting' | wc -l) - before))
     """

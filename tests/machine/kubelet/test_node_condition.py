@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.node_condition import HEARTBEAT, HOST_STATUS, run, run_until_current
+from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run, run_until_current
 from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
@@ -103,13 +103,14 @@ def test_a_host_that_publishes_all_the_time_ends_the_program(node: Node, monkeyp
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
 
     def endless(argv: tuple[str, ...]) -> Completed:
-        node.publish_status(evaluated=time.time() - len(node.replaced))
+        assert len(node.replaced) < 10, "it does not end"
+        node.publish_status(false(ConditionType.READY, Reason.STOPPED, str(len(node.replaced))), time.time())
         return node.kubectl(argv)
 
     node.program("kubectl", endless)
-    node.publish_status(evaluated=0)
+    node.publish_status(evaluated=time.time())
     run_until_current(node)
-    assert node.outcome() == ("True", "Set")
+    assert len(node.replaced) == 1 + AGAIN_WITHIN // 25
 
 
 def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
