@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from agent.cli.doctor.remedies import remedy
 from agent.model.conditions import ConditionType, false, true
 from agent.model.reasons import Reason
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
+from integration.bed.process import CommandError
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -243,3 +245,15 @@ def test_wrong_credentials_and_addresses(control_plane: ControlPlane, machine: N
         machine.run("--kubeconfig", str(path))
         assert machine.reported()[:2] == ("False", reason), machine.reported()
     assert look(control_plane)[1] is None
+
+
+@pytest.mark.usefixtures("nodes")
+def test_doctors_question_whether_the_kubelet_may_set_it(control_plane: ControlPlane) -> None:
+    """The answer is yes for a kubelet's own Node, so a no shows the fault that `Refused` reports."""
+    (command,) = remedy(ConditionType.NODE_CONDITION_SET, Reason.REFUSED)
+    program, *arguments = command.format(node=NODE).split()
+    assert program == "kubectl"
+    assert control_plane.kubectl(*arguments).strip() == "yes"
+    without_group = [each for each in arguments if not each.startswith("--as-group")]
+    with pytest.raises(CommandError, match="no"):
+        control_plane.kubectl(*without_group)
