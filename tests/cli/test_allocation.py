@@ -180,7 +180,7 @@ def test_a_node_is_moved_back(cluster: Cluster, capsys: pytest.CaptureFixture[st
     cluster.claims = [claim(NODE), claim("other"), claim(NODE, "another.driver")]
     assert cluster.run("device-plugin") == 1
     assert "kubectl --namespace=team delete pod p" in capsys.readouterr().out
-    cluster.claims = [claim("other")]
+    cluster.claims = [claim("other"), claim(NODE, "another.driver")]
     assert cluster.run("device-plugin") == 1
     assert 'set allocation = "device-plugin"' in last_to_do(capsys)
     cluster.allocation, cluster.slices = "device-plugin", ["kube1-abc"]

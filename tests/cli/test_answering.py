@@ -133,12 +133,13 @@ def test_a_list_whose_users_cannot_be_searched_is_no_answer(
 )
 def test_what_the_service_is_not_asked(tmp_path: Path, arguments: list[str]) -> None:
     """Long commands would hold the service's slots, and its sandbox hides processes and files in /tmp."""
-
-    def command(arguments: Sequence[str]) -> int:
-        raise AssertionError("must not run")
-
-    with service(tmp_path, command) as directory:
-        assert ask_service(arguments, directory) is None
+    asked: list[str] = []
+    server = LocalServer(str(tmp_path), STATUSZ_SOCKET, asked.append)
+    try:
+        assert ask_service(arguments, str(tmp_path)) is None
+    finally:
+        server.stop()
+    assert asked == []
     assert Answers(lambda arguments: 0).page(request(*arguments)) == DECLINED
 
 

@@ -314,5 +314,6 @@ def test_parameters(text: str, parameters: Parameters) -> None:
 
 
 def test_the_numbers_of_a_node_are_compared_whole(host: Host) -> None:
+    host.node("/dev/nvidia0", 195, 7)
     load(host)
     assert host.device("/dev/nvidia0") == DeviceNumber(195, 0)

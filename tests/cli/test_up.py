@@ -314,6 +314,8 @@ def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, caps
     host.write(node_record("other"), host.read(node_record(MACHINE)))
     assert undo(host) == 0
     assert "machine gpu-node is removed; the host keeps its settings for other" in capsys.readouterr().out
+    assert host.read("/proc/sys/vm/overcommit_memory").strip() == b"1"
+    assert host.exists(AS_FOUND[0])
 
 
 def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

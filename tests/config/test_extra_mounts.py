@@ -248,7 +248,8 @@ def test_sources_that_are_refused(source: str) -> None:
     "source",
     [
         "/usr", "/usr/bin/nvidia-smi", "/usr/local", "/usr/lib", "/usr/lib/udev/rules.d", "/opt",
-        "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot",
+        "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot", "/etc/shadow", "/etc/passwd",
+        "/etc/sudoers.d/x", "/etc/pam.d", "/etc/ld.so.preload", "/var/lib/machines/a", "/run/systemd",
     ],
 )  # fmt: skip
 def test_sources_that_give_root_rights_are_never_mounted(source: str) -> None:
@@ -276,7 +277,7 @@ def test_the_hosts_own_directories_are_not_writable(host: Host, source: str) -> 
         *(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES,
         "/", "/usr", "/usr/lib", "/etc", "/run",
         "/var", "/var/lib", "/dev/shm", "/etc/cdi/x", "/run/host-nvidia/0", "/run/unbounded-agent/handoff", "mnt",
-        "/mnt/../etc",
+        "/mnt/../etc", "/run/systemd", "/etc/containerd", "/usr/bin",
     ],
 )  # fmt: skip
 def test_targets_that_are_refused(target: str) -> None:

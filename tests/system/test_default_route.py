@@ -55,6 +55,11 @@ def found(script: str) -> subprocess.CompletedProcess[str]:
         ),
         ("ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1", "fd00::3"),
         (
+            "ip addr add fd00::2/64 dev eth0 nodad preferred_lft 0; ip addr add fd00::3/64 dev eth0 nodad; "
+            "ip addr add fd00::4/64 dev eth0 nodad preferred_lft 0; ip route add default via fd00::1",
+            "fd00::3",
+        ),
+        (
             "ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1; "
             "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1",
             "10.1.2.3",
@@ -76,6 +81,13 @@ def test_a_route_of_another_table_does_not_count() -> None:
     assert "the host has no default route with an address" in found(LINK + script).stderr
 
 
-def test_a_route_that_forbids_everything_does_not_count() -> None:
-    script = "ip addr add 10.1.2.3/24 dev eth0; ip route add unreachable default metric 9; "
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ip addr add 10.1.2.3/24 dev eth0; ip route add unreachable default metric 9; ",
+        # In IPv6, such a route leads to the loopback interface.
+        "ip link set lo up; ip addr add fd00::9/128 dev lo nodad; ip -6 route add unreachable default metric 9; ",
+    ],
+)
+def test_a_route_that_forbids_everything_does_not_count(script: str) -> None:
     assert "the host has no default route with an address" in found(LINK + script).stderr

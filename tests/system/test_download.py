@@ -79,9 +79,15 @@ def test_https_never_becomes_http(urls: tuple[str, str, str], asked: list[tuple[
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "https://user:secret@localhost/x"])
-def test_other_targets_are_refused(urls: tuple[str, str, str], target: str) -> None:
-    with pytest.raises(urllib.error.URLError):
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("ftp://127.0.0.1/x", "redirects from HTTPS to ftp://127.0.0.1/x, which is not protected"),
+        ("https://user:secret@localhost/x", "redirects to a URL with a password"),
+    ],
+)
+def test_other_targets_are_refused(urls: tuple[str, str, str], target: str, why: str) -> None:
+    with pytest.raises(urllib.error.URLError, match=why):
         fetched(f"{urls[0]}/to/{target}")
     assert len(Handler.asked) == 1
 

@@ -13,12 +13,12 @@ from tests.fakes.web_server import certificate, serving
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Accepts one token."""
+    """Accepts one token, and says what it was sent."""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.headers["Authorization"] == "Bearer good" else 401)
         self.end_headers()
-        self.wfile.write(b"x" * 100_000)
+        self.wfile.write(self.headers["Authorization"].encode() + b"x" * 100_000)
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -66,4 +66,6 @@ def test_a_server_that_does_not_listen() -> None:
 
 def test_a_secret_is_not_in_what_an_answer_prints(server: tuple[str, bytes]) -> None:
     url, ca = server
-    assert "good" not in repr(ask(url, ca=ca, token="good"))
+    answer = ask(url, ca=ca, token="good")
+    assert b"good" in answer.body
+    assert "good" not in repr(answer)

@@ -172,7 +172,8 @@ def test_mappings_of_unknown_format_are_reported(host: Host, tree: Path) -> None
 
 def test_a_control_groups_name_forges_no_line(host: Host, tree: Path) -> None:
     process(tree, 10, opened=("/dev/nvidia0",), group=f"{MACHINE_GROUP}/x\u20280::/user.slice")
-    assert find_holders(host, WANTED).holders[0].machine == "gpu-node"
+    (holder,) = find_holders(host, WANTED).holders
+    assert (holder.machine, holder.cgroup) == ("gpu-node", f"{MACHINE_GROUP}/x 0::/user.slice")
 
 
 def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:

@@ -20,6 +20,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / each).mkdir(parents=True)
     (tmp_path / "host/etc/kubernetes/pki/ca.crt").write_text("the host's")
     (tmp_path / "host/secret").write_text("the host's")
+    (tmp_path / "host/secret").chmod(0o755)
     return tmp_path / "root"
 
 
