@@ -76,7 +76,7 @@ class Credentials:
                 context.load_default_certs()
             if kubeconfig.certificate and kubeconfig.key:
                 self._load_certificate(context, kubeconfig)
-            token = self._content(kubeconfig.token).decode("ascii").strip() if kubeconfig.token else ""
+            token = self._token(kubeconfig.token)
         except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
             files = ", ".join(kubeconfig.files) or "inline data"
             reason = getattr(error, "reason", None) or "not PEM"
@@ -94,6 +94,15 @@ class Credentials:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _token(self, material: Material) -> str:
+        """Return the token; empty if there is none. Raises AgentError without the token, or UnicodeDecodeError."""
+        token = self._content(material).decode("ascii").strip() if material else ""
+        # http.client refuses headers with line breaks, and its error would quote the token.
+        if " " in token or not token.isprintable():
+            where = material.path or f"{self._path}: key token"
+            raise AgentError(f"{where}: the token has a space, a line break or a control character")
+        return token
 
     def _content(self, material: Material) -> bytes:
         try:

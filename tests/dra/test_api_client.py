@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -105,13 +106,24 @@ def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(api: ApiServer, jo
     client.close()
 
 
-def test_no_error_has_a_secret(api: ApiServer, joined: DraMachine) -> None:
-    joined.put(KUBECONFIG, api.kubeconfig(token="s3cret"))
-    api.answer = lambda *_: failure(500, "broken")
+@pytest.mark.parametrize("token", ["s3cret\nmore", "s3cret\r\nX-Other: 1", "s3cret more", "s3cret\0", "s3cret-\u20ac"])
+@pytest.mark.parametrize(
+    ("user", "place"),
+    [({}, f"{KUBECONFIG}: "), ({"tokenFile": "/etc/token"}, "/etc/token")],
+    ids=["inline", "in a file"],
+)
+def test_no_error_has_a_secret(
+    api: ApiServer, joined: DraMachine, token: str, user: dict[str, str], place: str
+) -> None:
+    """A token that is no single word is refused before http.client sees it, whose error would quote the header."""
+    joined.put("/etc/token", f"{token}\n")
+    joined.put(KUBECONFIG, api.kubeconfig(**(user or {"token": token})))
     client = ApiClient(Credentials(joined, KUBECONFIG))
-    with contextlib.closing(client), pytest.raises(ApiError) as caught:
+    with contextlib.closing(client), pytest.raises(AgentError, match="token") as caught:
         client.get(HERE)
-    assert "s3cret" not in f"{caught.value!r}{caught.value}"
+    assert place in str(caught.value)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+    assert api.requests == []
 
 
 @pytest.mark.parametrize(
