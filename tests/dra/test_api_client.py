@@ -152,6 +152,7 @@ def test_errors_say_what_to_do(
     api.answer = lambda *_: failure(status, message)
     with pytest.raises(kind, match=said) as caught:
         client.request("POST", COLLECTION, {"metadata": {"name": "x"}})
+    assert type(caught.value) is kind
     assert (caught.value.status, caught.value.reason) == (status, reason)
     assert str(caught.value).startswith(f"POST {COLLECTION}: {status}")
 
@@ -217,5 +218,6 @@ def test_an_outdated_watch_is_told_from_others(api: ApiServer, client: ApiClient
             api.events.append((1000 + code, NODES, {"type": "ERROR", "object": {"code": code, "message": "too old"}}))
         events = client.watch(NODES, str(999 + code))
         assert next(events) == {}
-        with pytest.raises(kind, match="too old"):
+        with pytest.raises(kind, match="too old") as caught:
             next(events)
+        assert type(caught.value) is kind

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
+from h2.errors import ErrorCodes
 from h2.events import StreamEnded, TrailersReceived
 from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
@@ -128,10 +129,13 @@ def test_what_is_not_http2_ends_the_connection(server: Server, sent: bytes) -> N
 
 def test_a_header_bomb_ends_the_connection(server: Server) -> None:
     """A few bytes that become megabytes: an entry of HPACK's table, repeated (CVE-2016-6581)."""
-    literal = b"\x40\x01a\x7f\xf1\x1e" + b"b" * 4000
+    literal = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4000
     with connected(server) as client:
         client.sendall(BEGIN + frame(HEADERS, 4, 1, literal + b"\xbe" * 10_000))
-        assert frame(7, 0, 0)[3:9] in read_all(client), "no GOAWAY"
+        found = read_all(client)
+    goaway = frame(7, 0, 0, struct.pack(">II", 0, ErrorCodes.ENHANCE_YOUR_CALM))
+    assert goaway[3:9] in found, "no GOAWAY"
+    assert found.partition(goaway[3:9])[2][4:8] == goaway[13:17], "refused for another reason"
 
 
 def test_a_silent_client_is_sent_away(server: Server) -> None:
@@ -166,11 +170,14 @@ def asking(path: str, size: int = 0, http2: H2Connection | None = None, **change
     return http2, http2.data_to_send()
 
 
-def test_a_client_that_never_reads_is_sent_away(server: Server) -> None:
+@pytest.mark.parametrize("limits", [replace(LIMITS, unsent=1 << 30), replace(LIMITS, stall=LONG)], ids=["time", "size"])
+def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
+    """It reads nothing for too long, or too much waits for it: each is enough."""
     http2, request = asking("/test.Example/Fill", 1)
     http2.increment_flow_control_window((1 << 31) - (1 << 17))
-    with connected(server) as client:
+    with serving(replace(limits, greeting=LONG)) as server, connected(server) as client:
         client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
+        assert client.recv(1), "the server knows the client"
         end = time.monotonic() + LONG
         while server._peers and time.monotonic() < end:
             time.sleep(0.01)
@@ -184,7 +191,8 @@ def test_a_very_long_time_limit_is_accepted(server: Server) -> None:
         client.sendall(request)
         found: list[object] = []
         while not any(isinstance(event, StreamEnded) for event in found):
-            found += http2.receive_data(client.recv(65536))
+            found += http2.receive_data(client.recv(65536) or pytest.fail("the server has hung up"))
+    assert any((b"grpc-status", b"0") in event.headers for event in found if isinstance(event, TrailersReceived))
 
 
 def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:

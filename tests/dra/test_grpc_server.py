@@ -10,10 +10,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from h2.events import ResponseReceived, StreamEnded
 
 from agent.dra.grpc_server import Limits, Server, serve
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
+from tests.dra.test_grpc_attacks import asking, connected
 
 LONG = 300.0
 """Seconds: far more than anything here takes, even on a very busy machine."""
@@ -175,8 +177,16 @@ def test_a_compressed_request_is_refused(server: Server, path: str) -> None:
         )
 
 
-def test_a_call_ends_at_its_time_limit(channel: grpc.Channel, example: Example) -> None:
-    assert error(channel, "Wait", timeout=0.2)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+def test_a_call_ends_at_its_time_limit(channel: grpc.Channel, server: Server, example: Example) -> None:
+    """The server ends it: this client, unlike grpcio, does not watch the time."""
+    http2, request = asking("/test.Example/Wait", 1, grpc_timeout="20m")
+    events: list[object] = []
+    with connected(server) as client:
+        client.sendall(request)
+        while not any(isinstance(event, StreamEnded) for event in events):
+            events += http2.receive_data(client.recv(65536) or pytest.fail("the server has hung up"))
+    headers = [header for event in events if isinstance(event, ResponseReceived) for header in event.headers]
+    assert (b"grpc-status", b"4") in headers
     example.go_on.set()
     assert call(channel, "Echo", b"x") == b"x"
 
@@ -207,8 +217,9 @@ def test_a_stream_waits_for_a_client_that_does_not_read(channel: grpc.Channel, s
 
 
 def test_stopping_lets_calls_end_and_removes_the_socket(
-    channel: grpc.Channel, server: Server, example: Example
+    channel: grpc.Channel, server: Server, path: str, example: Example
 ) -> None:
+    assert os.path.exists(path)
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
     watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
     assert next(watching) == b"x"
@@ -222,6 +233,7 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
         list(watching)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     stopping.join(LONG)
+    assert not os.path.exists(path)
     assert not server.healthy
     assert error(channel, "Echo", timeout=1)[0] is grpc.StatusCode.UNAVAILABLE
 

@@ -166,6 +166,22 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
             list(stream)
 
 
+def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
+    """Not even if it comes while nothing is sent."""
+    health = HealthService(repeat=10 * LONG)
+    plugin = DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet))
+    with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
+        stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
+        for state, status in ((Health.HEALTHY, HealthStatus.HEALTHY), (Health.UNHEALTHY, HealthStatus.UNHEALTHY)):
+            # By then, the server has sent everything, and waits.
+            time.sleep(0.2)
+            health.publish(NODE, [Device("gpu-0", "vendor", (), "", health=state)])
+            assert [each.health for each in read("NodeWatchResourcesResponse", next(stream)).devices] == [status]
+        plugin.stop()
+        with contextlib.suppress(grpc.RpcError):
+            list(stream)
+
+
 def test_removed_sockets_are_made_again(plugin: DriverPlugin, kubelet: Path) -> None:
     """`kubeadm reset` removes everything below the kubelet's directory."""
     plugin.keep_serving()

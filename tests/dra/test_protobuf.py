@@ -20,7 +20,7 @@ from agent.dra.messages import (
     encode_prepared,
     encode_unprepared,
 )
-from agent.dra.protobuf import decode, encode_integer, encode_text
+from agent.dra.protobuf import decode, encode_integer, encode_message, encode_text
 from agent.model.errors import DocumentError
 from tests.fakes.kubelet_api import make, read
 
@@ -49,20 +49,20 @@ def test_plugin_info_is_written(kind: str, name: str, endpoint: str, services: l
     assert (info.type, info.name, info.endpoint, list(info.supported_versions)) == (kind, name, endpoint, services)
 
 
-@given(some.dictionaries(TEXTS, some.lists(some.tuples(some.lists(TEXTS, max_size=3), TEXTS, TEXTS), max_size=3)))
-def test_prepared_claims_are_written(claims: dict[str, list[tuple[list[str], str, str]]]) -> None:
-    data = encode_prepared(
-        {
-            uid: tuple(PreparedDevice(tuple(names), pool, device, tuple(names)) for names, pool, device in devices)
-            for uid, devices in claims.items()
-        }
-    )
-    found = read("NodePrepareResourcesResponse", data).claims
+NAMES = some.lists(TEXTS, max_size=3).map(tuple)
+DEVICES = some.builds(PreparedDevice, requests=NAMES, pool=TEXTS, device=TEXTS, cdi_names=NAMES)
+
+
+@given(some.dictionaries(TEXTS, some.lists(DEVICES, max_size=3).map(tuple)))
+def test_prepared_claims_are_written(claims: dict[str, tuple[PreparedDevice, ...]]) -> None:
+    found = read("NodePrepareResourcesResponse", encode_prepared(claims)).claims
     assert {
-        uid: [(list(each.request_names), each.pool_name, each.device_name) for each in result.devices]
+        uid: tuple(
+            PreparedDevice(tuple(each.request_names), each.pool_name, each.device_name, tuple(each.cdi_device_ids))
+            for each in result.devices
+        )
         for uid, result in found.items()
     } == claims
-    assert all(each.request_names == each.cdi_device_ids for result in found.values() for each in result.devices)
 
 
 def test_errors_and_shares_of_prepared_claims() -> None:
@@ -82,11 +82,13 @@ def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
 @given(some.lists(some.tuples(TEXTS, some.sampled_from(HealthStatus), TEXTS)), some.integers(0, 1 << 40))
 def test_health_is_written(devices: list[tuple[str, HealthStatus, str]], now: int) -> None:
     data = encode_health([DeviceHealth("node", *each) for each in devices], now, 30)
+    answer = read("NodeWatchResourcesResponse", data).devices
     found = [
         (each.device.device_name, each.health, each.message, each.device.pool_name, each.last_updated_time)
-        for each in read("NodeWatchResourcesResponse", data).devices
+        for each in answer
     ]
     assert found == [(*each, "node", now) for each in devices]
+    assert all(each.health_check_timeout_seconds == 30 for each in answer)
 
 
 def test_a_long_health_message_is_cut_between_characters() -> None:
@@ -146,10 +148,29 @@ def test_malformed_messages_are_refused(data: bytes, why: str) -> None:
         list(decode(data))
 
 
-@pytest.mark.parametrize("data", [b"\x08\x01", b"\x0a\x02\x0a\x00", b"\x0a\x03\x0a\x01\xff", b"\x0a\x02\x08\x01"])
-def test_claims_of_the_wrong_form_are_refused(data: bytes) -> None:
-    """An integer for a claim or a name, an empty name, and a name that is not UTF-8."""
-    with pytest.raises(DocumentError):
+def fields(namespace: bytes, uid: bytes, name: bytes) -> bytes:
+    """Return a request with one claim that has these encoded fields."""
+    return encode_message(1, namespace + uid + name)
+
+
+NAMESPACE, UID, NAME = encode_text(1, "n"), encode_text(2, "u"), encode_text(3, "c")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (encode_integer(1, 1), "field 1 is an integer"),
+        (fields(encode_integer(1, 1), UID, NAME), "field 1 is an integer"),
+        (fields(NAMESPACE, encode_message(2, b"\xff"), NAME), "field 2 is not UTF-8"),
+        (fields(b"", UID, NAME), "no namespace, uid or name"),
+        (fields(NAMESPACE, b"", NAME), "no namespace, uid or name"),
+        (fields(NAMESPACE, UID, encode_message(3, b"")), "no namespace, uid or name"),
+    ],
+)
+def test_claims_of_the_wrong_form_are_refused(data: bytes, why: str) -> None:
+    """An integer for a claim or a namespace, a uid that is not UTF-8, and missing or empty texts."""
+    assert decode_claims(fields(NAMESPACE, UID, NAME)) == (ClaimReference("n", "c", "u"),)
+    with pytest.raises(DocumentError, match=why):
         decode_claims(data)
 
 

@@ -8,7 +8,7 @@ import pytest
 from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ApiError, ConflictError
 from agent.dra.devices import Device, Taint
-from agent.dra.publisher import Publisher
+from agent.dra.publisher import ATTEMPTS, Publisher
 from agent.dra.slices import COLLECTION, Node
 from agent.model.gpu_states import Effect
 from tests.fakes.api_server import ApiServer, failure
@@ -78,6 +78,7 @@ def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, client: ApiCli
     api.answer = lambda method, path: failure(409, "the object has been modified") if method == "PUT" else None
     with pytest.raises(ConflictError, match="409 Conflict: the object has been modified"):
         publisher.publish(HERE, [device(2)])
+    assert api.written.count("PUT") == ATTEMPTS == 3, "it is tried again"
     api.answer = None
     assert publisher.publish(HERE, [device(2)]).generation == 2
 

@@ -250,6 +250,7 @@ def test_an_idle_service_asks_little(api: ApiServer, running: DraMachine, monkey
 
 
 def test_the_status_is_renewed(running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    until("the offers are reported", lambda: running.status.offers)
     monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
     before = running.status.at
     until("it has a later time", lambda: running.status.at > before)

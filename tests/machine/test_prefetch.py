@@ -206,7 +206,8 @@ def test_the_head_start_loads_few_modules() -> None:
     unit = (repository / "systemd/machine/unbounded-agent-gpu.service").read_text()
     command = shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))
     assert command[-1].endswith("; sys.exit(main())")
-    code = command[-1].replace("sys.exit(main())", "print(*sys.modules)")
+    started = "m.start_generators = lambda _: sys.exit(print(*sys.modules)); m.main()"
+    code = command[-1].replace("sys.exit(main())", f"import agent.machine.__main__ as m; {started}")
     argv = [sys.executable, *command[1:-1], code]
     finished = subprocess.run(argv, env={"PYTHONPATH": str(repository)}, capture_output=True, text=True, check=True)
     loaded = set(finished.stdout.split())

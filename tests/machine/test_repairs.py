@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd.tables import MAIN
+from agent.machine.containerd.tables import CRI_2, MAIN
 from agent.machine.run import HANDOFF, run
 from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
 
@@ -74,8 +74,9 @@ def test_another_grant_is_not_a_repair(settled: Machine) -> None:
     devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
     files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
     settled.hand(replace(REQUEST, devices=devices, gpus=REQUEST.gpus[:1], files=files))
-    edit(MAIN, "version = 2", "version = 2 # theirs")(settled)
+    edit(MAIN, "version = 2", f'version = 2\n[plugins."{CRI_2}"]\nsandbox_image = "theirs"')(settled)
     run(settled)
+    assert "theirs" in settled.read_text(DROP_IN)
     assert settled.report()["repairs"] == NONE
 
 

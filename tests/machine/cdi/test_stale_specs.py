@@ -1,5 +1,6 @@
 """The agent's CDI specifications are removed when nothing needs them; those of other programs never are."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -59,9 +60,14 @@ def test_the_file_of_a_killed_writer(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_a_failed_removal_does_not_cost_the_report(machine: Machine) -> None:
+def test_a_failed_removal_does_not_cost_the_report(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
-    machine.drop("/etc/cdi/unbounded-agent.json")
-    machine.make_directory("/etc/cdi/unbounded-agent.json")
+
+    def refuse(path: str) -> None:
+        if path == OWNED:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    machine.before_write = refuse
     run(machine)
+    assert "cannot remove leftovers" in capsys.readouterr().err
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

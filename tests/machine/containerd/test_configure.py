@@ -627,13 +627,15 @@ def test_an_existing_import_is_used(machine: Machine) -> None:
 
 
 @pytest.mark.scenario("001")
-def test_the_drop_in_moves_to_another_configured_path(machine: Machine) -> None:
+@pytest.mark.parametrize("boot", [False, True], ids=["next run", "next boot"])
+def test_the_drop_in_moves_to_another_configured_path(machine: Machine, boot: bool) -> None:
     """Moved and moved back: the former file is removed, even after a boot of the machine, which clears the notes."""
     machine.put(MAIN, MAIN_2)
     run(machine)
     ours = machine.read(DROP_IN)
     for path, former in ((PART, DROP_IN), (DROP_IN, PART)):
-        machine.remove_tree(MACHINE_STATE)
+        if boot:
+            machine.remove_tree(MACHINE_STATE)
         place(machine, path if path != DROP_IN else "")
         run(machine)
         assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
@@ -643,7 +645,7 @@ def test_the_drop_in_moves_to_another_configured_path(machine: Machine) -> None:
         before = machine.read(MAIN)
         run(machine)
         assert (machine.read(MAIN), machine.read(path)) == (before, ours)
-    assert machine.report().get("repairs", {}).get("containerd", 0) == 0, "nobody changed anything"
+    assert machine.report()["repairs"]["containerd"] == 0, "nobody changed anything"
 
 
 def test_a_foreign_file_at_the_former_path_stays(machine: Machine) -> None:

@@ -230,6 +230,7 @@ def test_a_process_with_a_withdrawn_node_open_is_named_until_it_exits(machine: M
     bundle(machine, CONTAINER, specification("work/cuda"))
     run(machine)
     directory = hold(machine)
+    run(machine)
     assert "LeftOpen" not in machine.message("DevicesAllowed"), "what is granted may be open"
     machine.hand(LESS)
     for _ in range(2):

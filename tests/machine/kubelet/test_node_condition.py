@@ -9,6 +9,7 @@ import pytest
 
 from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run, run_until_current
 from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
+from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import DocumentError
@@ -383,9 +384,23 @@ def test_the_report_has_the_condition_only_if_configured(node: Node) -> None:
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"at": "x"}', b'{"at": 9e999, "status": "True"}'])
-def test_a_damaged_note_counts_as_empty(node: Node, damage: bytes) -> None:
-    node.put("/run/unbounded-agent/state/node-condition.json", damage)
+LAST = {"at": 1.0, "status": "True", "reason": "Set", "message": ""}
+"""The note of a run long ago."""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"at": "x"},
+        {"at": [1]},
+        {"at": float("inf")},
+        {"at": time.time(), "status": "Maybe"},
+        {"told": 7},
+    ],
+)
+def test_a_damaged_note_counts_as_empty(node: Node, changed: dict[str, object]) -> None:
+    """Another release might write such notes."""
+    Notes(node).save("node-condition", {**LAST, **changed})
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
     run(node, NOW)

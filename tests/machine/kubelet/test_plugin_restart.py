@@ -163,6 +163,7 @@ def test_a_failed_start_is_reported_and_retried(outdated: Kubelet) -> None:
     outdated.machine.program("systemd-run", "")
     outdated.condition()
     assert "restart 1 " in outdated.message()
+    assert len(restarts(outdated.machine)) == 2
 
 
 def test_a_restart_that_cannot_be_noted_is_not_done(outdated: Kubelet) -> None:

@@ -268,10 +268,11 @@ def put_first(entry: str) -> Callable[[Machine], None]:
 STUB = "/usr/local/cuda/lib64/stubs/libcuda.so.1"
 
 
-def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine) -> None:
+@pytest.mark.parametrize("more", ["", ", OS ABI: Linux 3.2.0", ', hwcap: "x86-64-v3"'])
+def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine, more: str) -> None:
     """A directory in /etc/ld.so.conf.d precedes the system's: programs may not load what the cache lists later."""
     machine.put(STUB, "a stub")
-    put_first(f"\tlibcuda.so.1 (libc6,x86-64) => {STUB}")(machine)
+    put_first(f"\tlibcuda.so.1 (libc6,x86-64{more}) => {STUB}")(machine)
     for _ in range(2):
         run(machine)
         assert machine.conditions()["LibrariesLinked"] == ("False", "Shadowed")
@@ -294,6 +295,7 @@ def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine) -> None:
 )
 def test_entries_that_do_not_shadow(machine: Machine, entry: str) -> None:
     machine.put(STUB, "a stub")
+    machine.link("/lib", "usr/lib")
     machine.link("/usr/local/lib/libcuda.so.1", CUDA)
     put_first(entry)(machine)
     run(machine)
