@@ -101,7 +101,9 @@ class Credentials:
         # http.client refuses headers with line breaks, and its error would quote the token.
         if " " in token or not token.isprintable():
             where = material.path or f"{self._path}: key token"
-            raise AgentError(f"{where}: the token has a space, a line break or a control character")
+            raise AgentError(
+                f"{where}: the token has a space, a line break or a control character", "write it there on one line"
+            )
         return token
 
     def _content(self, material: Material) -> bytes:

@@ -52,6 +52,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
     notes = context.notes
     changed = notes.load(CHANGED)
+    # Another release may have noted another type since the boot of the machine.
+    changed_at = noted if isinstance(noted := changed.get("microseconds"), int) else 0
     unit = unit_properties(context)
     state = unit.get("ActiveState", "unknown")
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
@@ -71,9 +73,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
     loaded = {"started": started, "effective": changed.get("effective", "")}
     # The second alternative: containerd started before the change, but already runs with the same result, because the
     # change only restored a file that somebody had edited.
-    if running and (
-        started >= changed.get("microseconds", 0) or (loaded["effective"] and notes.load(LOADED) == loaded)
-    ):
+    if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
         notes.save(LOADED, loaded)
         return true(ACTIVE, Reason.RUNNING, f"{UNIT} runs with this configuration")
     if running:
