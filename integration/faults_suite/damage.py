@@ -13,6 +13,7 @@ from agent.model.paths import nspawn_file, unit_drop_in
 from integration.faults_suite.points import Baseline, Finding, Story, directory, silence
 from integration.faults_suite.trees import differences, snapshot
 from tests.fakes.gpu_host import MACHINE
+from tests.fakes.host import UnexpectedError
 
 
 def _flip(content: bytes, where: int) -> bytes:
@@ -106,7 +107,7 @@ def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
         settings = snapshot(world.tree / "etc/systemd")
         try:
             story.again(world)
-        except Exception:
+        except (Exception, UnexpectedError):
             wrong.append(f"an unexpected exception: {traceback.format_exc(limit=-4)}")
         else:
             now = world.conditions()

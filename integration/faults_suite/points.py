@@ -13,6 +13,7 @@ from typing import Protocol
 from agent.model.errors import AgentError
 from integration.faults_suite.interception import Call, Killed, Strike, Watch, watched
 from integration.faults_suite.trees import differences
+from tests.fakes.host import UnexpectedError
 
 MEMORY = Path("/dev/shm")
 UNDONE = ("NotGiven", "NotStaged")
@@ -139,7 +140,7 @@ def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
         except (AgentError, OSError):
             # The command line and the service survive these, and report them.
             pass
-        except Exception:
+        except (Exception, UnexpectedError):
             what.append(f"an unexpected exception: {traceback.format_exc(limit=-4)}")
         world.watch = Watch("/nowhere")
         if how.code:
@@ -155,7 +156,7 @@ def clean(story: Story, world: World, baseline: Baseline) -> list[str]:
     """Return differences from the baseline after another run, in which nothing fails."""
     try:
         story.again(world)
-    except Exception:
+    except (Exception, UnexpectedError):
         return [f"the clean run ends: {traceback.format_exc(limit=-4)}"]
     return [*world.faults(), *differences(baseline.state, world.state())]
 

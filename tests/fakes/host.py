@@ -26,6 +26,16 @@ HOSTS = Path(__file__).parents[1] / "data" / "hosts"
 STAFF = 50
 
 
+class UnexpectedError(BaseException):
+    """The agent did what no test expects. No `except Exception` catches this."""
+
+
+def expect(expected: bool, what: str) -> None:
+    """Fail the test with these words if the agent did what nobody expected."""
+    if not expected:
+        raise UnexpectedError(f"nobody expected {what}")
+
+
 class ScriptedRunner:
     """Answers the commands that a test lists; any other command fails the test."""
 
@@ -35,7 +45,7 @@ class ScriptedRunner:
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)
-        assert argv in self.answers, f"nobody expected {' '.join(argv)}"
+        expect(argv in self.answers, " ".join(argv))
         return self.answers[argv]
 
 
@@ -71,6 +81,7 @@ class Mounts:
             yield f"{number + 50} 22 0:{number + 40} / {where} ro shared:9 - overlay overlay ro,lowerdir=a:b".encode()
 
     def job(self, verb: str, unit: str) -> str:
+        expect(unit.endswith(".mount"), f"{verb} of {unit}")
         self.jobs.append((verb, unit))
         if verb == "StopUnit":
             if unit in self.mounted and unit not in self.busy:
@@ -122,7 +133,7 @@ class ScriptedBus:
         """Object paths by name: an alias has that of another."""
         self.failing: BusError | None = None
         self.changes: list[tuple[object, ...]] = []
-        """The method's name and its arguments, in their order."""
+        """The method's name and its arguments, in their order, also of changes that fail."""
         self.refused: dict[str, BusError] = {}
         """Of changes, by one of their arguments."""
         self.mounts = Mounts()
@@ -130,18 +141,19 @@ class ScriptedBus:
     def __call__(
         self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
     ) -> tuple[object, ...]:
+        if method in CHANGES:
+            self.changes.append((method.rpartition(".")[2], *arguments))
         if self.failing:
             raise self.failing
         if method in CHANGES:
-            self.changes.append((method.rpartition(".")[2], *arguments))
             for argument in arguments:
                 if isinstance(argument, str) and argument in self.refused:
                     raise self.refused[argument]
             return ()
-        assert service == SYSTEMD
+        expect(service == SYSTEMD, f"{method} of {service}")
         if method in JOB_VERBS:
             unit, mode = map(str, arguments)
-            assert mode == "fail"
+            expect(mode == "fail", f"{method} of {unit} with the mode {mode}")
             return (self.mounts.job(method.rpartition(".")[2], unit),)
         if path.startswith(JOBS):
             raise BusAnswerError(f"Unknown object '{path}'.")
@@ -149,14 +161,15 @@ class ScriptedBus:
             (names,) = arguments
             assert isinstance(names, list)
             return ([self._listed(name) for name in names],)
-        assert method == GET, f"nobody expected {method} of {path}"
+        expect(method == GET, f"{method} of {path}")
         interface, name = map(str, arguments)
+        expect((path, interface, name) in self.properties, f"{method} of {name} of {path}")
         return (self.properties[path, interface, name],)
 
     def _listed(self, unit: str) -> tuple[object, ...]:
         if unit.endswith(".mount"):
             return (unit, "A mount", "loaded", self.mounts.state(unit), "simulated", "", "/unit", 0, "", "/")
-        assert unit in self.units, f"nobody expected {unit}"
+        expect(unit in self.units, f"a question about {unit}")
         path = self.units[unit]
         load, active = (self.properties[path, f"{SYSTEMD}.Unit", name][1] for name in ("LoadState", "ActiveState"))
         return ("canonical.service", "A unit", load, active, "simulated", "", path, 0, "", "/")

@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -182,6 +183,8 @@ def long_number(_: Host, place: Path) -> None:
 
 ATTACKS: tuple[Attack, ...] = (
     *(fifo, unix_socket, directory, hard_link, huge, binary, deep_json, long_number),
+    # Only root can make one.
+    *((device,) if os.geteuid() == 0 else ()),
     *(
         absolute_link,
         link_below_the_root,
@@ -196,6 +199,23 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
+@pytest.fixture
+def opened_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of each device that is opened for more than a look (O_PATH)."""
+    found: list[int] = []
+    real = os.open
+
+    def opened(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = real(path, flags, mode, dir_fd=dir_fd)
+        status = os.fstat(descriptor)
+        if stat.S_ISCHR(status.st_mode) and not flags & os.O_PATH:
+            found.append(status.st_rdev)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    return found
+
+
 def put(host: Host, path: str, attack: Attack) -> None:
     place = Path(host.root + path)
     subprocess.run(["rm", "-rf", place], check=True)
@@ -204,8 +224,8 @@ def put(host: Host, path: str, attack: Attack) -> None:
 
 
 @pytest.mark.parametrize("what", PATHS)
-def test_attack_on_a_path(host: Host, what: str) -> None:
-    """Each kind at each path, for two passes: during the attack, and after it."""
+def test_attack_on_a_path(host: Host, what: str, opened_devices: list[int]) -> None:
+    """Each kind at each path, for two passes: during the attack, and after it. Opening a device may start it."""
     reconciler = agent(host)
     reconciler.reconcile()
     before, well = state(host), reconciler.reconcile()
@@ -226,6 +246,7 @@ def test_attack_on_a_path(host: Host, what: str) -> None:
             assert SECRET not in all_messages(outcome), name
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, name
             assert not number or not outcome.failures, name
+            assert not opened_devices, name
         names = {os.path.basename(path) for path in (handoff_file(BAD), conditions_file(BAD))}
         assert set(host.entries(os.path.dirname(handoff_file(BAD)))) == names, name
         for path in (handoff_file(BAD), conditions_file(BAD)):

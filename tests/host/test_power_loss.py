@@ -9,10 +9,11 @@ import pytest
 
 from agent.host.reconcile import Reconciler
 from agent.model.paths import MACHINES_STATE, MANIFESTS, NSPAWN, OWNED, STAGING, TREES, UNITS, nspawn_file
+from agent.system.files import temporary_path
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
-DURABLE = (NSPAWN, UNITS, MACHINES_STATE, OWNED)
+DURABLE = (NSPAWN, UNITS, MACHINES_STATE, OWNED, temporary_path(OWNED))
 
 
 @dataclass

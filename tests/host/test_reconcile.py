@@ -24,6 +24,7 @@ from agent.model.paths import (
     CONDITIONS,
     OWNED,
     RELOAD_PENDING,
+    REMEMBERED_GPUS,
     REMOVED,
     REPORT_NAME,
     RUNTIME,
@@ -114,7 +115,9 @@ def test_an_idle_pass_writes_nothing_and_starts_no_process(gpu_host: Host) -> No
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")
-    before = {path: gpu_host.identity(path) for path in (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED)}
+    agent.run_pass()
+    written = (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED, CONDITIONS, *REMEMBERED_GPUS)
+    before = {path: gpu_host.identity(path) for path in written}
     gpu_host.runner.calls.clear()
     outcome = agent.run_pass()
     assert outcome.actions == ()
@@ -328,6 +331,7 @@ def test_a_running_machine_with_other_settings_needs_a_restart(gpu_host: Host) -
     units(gpu_host, "active")
     outcome = agent.run_pass()
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+    assert outcome.failures == ()
     assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
 
 

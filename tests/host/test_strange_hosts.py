@@ -1,6 +1,7 @@
 """Text of drivers goes only where it belongs, and what disappears for a while, or during a pass, is kept."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Unseen
 from agent.model.handoff import parse_handoff
-from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, nspawn_file, unit_drop_in
+from agent.model.live import parse_live, render_live
+from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, live_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.machined import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
@@ -51,20 +53,25 @@ def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host, wh
 def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host) -> None:
     """`machinectl remove` deletes its files and its settings."""
     running(gpu_host)
-    agent = reconciler(gpu_host, gpus=[FIRST])
+    gpu_host.gpu("0000:03:00.0", 2)
+    agent = reconciler(gpu_host)
     permitted = gpu_host._bus
 
     def removed(
         service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
     ) -> tuple[object, ...]:
-        gpu_host.remove_tree(f"{MACHINE_ROOTS}/{MACHINE}")
-        gpu_host.remove(nspawn_file(MACHINE))
+        if method.endswith("SetUnitProperties"):
+            gpu_host.remove_tree(f"{MACHINE_ROOTS}/{MACHINE}")
+            gpu_host.remove(nspawn_file(MACHINE))
         assert permitted is not None
         return permitted(service, path, method, signature, arguments, timeout)
 
     gpu_host._bus = removed
     agent.reconcile()
     gpu_host._bus = permitted
+    assert "SetUnitProperties" in {each[0] for each in gpu_host.bus.changes}
+    assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
+    # That pass had found the machine, so it may have written the settings after their removal.
     gpu_host.remove(nspawn_file(MACHINE))
     for _ in range(2):
         outcome = agent.reconcile()
@@ -215,18 +222,23 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
 
 
 def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(gpu_host: Host) -> None:
+    """Only a node is left to be bound, which waits."""
     running(gpu_host)
+    live = parse_live(gpu_host.read(live_file(MACHINE)))
+    nodes = {path: number for path, number in live.nodes.items() if path != "/dev/nvidia1"}
+    gpu_host.write(live_file(MACHINE), render_live(replace(live, nodes=nodes)))
     agent = reconciler(gpu_host)
     gpu_host.runner.calls.clear()
     gpu_host.bus.failing = BusError("no answer in time")
     outcome = agent.run_pass(by_hand=True)
     found = conditions(outcome)[ConditionType.MACHINE_RUNNING]
     assert (found.status, found.reason, found.message) == (Status.UNKNOWN, "ObservationFailed", "no answer in time")
-    assert outcome.actions == ()
-    gpu_host.bus.failing = None
-    assert agent.run_pass().actions == ()
-    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
+    assert (outcome.actions, outcome.failures) == ((), ())
     assert gpu_host.bus.changes == []
+    gpu_host.bus.failing = None
+    assert [each.kind for each in agent.run_pass().actions] == ["change"]
+    assert [(each[0], each[2]) for each in gpu_host.bus.changes] == [("BindMountMachine", "/dev/nvidia1")]
+    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
 
 
 def test_a_machine_that_machined_did_not_register_is_not_started_again_and_again(gpu_host: Host) -> None:

@@ -185,7 +185,7 @@ def test_without_overlay_file_systems_it_is_a_plain_directory(plain: Host) -> No
 
 
 def test_nothing_in_a_plain_directory_is_read(plain: Host, tmp_path: Path) -> None:
-    place = tmp_path / f"host{HOST_NVIDIA}/0/usr/bin"
+    place = tmp_path / f"host{HOST_NVIDIA}/0/usr"
     place.rename(place.with_name("aside"))
     place.symlink_to("x" * 300)
     outcome = reconciler(plain).reconcile()

@@ -79,6 +79,8 @@ def test_only_sockets_that_accept_connections_are_taken() -> None:
     code = (
         "import os, sys; from agent.host.daemon.sd_notify import listeners\n"
         "for target, source in enumerate(map(int, sys.argv[1:]), 3): os.dup2(source, target)\n"
+        "assert listeners({'LISTEN_PID': '1', 'LISTEN_FDS': '1'}) == (), 'for another process'\n"
+        "os.fstat(3)\n"
         "found = listeners({'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': str(len(sys.argv) - 1)})\n"
         "print(*(each.getsockname()[1] for each in found), [os.get_inheritable(each.fileno()) for each in found])"
     )

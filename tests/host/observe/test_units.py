@@ -1,5 +1,6 @@
 """systemd's answers, and the installed unit template (tests/data/units has those of Debian 12 and 13)."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -130,8 +131,9 @@ def test_without_a_template_the_error_says_what_to_install(host: Host) -> None:
 
 
 def test_for_a_masked_template_the_error_says_how_to_unmask_it(host: Host) -> None:
-    host.file("/dev/null-device-stand-in", "x")
-    host.symlink("/etc/systemd/system/systemd-nspawn@.service", "systemd-nspawn@.service")
+    host.make_directory("/etc/systemd/system")
+    # Like /dev/null, to which `systemctl mask` makes a link, no regular file.
+    os.mkfifo(host.full_path("/etc/systemd/system/systemd-nspawn@.service"))
     host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
     template = observe_template(host)
     assert isinstance(template, Broken)

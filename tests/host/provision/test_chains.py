@@ -27,6 +27,8 @@ COMMIT
 COMMIT
 """
 NAT = Chains("iptables-nft", "nat", ("CNI-0123", "KUBE-SERVICES"))
+SAVED_6 = "*nat\n:KUBE-X - [0:0]\nCOMMIT\n"
+NAT_6 = Chains("ip6tables", "nat", ("KUBE-X",))
 
 
 @pytest.fixture
@@ -34,12 +36,12 @@ def filtering(host: Host) -> Host:
     for program in ("iptables-nft-save", "ip6tables-save"):
         host.file(f"/usr/sbin/{program}", executable=True)
     host.command("iptables-nft-save", stdout=SAVED)
-    host.command("ip6tables-save", stdout="")
+    host.command("ip6tables-save", stdout=SAVED_6)
     return host
 
 
 def test_chains_are_found_by_every_iptables(filtering: Host, host: Host) -> None:
-    assert observe_chains(filtering) == (NAT,)
+    assert observe_chains(filtering) == (NAT, NAT_6)
 
 
 def test_a_host_without_iptables(host: Host) -> None:
@@ -50,7 +52,7 @@ def test_a_program_that_fails_is_remembered(filtering: Host) -> None:
     """What was there before is unknown then, so nothing of this program may be removed later."""
     filtering.runner.answers[("iptables-nft-save",)] = Completed(1, b"", b"no kernel support")
     unknown = observe_chains(filtering)
-    assert unknown == (Chains("iptables-nft", "", ()),)
+    assert unknown == (Chains("iptables-nft", "", ()), NAT_6)
     left = leftovers(Network(chains=unknown), Network(chains=(NAT,)))
     assert (left.remove, left.keep) == ((), (NAT,))
 

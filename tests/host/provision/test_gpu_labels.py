@@ -45,6 +45,8 @@ def test_a_driver_version_may_have_two_numbers() -> None:
 
 
 def test_without_gpus_there_are_no_labels(gpu_host: Host) -> None:
+    """A machine that had some keeps its settings, and grants without GPUs."""
+    reconciler(gpu_host).reconcile()
     for address in ("0000:01:00.0", "0000:02:00.0"):
         gpu_host.unplug(address)
     assert labels(gpu_host) == {}

@@ -1,5 +1,6 @@
 """What the host tells a machine's offer of GPUs: fatal errors, detachments, losses, recovery."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from agent.cli.detach import attach
 from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
+from agent.model.facts import Unseen
 from agent.model.gpu_facts import GpuFault
 from agent.model.gpu_states import Effect, GpuState, GpuStatus, parse_gpu_states
 from agent.model.paths import GPU_FAULTS, gpu_states_file, handoff_file
@@ -148,6 +150,12 @@ def test_a_gpu_that_left_the_bus_is_lost(host: Host) -> None:
 def test_a_machine_that_cannot_be_planned_keeps_its_document(host: Host) -> None:
     states(host)
     before = host.read(FILE)
+    host.pci = Unseen("simulated")
+    host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, "Input/output error")
+    agent = reconciler(host, allocation="dra")
+    assert MACHINE in agent.preview()[1].held
+    agent.reconcile()
+    assert host.read(FILE) == before
     assert publish_gpu_states(host, {}, unchanged={MACHINE}) == ()
     assert host.read(FILE) == before
     assert publish_gpu_states(host, {}, unchanged=()) == ()

@@ -106,7 +106,7 @@ def test_clients_in_a_daemons_directory_need_no_pass(nodes: Directories, dev: Pa
     """Pods may write to the directory of MPS; only its appearance matters."""
     directory = dev.parent / "run/nvidia-mps"
     directory.mkdir(parents=True)
-    nodes.needs_pass()
+    assert nodes.needs_pass()
     (directory / "control").touch()
     assert not nodes.needs_pass()
 
