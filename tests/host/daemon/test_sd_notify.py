@@ -74,8 +74,11 @@ def test_every_line_of_the_log_has_its_priority() -> None:
 
 
 @pytest.mark.processes
-def test_only_sockets_that_accept_connections_are_taken() -> None:
-    """In a process of its own, whose descriptors from 3 on are a listening socket, another socket, and a file."""
+def test_only_own_sockets_that_accept_connections_are_taken() -> None:
+    """Those for another process are left open.
+
+    In a process of its own, whose descriptors from 3 on are a listening socket, another socket, and a file.
+    """
     code = (
         "import os, sys; from agent.host.daemon.sd_notify import listeners\n"
         "for target, source in enumerate(map(int, sys.argv[1:]), 3): os.dup2(source, target)\n"
@@ -96,6 +99,6 @@ def test_only_sockets_that_accept_connections_are_taken() -> None:
     assert finished.stderr.count("which systemd passed") == 2
 
 
-@pytest.mark.parametrize("environment", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
-def test_sockets_for_another_process_are_left_alone(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("environment", [{}, {"LISTEN_FDS": "1"}])
+def test_without_systemds_variables_there_are_no_sockets(environment: dict[str, str]) -> None:
     assert listeners(environment) == ()
