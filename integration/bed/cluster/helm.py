@@ -1,13 +1,16 @@
-"""Helm, and the chart of NVIDIA's device plugin, as the go.mod files in integration/go pin them."""
+"""Helm, and the chart of NVIDIA's device plugin, as the go.mod files in integration/go pin them.
+
+Helm is in Kubernetes' module: of the same releases, most of what it consists of is compiled already.
+"""
 
 import json
 from pathlib import Path
 
-from integration.bed.cache import REPOSITORY, cached
+from integration.bed.cache import cached
+from integration.bed.cluster import kubernetes
 from integration.bed.process import run
 from integration.bed.tools import DEVICE_PLUGIN, MODULE, compile_go, go, pinned
 
-HELM_MODULE = REPOSITORY / "integration" / "go" / "helm"
 HELM = "helm.sh/helm/v3"
 
 
@@ -27,6 +30,6 @@ def _helm() -> Path:
     """Return the program, linked statically."""
 
     def build(output: Path) -> None:
-        compile_go(HELM_MODULE, f"{HELM}/cmd/helm", output / "helm", "-s -w")
+        compile_go(kubernetes.MODULE, f"{HELM}/cmd/helm", output / "helm", "-s -w")
 
-    return cached("helm", [HELM_MODULE, Path(__file__)], build) / "helm"
+    return cached("helm", [kubernetes.MODULE, Path(__file__)], build) / "helm"
