@@ -5,8 +5,7 @@ from pathlib import Path
 
 from integration.bed import debian
 from integration.bed.cache import REPOSITORY, cached
-from integration.bed.process import run
-from integration.bed.tools import go
+from integration.bed.tools import compile_go
 
 MODULE = REPOSITORY / "integration" / "go" / "containerd"
 UPSTREAM = "github.com/containerd/containerd/v2/cmd/containerd"
@@ -32,10 +31,7 @@ def upstream_root() -> Path:
     """Return a root with only the containerd of integration/go/containerd/go.mod; its configuration is of version 4."""
 
     def build(target: Path) -> None:
-        program = target / "root/usr/bin/containerd"
         # Static, because the root has no C library.
-        argv: list[str | Path] = [go(), "build", "-o", program, "-ldflags", "-s -w", UPSTREAM]
-        flags = "-mod=readonly -trimpath -buildvcs=false"
-        run(argv, cwd=MODULE, env={"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOWORK": "off", "CGO_ENABLED": "0"})
+        compile_go(MODULE, UPSTREAM, target / "root/usr/bin/containerd", "-s -w")
 
     return cached("containerd-upstream", [MODULE, Path(__file__)], build) / "root"
