@@ -33,6 +33,8 @@ class Pod:
     user: int = 0
     """User and group ID of the container's process."""
     image: str = CUDA_TEST
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Directories of the node, by their paths in the container, which may only read them."""
 
 
 class Node:
@@ -99,6 +101,7 @@ def _container_config(pod: Pod) -> dict[str, Any]:
         "image": {"image": pod.image},
         "command": list(pod.command),
         "envs": [{"key": key, "value": value} for key, value in pod.environment.items()],
+        "mounts": [{"container_path": to, "host_path": path, "readonly": True} for to, path in pod.mounts.items()],
         "CDI_devices": [{"name": name if "=" in name else f"{KIND}={name}"} for name in pod.cdi],
         "log_path": "main.log",
         "linux": {"security_context": _user(pod.user)} if pod.user else {},

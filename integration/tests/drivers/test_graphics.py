@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from integration.bed.cache import step
-from integration.bed.drivers.graphics_image import GRAPHICS_TEST, graphics_image
+from integration.bed.drivers.graphics_image import GRAPHICS_TEST, RENDERER_PATH, graphics_image
 from integration.bed.machine.node import MACHINE, Node, Pod
 from integration.bed.measure.versions import machine_versions
 from integration.bed.vm.installation import CONFIGURATION
@@ -22,7 +22,7 @@ from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("000")
 
-ARCHIVE = "var/lib/unbounded-agent-bed/graphics-test.tar"
+PLACE = "var/lib/unbounded-agent-bed/graphics"
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 NAME = "__GLX_VENDOR_LIBRARY_NAME"
 # No abstract socket: pods share the node's network here, so it would be visible to all of them.
@@ -70,9 +70,12 @@ class Shell:
 def host(shared_host: SimulatedHost) -> SimulatedHost:
     """A ready host whose node has the image."""
     bed = Bed(shared_host)
+    files = {str(path.relative_to(graphics_image())): path for path in graphics_image().rglob("*") if path.is_file()}
     with step("import the graphics image"):
-        send_files(bed.guest, {ARCHIVE: graphics_image()}, f"/var/lib/machines/{MACHINE}")
-        bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{ARCHIVE}", timeout=400)
+        bed.node.run("mkdir", f"/{PLACE}")
+        send_files(bed.guest, files, f"/var/lib/machines/{MACHINE}/{PLACE}")
+        archive = f"/{PLACE}/graphics-test.tar"
+        bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", archive, timeout=400)
     return shared_host
 
 
@@ -87,7 +90,13 @@ def bed(host: SimulatedHost, record_host: None, record_property: Callable[[str, 
 def start(host: SimulatedHost, **environment: str) -> Shell:
     """Start a pod with GPU 1 of 8, and an X server that knows no GPU."""
     node = Bed(host).node
-    pod = Pod(("sh", "-c", X_SERVER), cdi=("1",), environment={"DISPLAY": ":99"} | environment, image=GRAPHICS_TEST)
+    pod = Pod(
+        ("sh", "-c", X_SERVER),
+        cdi=("1",),
+        environment={"DISPLAY": ":99"} | environment,
+        image=GRAPHICS_TEST,
+        mounts={RENDERER_PATH: f"/{PLACE}/renderer"},
+    )
     shell = Shell(node, node.start_pod(pod))
     assert shell.run(WAIT) == ""
     return shell
