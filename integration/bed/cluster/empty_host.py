@@ -83,11 +83,16 @@ class Mirror(Lifetime):
 
 
 class EmptyHost(Lifetime):
-    """The host, with the agent installed and configured, and its surroundings; `nodes` may join."""
+    """The host, with the agent installed and configured, and its surroundings; `nodes` may join.
 
-    def __init__(self, *nodes: str, memory_mib: int = 4096, suite: str = debian.SUITE) -> None:
+    `running` is a host without a machine, on which the agent is installed. By default, a new one boots.
+    """
+
+    def __init__(
+        self, *nodes: str, memory_mib: int = 4096, suite: str = debian.SUITE, running: SimulatedHost | None = None
+    ) -> None:
         self._nodes = nodes or (NODE,)
-        self._memory_mib, self._suite = memory_mib, suite
+        self._memory_mib, self._suite, self._running = memory_mib, suite, running
         self._stack = ExitStack()
         (self.kubelet_port,) = free_ports(1)
 
@@ -95,17 +100,21 @@ class EmptyHost(Lifetime):
         """Start everything; `unbounded-agent up` is the next step."""
         enter = self._stack.enter_context
         # Builds come first: the virtual machine would slow them.
-        image = host_image(wheels.dependencies(PYTHON[self._suite]), suite=self._suite)
+        image = None if self._running else host_image(wheels.dependencies(PYTHON[self._suite]), suite=self._suite)
         self.control_plane = enter(ControlPlane(self._nodes))
         self.mirror = enter(Mirror(self.control_plane.binaries))
         self.registry, self.pod_registry = enter(Registry(login=True)), enter(Registry(tls=False))
         with step("push images to the registries"):
             self.digest = self.registry.push(machine_image(), f"nodes/{CONTAINERFILE}")
             self._push_pod_images()
-        self.host = enter(SimulatedHost(image, empty_disk(), memory_mib=self._memory_mib))
+        self.host = self._running or enter(SimulatedHost(image, empty_disk(), memory_mib=self._memory_mib))
         self.host.qemu.forward_port(self.kubelet_port)
-        with step("install the host half"):
-            install(self.guest, self.configuration())
+        self._stack.callback(self.host.qemu.stop_forwarding, self.kubelet_port)
+        with step("configure the host half"):
+            if self._running:
+                self.guest.write("/etc/unbounded-agent/config.toml", self.configuration().encode())
+            else:
+                install(self.guest, self.configuration())
             self._write_secrets()
 
     def close(self) -> None:

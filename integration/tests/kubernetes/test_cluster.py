@@ -169,6 +169,7 @@ def test_pods_get_all_gpus_and_one_more_waits(cluster: Cluster, bed: Bed, shares
     assert uuids(cluster.finished("last")) == held[first]
 
 
+@pytest.mark.exhaustive
 def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
     for runtime in ("", "nvidia"):
         found = json.loads(cluster.run(pod("no-limit", *PROBE, runtime=runtime)))

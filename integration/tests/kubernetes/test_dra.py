@@ -191,6 +191,7 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
     cluster.finished("none-left")
 
 
+@pytest.mark.exhaustive
 def test_service_and_kubelet_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
     cluster.apply(pod("holder", "sh", "-c", HOLD, gpus=1))
     held = holding(cluster, "holder")

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from integration.bed.cluster.empty_host import NODE, TOKEN, EmptyHost, pod_network
+from integration.bed.debian import SUITE
 from integration.bed.machine.node import MACHINE, Node
+from integration.conftest import INSTALLED
 
 pytestmark = pytest.mark.scenario("003")
 
@@ -32,10 +34,20 @@ sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops ke
 """Prints what `up` and the node's pods change on a host, without systemd-nspawn's own lock and mount, which stay."""
 
 
-@pytest.fixture(scope="module", params=["trixie", pytest.param("bookworm", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[SUITE, pytest.param("bookworm", marks=pytest.mark.exhaustive)])
 def empty_host(request: pytest.FixtureRequest) -> Iterator[EmptyHost]:
-    with EmptyHost(suite=request.param) as host:
+    """A new host of Debian 12; with Debian 13, the one that other tests have booted, without its machine."""
+    running = None
+    if request.param == SUITE:
+        running = request.getfixturevalue("simulated_host")
+        running.restore(INSTALLED)
+        # For the certificates.
+        running.guest.set_clock()
+        running.guest.run(["rm", "--recursive", f"/var/lib/machines/{MACHINE}"])
+    with EmptyHost(suite=request.param, running=running) as host:
         yield host
+    if running:
+        running.pause()
 
 
 @pytest.fixture(scope="module")
