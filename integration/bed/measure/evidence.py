@@ -10,6 +10,9 @@ COMMANDS = {
     "machine's journal": (
         "journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "unbounded-agent-gpu", "-M", MACHINE,
     ),
+    "containerd's journal": (
+        "journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "containerd", "-M", MACHINE,
+    ),
 }  # fmt: skip
 """Commands by title. The machine's journal is read on the host, so that nothing in the machine needs to answer."""
 

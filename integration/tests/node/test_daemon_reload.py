@@ -49,7 +49,10 @@ def outcomes(bed: Bed) -> dict[str, int]:
 
 
 def test_a_hundred_reloads(ready: Bed, measured: Callable[[str, object], None]) -> None:
-    """A program in the machine and a pod open their GPU all the time; what is not granted never opens."""
+    """A program in the machine and a pod open their GPU all the time.
+
+    What is not granted may open for a moment at each of the host's reloads (docs/security.md), and not afterwards.
+    """
     # Until the machine half's timer removes the node, only the unit's device policy blocks it.
     ready.run("machinectl", "--mkdir", "bind", MACHINE, NOT_GRANTED)
     loop = "while :; do gpu-probe /dev/nvidia0 /dev/nvidia1; echo; sleep 0.5; done"
@@ -63,6 +66,10 @@ def test_a_hundred_reloads(ready: Bed, measured: Callable[[str, object], None]) 
     numbers = outcomes(ready)
     removed = numbers.pop(f"{NOT_GRANTED} No such file or directory", 0)
     measured("looked after the node was removed", removed)
+    opened = numbers.pop(f"{NOT_GRANTED} opened", 0)
+    measured("opened the node that is not granted", opened)
+    assert opened <= RELOADS
+    assert ready.node.run("head", "--bytes=0", NOT_GRANTED, check=False).status != 0
     assert set(numbers) == {"/dev/nvidia0 opened", f"{NOT_GRANTED} Operation not permitted"}, numbers
     assert numbers["/dev/nvidia0 opened"] > RELOADS
     log = ready.node.run("crictl", "logs", pod).stdout
