@@ -116,7 +116,9 @@ def _version(text: str) -> tuple[int, ...]:
 def _environment() -> dict[str, str]:
     # Nobody debugs these programs; without DWARF, Kubernetes compiles a fourteenth faster.
     flags = "-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false"
-    return {"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOWORK": "off", "HOME": os.environ.get("HOME", "/root")}
+    # A compiler that collects its garbage less often is a twelfth faster, and the linker takes 1.3 GB in either case.
+    home = os.environ.get("HOME", "/root")
+    return {"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOGC": "400", "GOWORK": "off", "HOME": home}
 
 
 def _install_go(output: Path) -> None:
