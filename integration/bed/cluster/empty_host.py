@@ -109,9 +109,9 @@ class EmptyHost(Lifetime):
             self._push_pod_images()
         self.host = self._running or enter(SimulatedHost(image, empty_disk(), memory_mib=self._memory_mib))
         self.host.qemu.forward_port(self.kubelet_port)
-        self._stack.callback(self.host.qemu.stop_forwarding, self.kubelet_port)
-        with step("configure the host half"):
+        with step("install and configure the host half"):
             if self._running:
+                self._stack.callback(self._running.qemu.stop_forwarding, self.kubelet_port)
                 self.guest.write("/etc/unbounded-agent/config.toml", self.configuration().encode())
             else:
                 install(self.guest, self.configuration())
