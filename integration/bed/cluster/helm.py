@@ -1,6 +1,6 @@
 """Helm, and the chart of NVIDIA's device plugin, as the go.mod files in integration/go pin them.
 
-Helm is in Kubernetes' module: of the same releases, most of what it consists of is compiled already.
+Helm is in Kubernetes' module, so that both have the same versions of their libraries: Go compiles these only once.
 """
 
 import json

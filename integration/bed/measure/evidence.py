@@ -4,16 +4,13 @@ from integration.bed.machine.node import MACHINE
 from integration.bed.vm.guest import Guest, GuestError
 
 LINES = "60"
+JOURNAL = ("journalctl", "--no-pager", "-o", "short-precise", "-n", LINES)
 COMMANDS = {
     "agent's status": ("unbounded-agent", "status"),
-    "host's journal": ("journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "unbounded-agent"),
-    "machine's journal": (
-        "journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "unbounded-agent-gpu", "-M", MACHINE,
-    ),
-    "containerd's journal": (
-        "journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "containerd", "-M", MACHINE,
-    ),
-}  # fmt: skip
+    "host's journal": (*JOURNAL, "-u", "unbounded-agent"),
+    "machine's journal": (*JOURNAL, "-u", "unbounded-agent-gpu", "-M", MACHINE),
+    "containerd's journal": (*JOURNAL, "-u", "containerd", "-M", MACHINE),
+}
 """Commands by title. The machine's journal is read on the host, so that nothing in the machine needs to answer."""
 
 

@@ -70,7 +70,8 @@ class Shell:
 def host(shared_host: SimulatedHost) -> SimulatedHost:
     """A ready host whose node has the image."""
     bed = Bed(shared_host)
-    files = {str(path.relative_to(graphics_image())): path for path in graphics_image().rglob("*") if path.is_file()}
+    image = graphics_image()
+    files = {str(path.relative_to(image)): path for path in image.rglob("*") if path.is_file()}
     with step("import the graphics image"):
         bed.node.run("mkdir", f"/{PLACE}")
         send_files(bed.guest, files, f"/var/lib/machines/{MACHINE}/{PLACE}")
