@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import linear_regression
@@ -10,7 +11,9 @@ from types import FrameType
 import pytest
 
 from agent.config.settings import Config
+from agent.host.observe.memory import Memory
 from agent.host.reconcile import Reconciler
+from agent.system.file_cache import FRESH, FileCache
 from tests.fakes.gpu_host import MACHINE, VERSION, set_up
 from tests.fakes.host import Host
 
@@ -51,8 +54,13 @@ def libraries(host: Host, count: int) -> list[str]:
 
 
 def calls_of_a_pass(host: Host, names: list[str]) -> int:
-    """Return how many functions the main thread calls in a pass with nothing to do."""
-    agent = Reconciler(Config.model_validate({"machines": {name: {} for name in names}}), host, host)
+    """Return how many functions the main thread calls in a pass with nothing to do.
+
+    The pass finds the host as it is seconds after its files were made: from then on, the file cache relies on them.
+    """
+    config = Config.model_validate({"machines": {name: {} for name in names}})
+    settled = Memory(file_cache=FileCache(lambda: time.time() + FRESH + 1))
+    agent = Reconciler(config, host, host, memory=settled)
     for _ in range(2):
         agent.reconcile()
     count = 0
