@@ -14,7 +14,7 @@ from agent.host.observe.host import observe
 from agent.host.observe.machine_report import Report, parse_report
 from agent.host.observe.memory import Memory
 from agent.host.outcome import MachineOutcome, Outcome
-from agent.host.plan.diff import Acknowledged, Difference, diff, settings_pending, startable
+from agent.host.plan.diff import Acknowledged, Difference, answer_outdated, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
 from agent.host.plan.started import with_started
@@ -203,7 +203,7 @@ class Reconciler:
             name=machine.name,
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused and answers.pending(machine, goal, report),
+            pending=not refused and (answers.pending(machine, goal, report) or answer_outdated(goal, difference)),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             startable=not refused and startable(goal, facts),
             has_run=machine.has_run,

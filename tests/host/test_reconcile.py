@@ -457,6 +457,29 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
     assert len(gpu_host.bus.changes) == len(bound)
 
 
+def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_word(gpu_host: Host) -> None:
+    """`apply` must not exit with it: the next pass binds the nodes."""
+    agent = with_missing_nodes(gpu_host)
+    report(gpu_host, OPENED)
+    assert not agent.reconcile().machines[0].pending
+    gpu_host.write(nspawn_file(MACHINE), gpu_host.read(nspawn_file(MACHINE)) + b"# changed\n")
+    steps: list[str] = []
+
+    def begin(sentence: str) -> None:
+        if sentence and not steps:
+            report(gpu_host, LACKING)
+            steps.append(sentence)
+
+    agent.progress = begin
+    assert agent.reconcile().machines[0].pending
+    assert steps
+    assert not gpu_host.bus.changes, "the pass knew nothing of missing nodes when it began"
+    assert agent.reconcile().machines[0].pending
+    assert gpu_host.bus.changes
+    report(gpu_host, OPENED)
+    assert not agent.reconcile().machines[0].pending
+
+
 def test_the_machine_learns_once_of_nodes_that_were_bound_late(gpu_host: Host) -> None:
     """Failed attempts to bind make no work for the machine."""
     agent = with_missing_nodes(gpu_host)

@@ -124,6 +124,18 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
     )
 
 
+def answer_outdated(goal: MachineGoal, difference: Difference) -> bool:
+    """Return whether the next pass binds nodes of the running machine or publishes its handoff.
+
+    The machine then reports again. So its present report is not the last word.
+    """
+    return any(
+        (isinstance(action, ChangeDevices) and action.machine == goal.name)
+        or (isinstance(action, WriteFile) and action.path == goal.handoff_file.path)
+        for action in difference.actions
+    )
+
+
 def startable(goal: MachineGoal, facts: Facts) -> bool:
     """Return whether the agent wrote both of the machine's settings files, and systemd has read the drop-in.
 
