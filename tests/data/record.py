@@ -1,7 +1,7 @@
 """Record what a real root tree with NVIDIA's packages has: `python tests/data/record.py TREE DIRECTORY`, as root.
 
 Writes `files.tsv` (kind, path, size or link target; the contents are NVIDIA's and are not kept) and `ldconfig.txt`
-(what the tree's own `ldconfig -p` prints). The trees so far, made with mmdebstrap --mode=root:
+(what the tree's own `ldconfig -p` prints). These trees were made with mmdebstrap --mode=root:
 
 debian-13-driver-550: trixie with contrib and non-free, --architectures=amd64,i386, --include=libcuda1,libnvidia-ml1,
   nvidia-smi,libnvidia-encode1,libnvcuvid1,libnvidia-ptxjitcompiler1,libnvidia-opticalflow1,libnvidia-fbc1,
@@ -11,6 +11,11 @@ debian-13-driver-550: trixie with contrib and non-free, --architectures=amd64,i3
 ubuntu-24.04-driver-580: noble and noble-updates with restricted, --variant=extract, --include=libc-bin,libc6,
   libnvidia-{compute,gl,decode,encode,extra,fbc1,cfg1}-580,nvidia-utils-580,nvidia-compute-utils-580; then /lib and
   /sbin moved into /usr, as base-files' script would have done it
+
+One was recorded on a host with a real GPU, an H200, as `python tests/data/record.py / DIRECTORY`:
+
+ubuntu-24.04-driver-580-in-usr-local-nvidia: the driver is a read-only squashfs at /usr/local/nvidia, which ld.so.conf
+  names; the usual directories have links to its libraries, and scripts that run its programs
 """
 
 import re
@@ -19,9 +24,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PLACES = ("etc/alternatives", "usr/bin", "usr/sbin", "usr/lib")
+PLACES = (
+    "etc/alternatives",
+    "usr/bin",
+    "usr/sbin",
+    "usr/lib",
+    "usr/share/glvnd",
+    "usr/share/vulkan",
+    "usr/local/nvidia",
+)
 DRIVER = re.compile(r"nvidia|libcuda|libnvcuvid|libnvoptix|^ldconfig(\.real)?$")
-DOCUMENTATION = re.compile(r"\.gz$|/modprobe\.d/|/systemd/|/firmware/|\.(conf|service|rules|d)$")
+DOCUMENTATION = re.compile(r"\.gz$|/modprobe\.d/|/systemd/|/firmware/|\.(conf|service|rules|d|ko|pc)$")
 
 
 def rows(tree: Path) -> Iterator[str]:
@@ -38,7 +51,14 @@ def rows(tree: Path) -> Iterator[str]:
                 yield f"link\t{where}\t{path.readlink()}"
             elif path.is_file():
                 status = path.stat()
-                yield f"{'program' if status.st_mode & 0o111 else 'file'}\t{where}\t{status.st_size}"
+                yield f"{_kind(path, status.st_mode)}\t{where}\t{status.st_size}"
+
+
+def _kind(path: Path, mode: int) -> str:
+    if not mode & 0o111:
+        return "file"
+    with path.open("rb") as file:
+        return "script" if file.read(2) == b"#!" else "program"
 
 
 def main(tree: Path, directory: Path) -> None:

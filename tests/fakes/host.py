@@ -328,7 +328,8 @@ class Host(WithDeadLinks):
             if kind == "link":
                 self.symlink(path, rest)
             else:
-                self.file(path, size=int(rest), executable=kind == "program")
+                content = "#!/bin/sh\n" if kind == "script" else ""
+                self.file(path, content, size=int(rest), executable=kind != "file")
         self.loader_cache((HOSTS / name / "ldconfig.txt").read_text())
 
     def loader_cache(self, listing: str) -> None:

@@ -21,6 +21,8 @@ from agent.vendors.nvidia.user_space.places import Place
 
 VERSION = "{version}"
 DATA = "data"
+SCRIPT = b"#!"
+"""How an executable script begins (execve(2))."""
 STANDARD_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
 """Where loaders look for data. A place's own data directories have the same subdirectories."""
 
@@ -90,7 +92,10 @@ def observe_companions(
             found_groups.add(group.name)
         else:
             any_version[group.name] = tuple(_any_version(system, group, on_host))
-    binaries = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
+    binaries, scripts = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
+    refused |= {
+        path: f"{path}: left out, because it is a script: pods lack the program that it runs" for path in scripts
+    }
     missing = [
         each.name
         for each in GROUPS
@@ -206,16 +211,28 @@ def _line(system: System, path: str) -> str:
         raise
 
 
-def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
-    """Return, for each name in BINARIES, the first executable and permitted file in these directories.
+def _binaries(
+    system: System, directories: Sequence[str], permitted: Callable[[str], bool]
+) -> tuple[list[Library], list[str]]:
+    """Return, for each name in BINARIES, the first permitted program in these directories, and scripts of other names.
 
-    The names contain no version, so files of several versions cannot be told apart.
+    All of NVIDIA's programs are ELF files. A script with such a name is a wrapper of the host's, for a program that the
+    host keeps elsewhere. The names contain no version, so files of several versions cannot be told apart.
     """
-    found = []
+    found: list[Library] = []
+    all_scripts: dict[str, None] = {}
     for name in BINARIES:
+        # By their real paths: /bin is usually a link to /usr/bin.
+        scripts: dict[str, None] = {}
         for directory in directories:
             path = f"{directory}/{name}"
-            if system.is_file(path) and system.identity(path).executable and permitted(path):
-                found.append(library(system, f"usr/bin/{name}", system.real_path(path)))
-                break
-    return found
+            if not (system.is_file(path) and system.identity(path).executable and permitted(path)):
+                continue
+            if system.head(path, len(SCRIPT)) == SCRIPT:
+                scripts[system.real_path(path)] = None
+                continue
+            found.append(library(system, f"usr/bin/{name}", system.real_path(path)))
+            break
+        else:
+            all_scripts |= scripts
+    return found, list(all_scripts)

@@ -3,7 +3,7 @@
 Comments name the sources of the layouts. The files' paths in a driver root do not depend on the place.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.config.settings import DriverSettings
 
@@ -85,6 +85,15 @@ PLACES = (
     Place("a runfile's", libraries=("/usr/lib64", "/usr/lib", "/usr/lib32", "/usr/local/lib64", "/usr/local/lib")),
 )
 """All places. The first one with a driver of the loaded module's version is used."""
+
+
+def with_programs_and_data(cache: Place, libraries: str) -> Place:
+    """Return the loader cache's place, with the other directories of the place that has the directory `libraries`.
+
+    The ld.so.conf of some hosts names the library directories of another place, for example /usr/local/nvidia/lib64.
+    """
+    listed = next((each for each in PLACES if each.root == "/" and libraries in each.libraries), cache)
+    return replace(cache, binaries=listed.binaries, data=listed.data)
 
 
 def configured_place(settings: DriverSettings) -> Place | None:

@@ -14,6 +14,8 @@ from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.user_space.observe import observe_user_space
 from tests.fakes.host import Host
 
+MPS = ("control", "server")
+WITH_WRAPPERS = "ubuntu-24.04-driver-580-in-usr-local-nvidia"
 X86 = "usr/lib/x86_64-linux-gnu"
 MAIN = ("libcuda", "libnvidia-ml")
 FLAT = [f"usr/lib64/{name}.so.550.163.01" for name in MAIN]
@@ -97,6 +99,42 @@ def test_debian_32_bit_set(host: Host) -> None:
     assert {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"} < names
 
 
+def test_a_loader_cache_that_lists_a_place_of_its_own_and_wrappers_in_the_usual_directories(host: Host) -> None:
+    """Seen on a host with an H200: /usr/bin/nvidia-smi is a script that runs /usr/local/nvidia/bin/nvidia-smi."""
+    host.load(WITH_WRAPPERS)
+    found = user_space(host, "580.159.04")
+    assert (found.version, found.problems, found.place_name) == ("580.159.04", (), "the host's loader cache")
+    files = by_target(found)
+    programs = {target: file.source for target, file in files.items() if target.startswith("usr/bin/")}
+    assert programs == {
+        f"usr/bin/{name}": f"/usr/local/nvidia/bin/{name}"
+        for name in (
+            "nvidia-smi",
+            "nvidia-debugdump",
+            "nvidia-persistenced",
+            *(f"nvidia-cuda-mps-{end}" for end in MPS),
+        )
+    }
+    layer = "vulkan/implicit_layer.d/nvidia_layers.json"
+    assert files[f"usr/share/{layer}"].source == f"/usr/local/nvidia/share/{layer}", "no usual directory has a link"
+    assert files[f"{X86}/libcuda.so.1"].link == "libcuda.so.580.159.04"
+
+
+def test_a_script_is_not_a_driver_program(host: Host) -> None:
+    host.load("ubuntu-24.04-driver-580")
+    for directory in ("/usr/local/bin", "/usr/bin"):
+        host.file(f"{directory}/nvidia-persistenced", "#!/bin/sh\n", executable=True)
+    host.file("/usr/local/bin/nvidia-smi", "#!/bin/sh\n", executable=True)
+    found = user_space(host, "580.178.04")
+    files = by_target(found)
+    assert files["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
+    assert "usr/bin/nvidia-persistenced" not in files
+    assert found.problems == tuple(
+        f"{directory}/nvidia-persistenced: left out, because it is a script: pods lack the program that it runs"
+        for directory in ("/usr/local/bin", "/usr/bin")
+    )
+
+
 def test_ubuntu_is_flat_and_has_libraries_with_their_own_numbers(host: Host) -> None:
     host.load("ubuntu-24.04-driver-580")
     found = user_space(host, "580.178.04")
@@ -110,7 +148,7 @@ def test_ubuntu_is_flat_and_has_libraries_with_their_own_numbers(host: Host) -> 
     assert not [target for target in files if "libicudata" in target or "nvidia-xconfig" in target]
 
 
-@pytest.mark.parametrize("name", ["debian-13-driver-550", "ubuntu-24.04-driver-580"])
+@pytest.mark.parametrize("name", ["debian-13-driver-550", "ubuntu-24.04-driver-580", WITH_WRAPPERS])
 def test_every_link_of_a_driver_root_leads_to_a_file_in_it(host: Host, name: str) -> None:
     host.load(name)
     files = by_target(user_space(host))
