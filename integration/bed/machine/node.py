@@ -1,4 +1,4 @@
-"""The Kubernetes node inside the simulated host's machine, reached from the host; pods through the CRI."""
+"""The Kubernetes node inside a host's machine, reached from the host; pods through the CRI."""
 
 import json
 import secrets
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration.bed.machine.pod_images import CUDA_TEST
-from integration.bed.vm.guest import Completed, Guest
+from integration.bed.vm.guest import Completed, Computer
 
 MACHINE = "gpu-node"
 KIND = "nvidia.com/gpu"
@@ -40,8 +40,8 @@ class Pod:
 class Node:
     """Runs commands and pods in a running machine."""
 
-    def __init__(self, guest: Guest, machine: str = MACHINE) -> None:
-        self._guest = guest
+    def __init__(self, host: Computer, machine: str = MACHINE) -> None:
+        self._host = host
         self.machine = machine
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
@@ -50,7 +50,7 @@ class Node:
         # systemd would expand ${...} in a script before the shell sees it; systemd-run can prevent that since version
         # 254.
         literally = [word.replace("$", "$$") for word in argv]
-        return self._guest.run((*inside, *literally), timeout=timeout, check=check)
+        return self._host.run((*inside, *literally), timeout=timeout, check=check)
 
     def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
         """Run a shell script in the machine."""
@@ -70,7 +70,7 @@ class Node:
 
     def spec(self) -> dict[str, Any]:
         """Return the published CDI specification."""
-        found: dict[str, Any] = json.loads(self._guest.read(f"/var/lib/machines/{self.machine}/etc/cdi/nvidia.yaml"))
+        found: dict[str, Any] = json.loads(self._host.read(f"/var/lib/machines/{self.machine}/etc/cdi/nvidia.yaml"))
         return found
 
 

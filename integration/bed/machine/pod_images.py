@@ -1,4 +1,4 @@
-"""Container images of the pods that the bed runs, made here from Debian's packages and two small C programs."""
+"""Container images of the pods that the bed runs, made here from Debian's packages and small C programs."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -59,7 +59,8 @@ def _fill_pause(root: Path) -> None:
 
 def _fill_cuda_test(root: Path) -> None:
     _fill_base(root)
-    compile_program("gpu-probe", root / "usr" / "bin" / "gpu-probe")
+    for name in ("gpu-probe", "cuda-sum"):
+        compile_program(name, root / "usr" / "bin" / name)
 
 
 def _fill_device_plugin(root: Path) -> None:

@@ -3,13 +3,13 @@
 import re
 
 from integration.bed.machine.node import Node
-from integration.bed.vm.guest import Guest
+from integration.bed.vm.guest import Computer
 
 HOST = """
 . /etc/os-release && echo "host=$PRETTY_NAME"
 echo "host's systemd=$(systemctl --version | sed -n '1s/systemd \\([0-9.]*\\).*/\\1/p')"
 echo "host's kernel=$(uname -r)"
-echo "NVIDIA driver (user space)=$(sed -n 's/.*Module  \\([0-9.]*\\) .*/\\1/p' /proc/driver/nvidia/version)"
+echo "NVIDIA driver (user space)=$(cat /sys/module/nvidia/version)"
 """
 MACHINE = """
 . /etc/os-release && echo "machine=$PRETTY_NAME"
@@ -21,9 +21,9 @@ echo "NVIDIA Container Toolkit=$(nvidia-ctk --version | head -1)"
 """
 
 
-def host_versions(guest: Guest) -> dict[str, str]:
+def host_versions(host: Computer) -> dict[str, str]:
     """Return versions by part, of a host whose driver is loaded."""
-    return _parse(guest.run(["sh", "-c", HOST]).stdout)
+    return _parse(host.run(["sh", "-c", HOST]).stdout)
 
 
 def machine_versions(node: Node) -> dict[str, str]:

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from integration.bed.process import BedError
 from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket
@@ -28,6 +28,18 @@ class Completed:
     status: int
     stdout: str
     stderr: str
+
+
+class Computer(Protocol):
+    """A host on which commands run as root: the simulated host, or this computer."""
+
+    def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
+        """Run `argv`, for `timeout` seconds at most."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content."""
+        ...
 
 
 class Guest:
