@@ -19,7 +19,10 @@ version of this part, as a rule as the part itself reported it; the number in pa
 passed. **GPUs, kernel modules and NVML are simulated** in all of them
 ([integration/README.md](../integration/README.md)); everything in the table is real.
 
-**Not tested:** real GPUs; Ubuntu 24.04 as the host, or as the base of a machine's image (the default base).
+**Not in the table:** runs by hand on real GPUs, with Ubuntu 24.04 as the host
+([hardware/real-gpus.md](hardware/real-gpus.md)).
+
+**Not tested:** Ubuntu 24.04 as the base of a machine's image (the default base).
 
 **Tested only up to the plan,** without a virtual machine, are arm64, drivers in 32 and 64 bits side by side, and other
 locales. With the real `nvidia-ctk`, tests also check the staged copies of every file of Debian's driver packages, in 64
