@@ -93,9 +93,7 @@ def observe_companions(
         else:
             any_version[group.name] = tuple(_any_version(system, group, on_host))
     binaries, scripts = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
-    refused |= {
-        path: f"{path}: left out, because it is a script: pods lack the program that it runs" for path in scripts
-    }
+    refused |= {path: f"{path}: left out, because it is a script, and not NVIDIA's program" for path in scripts}
     missing = [
         each.name
         for each in GROUPS
@@ -214,10 +212,10 @@ def _line(system: System, path: str) -> str:
 def _binaries(
     system: System, directories: Sequence[str], permitted: Callable[[str], bool]
 ) -> tuple[list[Library], list[str]]:
-    """Return, for each name in BINARIES, the first permitted program in these directories, and scripts of other names.
+    """Return the first permitted program of each name in BINARIES, and the scripts under names without a program.
 
-    All of NVIDIA's programs are ELF files. A script with such a name is a wrapper of the host's, for a program that the
-    host keeps elsewhere. The names contain no version, so files of several versions cannot be told apart.
+    These programs are ELF files. A script of such a name is the host's, and runs a program that is elsewhere. The names
+    contain no version, so files of several versions cannot be told apart.
     """
     found: list[Library] = []
     all_scripts: dict[str, None] = {}

@@ -21,7 +21,7 @@ from agent.vendors.nvidia.user_space.companion_files import (
 from agent.vendors.nvidia.user_space.libraries import SETS, TRIPLETS, FoundLibraries
 from agent.vendors.nvidia.user_space.library_directories import list_libraries
 from agent.vendors.nvidia.user_space.loader_manifests import with_pod_paths
-from agent.vendors.nvidia.user_space.places import PLACES, Place, configured_place, with_programs_and_data
+from agent.vendors.nvidia.user_space.places import PLACES, Place, configured_place, with_prefix
 
 SEARCH_LIMIT = 15.0
 """Seconds to search one place. A busy host needs one second to read the headers of all libraries."""
@@ -207,10 +207,11 @@ def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -
     try:
         files = [file for each in candidate.found for file in libraries.libraries(system, each, version)]
         directories = libraries.own_directories(candidate.found[0], version)
-        if place.in_loader_cache:
-            place = with_programs_and_data(place, directories[0])
+        if not place.libraries:
+            place = with_prefix(place, directories[0])
         triplet = TRIPLETS[sources.architecture]
-        trust = PathTrust(system, checked=_owners_checked(place))
+        # Programs and data are checked even if the loader cache led here.
+        trust = PathTrust(system, checked=not place.configured)
         trusted = replace(
             place,
             binaries=tuple(filter(trust.permits, place.binaries)),

@@ -3,9 +3,14 @@
 Comments name the sources of the layouts. The files' paths in a driver root do not depend on the place.
 """
 
+import posixpath
 from dataclasses import dataclass, replace
 
 from agent.config.settings import DriverSettings
+from agent.vendors.nvidia.user_space.file_groups import BINARY_DIRECTORIES
+
+LIBRARY_DIRECTORIES = ("lib64", "lib")
+"""Names of the library directories in a prefix, in a loader's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ def _prefix(name: str, *prefixes: str) -> Place:
     """Return a place whose directories are below prefixes, as driver installers for Kubernetes nodes lay it out."""
     return Place(
         name,
-        libraries=tuple(f"{prefix}/{each}" for prefix in prefixes for each in ("lib64", "lib")),
+        libraries=tuple(f"{prefix}/{each}" for prefix in prefixes for each in LIBRARY_DIRECTORIES),
         binaries=tuple(f"{prefix}/bin" for prefix in prefixes),
         data=tuple(f"{prefix}{each}" for prefix in prefixes for each in ("", "/share", "/etc")),
         local=False,
@@ -87,13 +92,16 @@ PLACES = (
 """All places. The first one with a driver of the loaded module's version is used."""
 
 
-def with_programs_and_data(cache: Place, libraries: str) -> Place:
-    """Return the loader cache's place, with the other directories of the place that has the directory `libraries`.
+def with_prefix(place: Place, libraries: str) -> Place:
+    """Return the place with the programs and data next to the directory `libraries`, if it is lib64 or lib of a prefix.
 
-    The ld.so.conf of some hosts names the library directories of another place, for example /usr/local/nvidia/lib64.
+    A loader cache may lead to a driver in a prefix of its own: some hosts name /usr/local/nvidia/lib64 in ld.so.conf.
     """
-    listed = next((each for each in PLACES if each.root == "/" and libraries in each.libraries), cache)
-    return replace(cache, binaries=listed.binaries, data=listed.data)
+    prefix, name = posixpath.split(libraries)
+    if name not in LIBRARY_DIRECTORIES or f"{prefix}/bin" in BINARY_DIRECTORIES:
+        return place
+    found = _prefix(place.name, prefix)
+    return replace(place, binaries=(*place.binaries, *found.binaries), data=(*place.data, *found.data))
 
 
 def configured_place(settings: DriverSettings) -> Place | None:

@@ -99,7 +99,7 @@ def test_debian_32_bit_set(host: Host) -> None:
     assert {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"} < names
 
 
-def test_a_loader_cache_that_lists_a_place_of_its_own_and_wrappers_in_the_usual_directories(host: Host) -> None:
+def test_a_driver_in_usr_local_nvidia_behind_wrapper_scripts(host: Host) -> None:
     """Seen on a host with an H200: /usr/bin/nvidia-smi is a script that runs /usr/local/nvidia/bin/nvidia-smi."""
     host.load(WITH_WRAPPERS)
     found = user_space(host, "580.159.04")
@@ -120,6 +120,40 @@ def test_a_loader_cache_that_lists_a_place_of_its_own_and_wrappers_in_the_usual_
     assert files[f"{X86}/libcuda.so.1"].link == "libcuda.so.580.159.04"
 
 
+def prefix_behind_a_link(host: Host) -> None:
+    """Add a driver in a prefix of its own, which the loader cache names by a link, as Flatcar makes it."""
+    libraries(host, "/opt/nvidia/580.1.2/lib64", "580.1.2", *MAIN)
+    host.symlink("/opt/nvidia/current", "580.1.2")
+    for directory in ("/opt/nvidia/580.1.2/bin", "/srv/bin", "/usr/bin"):
+        host.file(f"{directory}/nvidia-smi", executable=True)
+    host.loader_cache(cache_of(*(f"/opt/nvidia/current/lib64/{name}.so.580.1.2" for name in MAIN)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "/opt/nvidia/580.1.2/bin"),
+        ({"root": "/"}, "/opt/nvidia/580.1.2/bin"),
+        ({"root": "/", "binary_directories": ["/srv/bin"]}, "/srv/bin"),
+    ],
+)
+def test_programs_next_to_the_libraries_come_before_the_usual_ones_and_after_configured_ones(
+    host: Host, settings: dict[str, Any], expected: str
+) -> None:
+    prefix_behind_a_link(host)
+    found = by_target(user_space(host, "580.1.2", **settings))
+    assert found["usr/bin/nvidia-smi"].source == f"{expected}/nvidia-smi"
+
+
+def test_another_users_directory_next_to_the_libraries_is_not_searched(host: Host) -> None:
+    prefix_behind_a_link(host)
+    host.owners["/opt/nvidia/580.1.2/bin"] = (0o755, 1000)
+    found = user_space(host, "580.1.2")
+    assert by_target(found)["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
+    (problem,) = found.problems
+    assert problem.startswith("not searched: /opt/nvidia/580.1.2/bin (the host's loader cache), because ")
+
+
 def test_a_script_is_not_a_driver_program(host: Host) -> None:
     host.load("ubuntu-24.04-driver-580")
     for directory in ("/usr/local/bin", "/usr/bin"):
@@ -130,7 +164,7 @@ def test_a_script_is_not_a_driver_program(host: Host) -> None:
     assert files["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
     assert "usr/bin/nvidia-persistenced" not in files
     assert found.problems == tuple(
-        f"{directory}/nvidia-persistenced: left out, because it is a script: pods lack the program that it runs"
+        f"{directory}/nvidia-persistenced: left out, because it is a script, and not NVIDIA's program"
         for directory in ("/usr/local/bin", "/usr/bin")
     )
 
