@@ -53,14 +53,20 @@ def libraries(host: Host, count: int) -> list[str]:
     return [MACHINE]
 
 
-def calls_of_a_pass(host: Host, names: list[str]) -> int:
-    """Return how many functions the main thread calls in a pass with nothing to do.
+def settled() -> float:
+    """The time when the file cache relies on the files: seconds after they were made."""
+    return time.time() + FRESH + 1
 
-    The pass finds the host as it is seconds after its files were made: from then on, the file cache relies on them.
-    """
+
+def too_early() -> float:
+    """A time at which the file cache relies on no file, so that each pass searches for the driver."""
+    return 0.0
+
+
+def calls_of_a_pass(host: Host, names: list[str], clock: Callable[[], float]) -> int:
+    """Return how many functions the main thread calls in a pass with nothing to do."""
     config = Config.model_validate({"machines": {name: {} for name in names}})
-    settled = Memory(file_cache=FileCache(lambda: time.time() + FRESH + 1))
-    agent = Reconciler(config, host, host, memory=settled)
+    agent = Reconciler(config, host, host, memory=Memory(file_cache=FileCache(clock)))
     for _ in range(2):
         agent.reconcile()
     count = 0
@@ -79,20 +85,24 @@ def calls_of_a_pass(host: Host, names: list[str]) -> int:
     return count
 
 
+@pytest.mark.parametrize("clock", [settled, too_early])
 @pytest.mark.parametrize(
     ("enlarge", "sizes"),
     [(gpus, (4, 8, 16)), (machines, (4, 8, 16)), (libraries, (50, 100, 200))],
     ids=["GPUs", "machines", "libraries"],
 )
 def test_a_pass_grows_linearly_at_most(
-    tmp_path: Path, enlarge: Callable[[Host, int], list[str]], sizes: tuple[int, ...]
+    tmp_path: Path,
+    enlarge: Callable[[Host, int], list[str]],
+    sizes: tuple[int, ...],
+    clock: Callable[[], float],
 ) -> None:
     found = []
     for size in sizes:
         tree = tmp_path / str(size)
         tree.mkdir()
         host = set_up(Host(tree))
-        found.append(calls_of_a_pass(host, enlarge(host, size)))
+        found.append(calls_of_a_pass(host, enlarge(host, size), clock))
     assert slope(sizes, found) <= SLOPE, dict(zip(sizes, found, strict=True))
 
 
