@@ -11,6 +11,7 @@ debian-13-driver-550: trixie with contrib and non-free, --architectures=amd64,i3
 ubuntu-24.04-driver-580: noble and noble-updates with restricted, --variant=extract, --include=libc-bin,libc6,
   libnvidia-{compute,gl,decode,encode,extra,fbc1,cfg1}-580,nvidia-utils-580,nvidia-compute-utils-580; then /lib and
   /sbin moved into /usr, as base-files' script would have done it
+Both were recorded before PLACES had /usr/share and /usr/local/nvidia.
 
 One was recorded on a host with a real GPU, an H200, as `python tests/data/record.py / DIRECTORY`:
 

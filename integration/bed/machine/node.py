@@ -11,6 +11,8 @@ from integration.bed.vm.guest import Completed, Computer
 
 MACHINE = "gpu-node"
 KIND = "nvidia.com/gpu"
+NAME = "test-"
+"""How the names of pods begin."""
 
 # One call into the machine for a whole pod, and few crictl calls: under emulation each takes seconds.
 START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
@@ -64,6 +66,12 @@ class Node:
         """Start a pod that keeps running, and return its container's ID."""
         return self.shell(_start_script(pod) + 'echo "$container"', timeout).stdout.strip()
 
+    def remove_pods(self) -> None:
+        """Remove all pods that this class has started, and their files."""
+        self.shell(
+            f"crictl pods --quiet --name '^{NAME}[0-9a-f]{{8}}$' | xargs -r crictl rmp --force; rm -rf /tmp/{NAME}*"
+        )
+
     def in_container(self, container: str, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """Run a command in a running container."""
         return self.run("crictl", "exec", "--sync", container, *argv, timeout=timeout, check=check)
@@ -76,7 +84,7 @@ class Node:
 
 def _start_script(pod: Pod) -> str:
     """Return shell lines that start a pod and set $container."""
-    name = f"test-{secrets.token_hex(4)}"
+    name = f"{NAME}{secrets.token_hex(4)}"
     directory = f"/tmp/{name}"
     files = {"pod": _pod_config(name), "container": _container_config(pod)}
     write = "\n".join(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from integration.bed.vm.guest import Computer
+from integration.bed.vm.guest import Guest
 
 SCRIPT = r'exec 3<>/dev/tcp/127.0.0.1/9788 && printf "GET %s HTTP/1.0\r\n\r\n" "$1" >&3 && cat <&3'
 
@@ -15,7 +15,7 @@ class Answer:
     body: str
 
 
-def get(host: Computer, path: str) -> Answer:
+def get(guest: Guest, path: str) -> Answer:
     """Return the answer for a path such as `/readyz?verbose`."""
-    head, _, body = host.run(["bash", "-c", SCRIPT, "bash", path], check=False).stdout.partition("\r\n\r\n")
+    head, _, body = guest.run(["bash", "-c", SCRIPT, "bash", path], check=False).stdout.partition("\r\n\r\n")
     return Answer(int(head.split()[1]) if head else 0, body)

@@ -232,7 +232,7 @@ def test_pods_of_a_gaming_node(cluster: Cluster, versions: dict[str, str]) -> No
     cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY="envvar")
     cluster.apply("gpu-test", "gpu-opengl-test")
     table = cluster.finished("gpu-test")
-    assert f"NVIDIA-SMI {versions['NVIDIA driver (user space)']}" in table
+    assert f"NVIDIA-SMI {versions['NVIDIA driver']}" in table
     assert table.count("NVIDIA H100") == 1
     graphics = cluster.finished("gpu-opengl-test")
     assert graphics.startswith("vendor nvidia\n")
