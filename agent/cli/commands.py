@@ -40,7 +40,7 @@ COMMANDS = {
         "print what apply would do",
         "Prints each step that `apply` would take. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
-        {0: "the plan is printed, or there is nothing to do", 1: "a machine cannot get its settings"},
+        {0: "the plan is printed, or there is nothing to do", 1: "a machine's settings cannot be written"},
         root=False,
     ),
     "apply": Command(
@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "status": Command(
         "print whether each machine is ready, and why not",
-        "Prints whether each machine is ready and, once, each cause of a condition that is not True. Machines that are "
+        "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
         "not ready come first. What only root may read is unknown to other users.",
         (
             "unbounded-agent status",
@@ -84,28 +84,31 @@ COMMANDS = {
         root=False,
     ),
     "up": Command(
-        "make the Kubernetes nodes of the configuration, and wait until they have joined",
+        "make the configured Kubernetes nodes, and wait until they have joined",
         "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
-        "the host as it was found, sets what the kubelet needs, makes the root file system from the image, starts the "
-        "machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. Does "
-        "nothing on a finished node.",
+        "the host as it was found, sets what the kubelet needs on the host, makes the root file system from the image, "
+        "starts the machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. "
+        "Does nothing on a finished node.",
         "sudo unbounded-agent up",
-        {0: "every node is ready and has joined", 1: "a check or a step failed, or a node is not ready"},
+        {
+            0: "every node is ready and has joined",
+            1: "a check or a step failed, or a node is not ready or has not joined",
+        },
     ),
     "preflight": Command(
-        "check what would keep `up` from making the nodes",
+        "check whether `up` can make the nodes",
         "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
         "Changes nothing.",
         "sudo unbounded-agent preflight",
         {0: "`up` can make the nodes", 1: "a check failed"},
     ),
     "reset": Command(
-        "remove a node, and restore the host as it was found",
+        "remove a node; after the last one, restore the host to what it was",
         "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
         "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
         "what still differs.",
         "sudo unbounded-agent reset gpu-node",
-        {0: "the machine is removed", 1: "a step failed, or the host differs from the host as it was found"},
+        {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
     ),
     "start": Command(
         "start a machine, and wait until it is ready",
@@ -130,15 +133,16 @@ COMMANDS = {
     ),
     "gpus": Command(
         "list, detach and attach GPUs, and show who uses them",
-        "Without a subcommand, lists the GPUs as `gpus list` does.",
+        "Without a subcommand, lists the GPUs as `gpus list` does. The other subcommands need root.",
         ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
         {0: "done", 1: "failed"},
         root=False,
     ),
     "kube": Command(
         "print Kubernetes manifests; choose who offers a node's GPUs",
-        "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
-        "test pods. Moves a node from the device plugin to Dynamic Resource Allocation, or back.",
+        "Prints what a cluster with GPU nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
+        "test pods. `kube allocation`, which needs root, moves a node from the device plugin to Dynamic Resource "
+        "Allocation, or back.",
         "unbounded-agent kube manifests",
         {0: "done", 1: "failed"},
         root=False,

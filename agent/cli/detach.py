@@ -153,8 +153,8 @@ class _Removal:
             self.attach_again()
             return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
         what = f"is withheld from new pods, but is still in use after {seconds} s"
-        attach = f"`gpus attach {self.gpu.pci_address}`"
-        return self._in_use(f"{what}; repeat this command to keep waiting, or {attach}", held)
+        attach = f"`unbounded-agent gpus attach {self.gpu.pci_address}`"
+        return self._in_use(f"{what}; repeat this command to keep waiting, or run {attach} to give it back", held)
 
     def _is_offered(self, names: Iterable[str]) -> bool:
         """Return whether one of the machines offers its GPUs by DRA, which can keep new pods from a single GPU."""

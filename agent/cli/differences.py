@@ -17,11 +17,11 @@ MISSING = "/dev/null"
 
 
 def difference(action: Action, system: System) -> Iterator[str]:
-    """Yield the lines of the difference; nothing for a step that changes no single file."""
+    """Yield the lines of the difference; nothing for a step that neither writes nor removes a file."""
     if not isinstance(action, WriteFile | RemoveFile):
         return
     if isinstance(action, WriteFile) and not action.mode & PUBLIC:
-        yield f"# {action.path}: not shown, because it will have mode {action.mode:04o}"
+        yield f"# {action.path}: not shown, because not every user may read it (mode {action.mode:04o})"
         return
     before = read_seen(system.read, action.path)
     if isinstance(before, Broken | Unseen):

@@ -115,7 +115,7 @@ class Watch:
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
             if silent and now - started <= SERVER_LIMIT:
-                # The limit counts only from when the API server answers, because the kubelet needs it to join.
+                # While an API server does not answer, no kubelet can join through it, so the limit has not begun.
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(
@@ -163,8 +163,10 @@ def _progress(name: str, why: str, problem: Check | None) -> str:
 
 def _timed_out(name: str, why: str, problem: Check | None, waited: float) -> str:
     what = f"machine {name} was not ready within {waited:.0f} s: {why}"
-    if problem is None:
+    if problem is None and why == NOT_JOINED:
         return f"{what} (see `journalctl -M {name} -u kubelet`, then run `unbounded-agent up {name}` again)"
+    if problem is None:
+        return f"{what} (see `unbounded-agent doctor`, then run the same command again)"
     if problem.late:
-        return f"{what}: {problem.message} ({problem.advice}; then run `unbounded-agent up {name}`, which goes on)"
+        return f"{what}: {problem.message} ({problem.advice}; then run `unbounded-agent up {name}` to continue)"
     return f"{what}: {problem.message} ({problem.advice})"

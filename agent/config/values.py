@@ -19,10 +19,10 @@ PATH_LIMIT, NAME_LIMIT = 4095, 255
 def absolute(value: str) -> str:
     """Return the path without doubled or trailing slashes.
 
-    Raises ValueError if it is not absolute, contains `.` or `..`, or has unprintable characters.
+    Raises ValueError if it is not absolute, has a component `.` or `..`, or has unprintable characters.
     """
     if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
-        raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
+        raise ValueError(f"{value!r} is not an absolute, printable path without `.` and `..`, such as /opt/driver/lib")
     return "/" + "/".join(part for part in value.split("/") if part)
 
 

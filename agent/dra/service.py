@@ -93,7 +93,7 @@ class Service:
         identity = self._wait_for_kubelet()
         if identity is None:
             return
-        log.info("node %s, by %s", identity.node, identity.kubeconfig)
+        log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
         client = ApiClient(Credentials(self._system, identity.kubeconfig))
         checkpoint = Checkpoint(self._system, identity.root)
         with contextlib.closing(checkpoint), contextlib.closing(client):

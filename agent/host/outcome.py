@@ -26,7 +26,8 @@ class MachineOutcome:
     """PCI addresses of the granted GPUs."""
     pending: bool = False
     """Another pass is needed soon, for one of these reasons: the machine was just started; its report does not answer
-    the latest handoff yet; a condition in the report that Ready needs is Unknown; Ready has not settled yet."""
+    the latest handoff yet; a pass would still change its devices or publish its handoff; a condition in the report that
+    Ready needs is Unknown; Ready has not settled yet."""
     stopped: bool = False
     """The machine exists and the agent may write its settings, but it is not running."""
     startable: bool = False

@@ -14,7 +14,7 @@ from agent.host.observe.host import observe
 from agent.host.observe.machine_report import Report, parse_report
 from agent.host.observe.memory import Memory
 from agent.host.outcome import MachineOutcome, Outcome
-from agent.host.plan.diff import Acknowledged, Difference, answer_outdated, diff, settings_pending, startable
+from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
 from agent.host.plan.started import with_started
@@ -134,7 +134,7 @@ class Reconciler:
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
-            # Taint GPUs before they are withdrawn: no new pod may get one of them.
+            # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.
             self._publish_gpu_states(facts, planned)
             applied = self._apply(planned, difference)
             if applied.done or applied.failures:
@@ -142,16 +142,16 @@ class Reconciler:
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             ready = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
-            unpublished = publish_host_status(self.system, ready, time.time())
+            failures += publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
-            unpublished += self._publish_gpu_states(facts, planned)
+            failures += self._publish_gpu_states(facts, planned)
         problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
             machines=machines,
             actions=tuple(Done(action.kind, action.describe()) for action in applied.done),
-            failures=failures + unpublished + self._log_faults(machines),
+            failures=failures + self._log_faults(machines),
             duration=time.monotonic() - started,
             finished=time.time(),
         )
@@ -203,7 +203,7 @@ class Reconciler:
             name=machine.name,
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused and (answers.pending(machine, goal, report) or answer_outdated(goal, difference)),
+            pending=not refused and (answers.pending(machine, goal, report) or changes_left(goal, difference)),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             startable=not refused and startable(goal, facts),
             has_run=machine.has_run,

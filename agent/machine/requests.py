@@ -37,7 +37,7 @@ class Outcome:
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
-    """Settle a request.
+    """Bring the machine in line with one request of the handoff, and return the result.
 
     `read_newest` returns the current handoff, which may be newer than that of the request; None if it cannot be read.
     """
@@ -48,7 +48,7 @@ def settle_request(context: Context, request: Request, read_newest: Callable[[],
         return Outcome(settle_others(context, request, read_newest()))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
-        message = f"the image's agent does not support vendor {request.vendor}: bring it to the host agent's release"
+        message = f"the image's agent does not support vendor {request.vendor}: update it to the host agent's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
     return _settle_gpus(context, vendor, request, read_newest)
 

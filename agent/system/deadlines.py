@@ -164,7 +164,9 @@ def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) 
 
 def _shortened(seconds: float, *, is_source: bool) -> float:
     """Return the time for the next call of this kind: `seconds`, halved for each one that hangs; at least SHORTEST."""
-    hanging = sum(_overdue[what].is_source == is_source for what in stuck())
+    calls = [_overdue.get(what) for what in stuck()]
+    # A call may have ended meanwhile.
+    hanging = sum(each is not None and each.is_source == is_source for each in calls)
     return max(seconds / float(2**hanging), SHORTEST)
 
 

@@ -42,7 +42,7 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
         )
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):
-        what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so it has no API server"
+        what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so the kubelet has no API server"
         return false(kind, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: set it to an absolute path")
     # As in nodeutil.GetHostname of k8s.io/component-helpers, the name is trimmed and in lower case.
     name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")

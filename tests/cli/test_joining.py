@@ -131,7 +131,7 @@ def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: 
     host.tools.before = gone
     assert run(host, clock) == 1
     assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
-    assert "then run `unbounded-agent up gpu-node`, which goes on" in capsys.readouterr().err
+    assert "then run `unbounded-agent up gpu-node` to continue" in capsys.readouterr().err
     clock.answers_at = 0.0
     assert run(host, clock) == 0
 
@@ -144,7 +144,7 @@ def test_a_new_token_reaches_the_running_machine(
     assert run(host, clock) == 1
     assert JOIN_LIMIT <= clock.passed < SERVER_LIMIT
     printed = "".join(capsys.readouterr())
-    assert f"does not accept the bootstrap token of {TOKEN_FILE}: it is wrong, revoked or expired" in printed
+    assert f"does not accept the bootstrap token in {TOKEN_FILE}: it is wrong, revoked or expired" in printed
     assert f"write it to {TOKEN_FILE}, then run `unbounded-agent up` again" in printed
     inode = host.link_inode(machine_root(MACHINE))
 

@@ -96,10 +96,10 @@ def test_colours_are_for_terminals() -> None:
 
 
 def test_a_ready_machine_without_gpus_says_why() -> None:
-    ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: nothing is set up")
+    ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: no GPU is set up")
     assert list(summaries([MachineOutcome("a", (ready,))], NOW, Style())) == [
         "a: ready, NoGPU, 0 GPUs",
-        "    this host has no GPU: nothing is set up",
+        "    this host has no GPU: no GPU is set up",
     ]
 
 

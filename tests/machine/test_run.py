@@ -527,7 +527,7 @@ def test_configured_hooks(machine: Machine) -> None:
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    remark = "nvidia-ctk 1.19.1 does not make the hook update-application-profile; upgrade it"
+    remark = "nvidia-ctk 1.19.1 lacks these hooks: update-application-profile; upgrade the toolkit"
     assert remark in machine.message("CDISpecCurrent")
     (command,) = (call for call in machine.calls if call[1:3] == ("cdi", "generate"))
     asked = [each.removeprefix("--enable-hook=") for each in command if each.startswith("--enable-hook=")]

@@ -73,11 +73,11 @@ NO_ENVIRONMENT = Environment()
 
 
 def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT) -> Diagnosis:
-    """Return the findings in the machine's conditions. Those with the same cause are one finding."""
+    """Return the findings in the machine's conditions. Conditions with the same cause are one finding."""
     notable = (each for each in machine.conditions if each.status is Status.TRUE and _needs_action(each))
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
     if machine.ready.status is not Status.TRUE and not any(group[0].status is not Status.TRUE for group in groups):
-        # Ready may be False for a reason of its own, such as a host without GPUs.
+        # Ready may be False or Unknown for a reason of its own, such as a host without GPUs.
         groups.append((machine.ready,))
     order = list(ConditionType)
     groups.sort(key=lambda group: order.index(group[0].type))

@@ -176,6 +176,7 @@ class Daemon:
             self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
+            # With the GPUs' addresses, because the position is saved with the driver to which each GPU is bound.
             self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._event_log.outcome(outcome)
             actions = outcome.sentences

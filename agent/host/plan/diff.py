@@ -124,10 +124,10 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
     )
 
 
-def answer_outdated(goal: MachineGoal, difference: Difference) -> bool:
-    """Return whether the next pass binds nodes of the running machine or publishes its handoff.
+def changes_left(goal: MachineGoal, difference: Difference) -> bool:
+    """Return whether the next pass changes the running machine's devices or publishes its handoff.
 
-    The machine then reports again. So its present report is not the last word.
+    The machine's present report is then not the last word.
     """
     return any(
         (isinstance(action, ChangeDevices) and action.machine == goal.name)

@@ -18,9 +18,8 @@ def change_running(
 
     `released` means that permissions for withdrawn devices can be removed (agent.host.verify.answers.released): the
     machine has stopped using the devices, has had enough time to do so, or no longer reports. `missing_nodes` means
-    that it reports nodes of its current handoff as missing: all nodes are then bound again. With the same handoff, that
-    happens a second time only after a pass with `released` in which no node was reported missing. `now` is the time by
-    CLOCK_BOOTTIME.
+    that it reports nodes of its current handoff as missing: all nodes are then bound again. For one handoff, this is
+    repeated only after a pass with `released` and without missing nodes. `now` is the time by CLOCK_BOOTTIME.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -30,9 +29,13 @@ def change_running(
     allow = (*goal.live.allow, *still_needed)
     device_owners = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in still_needed}}
     rebind = missing_nodes and before.rebound != goal.generation
-    # Clear `rebound` once no node is reported missing: nodes may be missing again later, as after a reload of a module.
-    # Without `released`, the report may still be about an earlier handoff, and says nothing about these nodes.
-    rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
+    rebound = before.rebound
+    if rebind:
+        rebound = goal.generation
+    elif released and not missing_nodes:
+        # Nodes may be missing again later, as after a reload of a module. Without `released`, the report may still be
+        # about an earlier handoff, and says nothing about these nodes.
+        rebound = ""
     kept_since = (before.kept_since or now) if still_needed else 0.0
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes
     same = same and (rebound, kept_since) == (before.rebound, before.kept_since)
@@ -48,7 +51,9 @@ def change_running(
         mounts=before.mounts,
         kept_since=kept_since,
     )
-    return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, foreign)]
+    # As if the machine had no nodes, so that all are bound.
+    base = replace(before, nodes={}) if rebind else before
+    return [ChangeDevices(goal.name, base, after, foreign)]
 
 
 def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
     """Run independent steps at the same time. Raises AgentError for the first that fails.
 
-    The other steps are completed even then, so that the next attempt finds their results, but not after Ctrl-C.
+    The others are completed even then, so that the next attempt finds their results. Ctrl-C ends them too.
     """
     failures: list[BaseException] = []
 

@@ -144,6 +144,7 @@ def _download(binary: NodeBinary, file: BinaryIO) -> str:
     """Write the program at the URL to a file, and return its digest."""
     with _answer(binary, "GET") as answer:
         digest = _copy(binary.source, _chunks(answer), file)
+        # Reading in chunks raises nothing if the connection breaks; `length` is the number of bytes still missing.
         if answer.length:
             raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
         return digest

@@ -148,9 +148,10 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     found = objects(name, index, "manifests", entry)
     digest = next((digest for *platform, digest in found if platform == ["linux", architecture]), "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        others = ", ".join(sorted({f"{system}/{kind}" for system, kind, _ in found if kind and kind != "unknown"}))
+        # BuildKit lists attestations with the platform unknown/unknown.
+        listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, _ in found if cpu and cpu != "unknown"}))
         raise ObservationError(
-            f"{name} has no image for linux/{architecture}, only for {others[:200]!a}",
+            f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}",
             "use an image for this host's architecture",
         )
     return digest

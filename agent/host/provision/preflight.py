@@ -185,14 +185,15 @@ def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
     """Yield what the API server's answer says about the bootstrap token and the clocks."""
     if token and answer.status == 401:
         advice = f"make a new one with `kubeadm token create`, write it to {where}, then run `unbounded-agent up` again"
-        what = f"the API server does not accept the bootstrap token of {where}: it is wrong, revoked or expired"
+        what = f"the API server does not accept the bootstrap token in {where}: it is wrong, revoked or expired"
         yield Check("token", what, advice)
-    elif token:
+    elif token and answer.status < 500:
+        # A status such as 403 also shows that the server accepts the token.
         yield Check("token", "the API server accepts the bootstrap token")
     if answer.date is not None:
         apart = abs(answer.date - time.time())
         if apart > CLOCK_LIMIT:
-            advice = "set this host's clock, best with systemd-timesyncd or chrony"
+            advice = "set this host's clock, preferably with systemd-timesyncd or chrony"
             yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", advice)
         else:
             yield Check("clock", "the clocks of host and API server agree")

@@ -55,7 +55,10 @@ class Reset:
     progress: Progress = lambda _: None
 
     def run(self) -> Ending:
-        """Remove the node, and compare the host with the record. Raises AgentError, perhaps after some steps."""
+        """Remove the node. After the last one, restore the host, and compare it with how it was found.
+
+        Raises AgentError, perhaps after some steps.
+        """
         facts, host = observe_node(self.machine, self.system), self._host()
         removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):
@@ -63,6 +66,7 @@ class Reset:
             if isinstance(each, Problem):
                 raise AgentError(each.message, each.advice)
         if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
+            # Nothing is left of the node, and there is no host to restore.
             return Ending("", (), (), ())
         done = self._run(removal)
         if failures := self.remove_files():

@@ -54,12 +54,12 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
         message = f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
     elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
         reason = Reason.NO_GPU_GRANTED
-        message = f"this host's GPUs have another kernel driver, or none ({', '.join(drivers)})"
+        message = f"no GPU of this host has a driver that machines can use (drivers: {', '.join(drivers)})"
     conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
     if settings.require_gpus:
         ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")
     else:
-        ready = true(ConditionType.READY, reason, f"{message}: nothing is set up")
+        ready = true(ConditionType.READY, reason, f"{message}: no GPU is set up")
     return (*conditions, ready)
 
 

@@ -65,7 +65,9 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
-            failed.append(f"{name}: the image's agent does not support this mode: bring it to the host agent's release")
+            failed.append(
+                f"{name}: the image's agent does not support this mode: update it to the host agent's release"
+            )
             with contextlib.suppress(OSError, AgentError):
                 # A newer agent wrote this file. It is removed, because this release cannot tell which of its devices
                 # are still granted.

@@ -160,12 +160,11 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
 
 def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]) -> Condition:
     if verdict.missing_gpus:
-        return false(
-            KIND,
-            Reason.GPU_MISSING,
-            f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}; the others are served; "
-            f"see `dmesg` on the host for the driver's lines (NVRM, Xid), and DevicesAllowed",
+        message = (
+            f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}: see DevicesAllowed, and "
+            "the driver's lines (NVRM, Xid) in `dmesg` on the host"
         )
+        return false(KIND, Reason.GPU_MISSING, "; ".join((message, "the others are served", *remarks)))
     if verdict.missing_partitions:
         message = f"{_generator_name(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
         return false(KIND, Reason.PARTITION_MISSING, "; ".join((message, "the others are served", *remarks)))

@@ -68,8 +68,8 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that may make nodes gives them the specification's group. A runtime that may not make nodes binds the
-    # machine's, which have the host's group. With both groups, a process that is not root can open either kind.
+    # A runtime that may make nodes gives them the specification's group. One that may not bind-mounts the machine's own
+    # nodes, which have the host's group. With both groups, a non-root process can open the node in either case.
     restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
     groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
     if groups:

@@ -32,7 +32,7 @@ class DrmDra(DraVendor):
         if version := semantic_version(driver_version):
             attributes["driverVersion"] = version
         for name, file in (("productName", self.product_file), ("uuid", self.unique_id_file), ("pciDevice", "device")):
-            if text := _text(system, f"{directory}/{file}") if file else "":
+            if file and (text := _text(system, f"{directory}/{file}")):
                 attributes[name] = text
         sizes = (whole_number(_text(system, f"{directory}/{file}")) for file in self.memory_files)
         memory = next((size for size in sizes if size), 0)

@@ -238,7 +238,7 @@ def test_an_index_without_the_hosts_architecture(root: Path, tmp_path: Path) -> 
     layout = Layout(tmp_path / "layout")
     layout.add_index("arm", {"arm64": NODE, "riscv64": NODE})
     found = failure(ImageSettings(name=layout.name("arm")), root)
-    assert "has no image for linux/amd64, only for 'linux/arm64, linux/riscv64'" in found
+    assert "has no usable image for linux/amd64; its index lists 'linux/arm64, linux/riscv64'" in found
 
 
 def test_a_damaged_layer_or_manifest(root: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_hosts_architecture_of_an_index(source: Host) -> None:
     arm = json.dumps({"manifests": entries[:2]})
     answer(source, NAME, arm)
     answer(source, f"{PLACE}@{digest(arm)}", arm)
-    with pytest.raises(ObservationError, match="has no image for linux/amd64, only for 'linux/arm64'"):
+    with pytest.raises(ObservationError, match="has no usable image for linux/amd64; its index lists 'linux/arm64'"):
         inspect(NODES, NAME, source)
 
 

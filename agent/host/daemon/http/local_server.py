@@ -17,14 +17,14 @@ class LocalServer(Server):
     def __init__(self, directory: str, name: str, answer: Callable[[str], Page | None] = lambda query: None) -> None:
         """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created.
 
-        `answer` returns the answer to a command, which is the query of a request for COMMAND_PAGE; None if the command
-        is unknown. It is called in the request's thread.
+        `answer` gets a command, the query of a request for COMMAND_PAGE, and returns the answer; None if the command is
+        unknown. It is called in the request's thread.
         """
         self._make_answer = answer
         try:
             descriptor = opening.open_probe(directory)
             try:
-                # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
+                # Use the directory's descriptor: the path may be too long for sun_path, which has room for 107 bytes.
                 path = f"/proc/self/fd/{descriptor}/{name}"
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)

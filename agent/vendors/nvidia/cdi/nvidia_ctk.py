@@ -58,7 +58,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         command = generate_command(request.driver_root, directory, request.cdi_hooks)
         system.run(*command, timeout=GENERATE_LIMIT)
     except CommandError as error:
-        # If no GPU becomes a device, nvidia-ctk fails at the device `all`, which would have no edits.
+        # If no GPU gets a CDI device, nvidia-ctk fails with this error: its device `all` would have no edits.
         unpartitioned = in_mig_mode(system, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
             raise AgentError(_without_instance(unpartitioned)) from error
@@ -75,7 +75,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
             f"nvidia-ctk is {_text(version)}; upgrade to {_text(RECOMMENDED)}, which fixes a race in its hooks"
         )
     if not_made := [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]:
-        remarks.append(f"nvidia-ctk {_text(version)} does not make the hook {', '.join(not_made)}; upgrade it")
+        remarks.append(f"nvidia-ctk {_text(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit")
     if incomplete:
         remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}")
     if unpartitioned:
