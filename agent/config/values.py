@@ -22,7 +22,8 @@ def absolute(value: str) -> str:
     Raises ValueError if it is not absolute, has a component `.` or `..`, or has unprintable characters.
     """
     if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
-        raise ValueError(f"{value!r} is not an absolute, printable path without `.` and `..`, such as /opt/driver/lib")
+        why = "is not an absolute path, such as /opt/driver/lib, or has `.`, `..` or unprintable characters in it"
+        raise ValueError(f"{value!r} {why}")
     return "/" + "/".join(part for part in value.split("/") if part)
 
 
