@@ -68,9 +68,8 @@ class Node:
 
     def remove_pods(self) -> None:
         """Remove all pods that this class has started, and their files."""
-        self.shell(
-            f"crictl pods --quiet --name '^{NAME}[0-9a-f]{{8}}$' | xargs -r crictl rmp --force; rm -rf /tmp/{NAME}*"
-        )
+        name = NAME + 8 * "[0-9a-f]"
+        self.shell(f"crictl pods --quiet --name '^{name}$' | xargs -r crictl rmp --force; rm -rf /tmp/{name}")
 
     def in_container(self, container: str, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """Run a command in a running container."""
