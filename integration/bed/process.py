@@ -33,9 +33,20 @@ def run(
 
     Raises CommandError.
     """
-    line = shlex.join(str(word) for word in argv)
+    return checked(complete(argv, cwd=cwd, env=env, stdin=stdin, timeout=timeout)).stdout.rstrip("\n")
+
+
+def complete(
+    argv: Sequence[Argument],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    timeout: float = LIMIT,
+) -> subprocess.CompletedProcess[str]:
+    """Run `argv`, and return the result whatever its status. Raises CommandError if it takes too long."""
     try:
-        result = subprocess.run(
+        return subprocess.run(
             argv,
             cwd=cwd,
             env={**os.environ, "LC_ALL": "C.UTF-8", **(env or {})},
@@ -46,8 +57,16 @@ def run(
             timeout=timeout,
         )
     except subprocess.TimeoutExpired as error:
-        raise CommandError(f"{line}\nstill runs after {timeout:.0f} s") from error
+        raise CommandError(f"{_line(argv)}\nstill runs after {timeout:.0f} s") from error
+
+
+def checked(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Return the result. Raises CommandError if the command failed."""
     if result.returncode:
         output = (result.stdout + result.stderr).strip().splitlines()
-        raise CommandError(f"{line}\nexit code {result.returncode}:\n" + "\n".join(output[-25:]))
-    return result.stdout.rstrip("\n")
+        raise CommandError(f"{_line(result.args)}\nexit code {result.returncode}:\n" + "\n".join(output[-25:]))
+    return result
+
+
+def _line(argv: Sequence[Argument]) -> str:
+    return shlex.join(str(word) for word in argv)

@@ -136,6 +136,13 @@ def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: 
     assert run(host, clock) == 0
 
 
+def test_a_machine_that_never_reports(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kubelet's log would say nothing."""
+    host.reports = False
+    assert run(host, clock) == 1
+    assert "(see `unbounded-agent doctor`, then run the same command again)" in capsys.readouterr().err
+
+
 def test_a_new_token_reaches_the_running_machine(
     host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

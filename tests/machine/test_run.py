@@ -568,6 +568,7 @@ def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
 
 def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
     """The first run publishes the other GPUs. Later, a specification with fewer GPUs never replaces one with more."""
+    machine.hand(replace(REQUEST, cdi_hooks=("update-application-profile",)))
     fewer = recorded_spec()
     fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
     fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
@@ -575,6 +576,7 @@ def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
     assert GPUS[1] in machine.message("CDISpecCurrent")
+    assert "lacks these hooks: update-application-profile" in machine.message("CDISpecCurrent"), "remarks are kept"
     assert json.loads(machine.read(SPEC)) == completed(fewer)
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     run(machine)

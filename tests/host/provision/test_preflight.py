@@ -83,6 +83,14 @@ def test_a_good_server_accepts_the_token_over_its_own_ca(host: Host) -> None:
     assert server.asked == [("GET", f"{SERVER}/api", b"PEM", SECRET)]
 
 
+def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Host) -> None:
+    told = [check.message for check in check_server(settings(), host, Server(Answer(503, None)))]
+    assert told
+    assert "the API server accepts the bootstrap token" not in told
+    told = [check.message for check in check_server(settings(), host, Server(Answer(403, None)))]
+    assert "the API server accepts the bootstrap token" in told
+
+
 def test_without_a_token_only_the_server_is_checked(host: Host) -> None:
     server = Server(Answer(403, None))
     checks = check_server(settings(bootstrap_token="", exec_credential=["/usr/bin/login"]), host, server)
