@@ -67,7 +67,7 @@ def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[Mac
 
 def _undated(machine: MachineOutcome) -> MachineOutcome:
     """Return the machine without the times of its conditions: no pass has recorded them, so they are unknown."""
-    return replace(machine, conditions=tuple(replace(each, last_transition=0.0) for each in machine.conditions))
+    return replace(machine, conditions=tuple(each._replace(last_transition=0.0) for each in machine.conditions))
 
 
 def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tuple[MachineOutcome, ...]) -> None:

@@ -4,7 +4,6 @@ It is written before the kubelet gets its answer, so that a claim is still known
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from agent.dra.kubelet_state import prepared_claims, read_record
 from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 from agent.model.paths import DRA_STATE
@@ -124,7 +124,7 @@ def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, 
 
 
 def _digest(items: object) -> str:
-    return hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(items, sort_keys=True).encode())
 
 
 def _claim(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:

@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ConflictError, NotFoundError
@@ -101,8 +101,8 @@ class Service:
                 self._serve(identity, client, checkpoint)
             except AgentError as error:
                 self._report(
-                    replace(
-                        self._status, node=identity.node, registered=False, reason=Reason.FAILED, message=str(error)
+                    self._status._replace(
+                        node=identity.node, registered=False, reason=Reason.FAILED, message=str(error)
                     )
                 )
                 raise
@@ -192,10 +192,10 @@ class Service:
     def _report(self, status: DraStatus) -> None:
         """Write the status if it has changed, or if the written one is RENEWED_AFTER seconds old."""
         now = time.monotonic()
-        if status == replace(self._status, at=0.0) and now - self._written < RENEWED_AFTER:
+        if status == self._status._replace(at=0.0) and now - self._written < RENEWED_AFTER:
             return
         try:
-            self._system.write(DRA_STATUS, render_dra_status(replace(status, at=time.time())))
+            self._system.write(DRA_STATUS, render_dra_status(status._replace(at=time.time())))
         except OSError as error:
             log.error("cannot write %s: %s", DRA_STATUS, error.strerror)
             return

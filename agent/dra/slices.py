@@ -3,12 +3,12 @@
 The limits are from pkg/apis/resource/validation and staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agent.dra.devices import Device, Taint
+from agent.model.digest import sha256
 from agent.model.paths import DRA_DRIVER
 from agent.model.text import rfc3339
 from agent.vendors.dra_vendor import Attribute, Version
@@ -51,7 +51,7 @@ class Write:
 def slice_name(node: str, index: int) -> str:
     """Return the name of a slice. It is fixed: repeating a creation whose answer was lost makes no second slice."""
     if len(node) > NODE_SHOWN:
-        node = f"{node[:NODE_SHOWN].rstrip('-.')}-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
+        node = f"{node[:NODE_SHOWN].rstrip('-.')}-{sha256(node.encode())[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"
 
 

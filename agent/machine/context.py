@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from agent.machine.notes import Notes, Owned
 from agent.model.handoff import Handoff
@@ -28,8 +27,7 @@ class Once:
             return result
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """The machine, the agent's notes and files in it, and the handoff, which says what the host wants."""
 
     system: System
@@ -38,9 +36,9 @@ class Context:
     handoff: Handoff
     generation: str
     """The handoff's generation, a digest of its content. It is computed only once."""
-    once: Once = field(default_factory=Once)
+    once: Once
     """What was asked of the machine in this run."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":
-        return cls(system, Notes(system), Owned(system), handoff, handoff.generation)
+        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once())

@@ -5,11 +5,11 @@ clears. The ownership record is on disk, because the files that the agent writes
 """
 
 import contextlib
-import hashlib
 import json
 import stat
 from typing import Any
 
+from agent.model.digest import sha256
 from agent.model.errors import ApplyError
 from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, NODE_NAME, OWNED
 from agent.system.errnos import UNUSABLE
@@ -176,4 +176,4 @@ def _parse(content: bytes) -> object:
 
 
 def _digest(note: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(note, sort_keys=True).encode())

@@ -1,8 +1,7 @@
 """Settles one request of the handoff: devices, libraries, CDI specification and containerd's configuration."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.machine.cdi.spec import Published, publish_spec
 from agent.machine.containerd.active import check_active
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableVendor
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of settling one request, or all requests."""
 
     conditions: tuple[Condition, ...]

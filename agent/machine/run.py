@@ -181,7 +181,7 @@ def report(context: Context, outcome: Outcome) -> None:
         )
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     counts = repair_counts(context.notes) if outcome.accepts_new_keys else None
-    advertised = next((each.count for each in outcome.conditions if each.count is not None), None)
+    advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
     document = render_report(
         context.generation,
         outcome.conditions,

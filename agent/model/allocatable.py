@@ -8,8 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
@@ -26,8 +25,7 @@ ALL_DEVICES = "all"
 """The CDI name that stands for all devices at once. No claim can be given it, because a claim gets single devices."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AllocatableDevice:
+class AllocatableDevice(NamedTuple):
     """A GPU, or a partition of one (a MIG device), that can be given to a pod."""
 
     pci_address: str
@@ -38,8 +36,7 @@ class AllocatableDevice:
     """The numbers that identify a partition in its GPU: GPU instance and compute instance. Empty for a whole GPU."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AllocatableVendor:
+class AllocatableVendor(NamedTuple):
     """One vendor's devices."""
 
     vendor: str
@@ -52,7 +49,8 @@ class AllocatableVendor:
 
 def render_allocatable(vendors: Iterable[AllocatableVendor]) -> bytes:
     """Return the document; the same devices give the same bytes."""
-    return json.dumps({"version": VERSION, "vendors": [asdict(each) for each in vendors]}, indent=1).encode() + b"\n"
+    items = [{**each._asdict(), "devices": [device._asdict() for device in each.devices]} for each in vendors]
+    return json.dumps({"version": VERSION, "vendors": items}, indent=1).encode() + b"\n"
 
 
 def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:

@@ -1,8 +1,8 @@
 """Named checks of readiness in the form of Kubernetes' conditions: status, reason, message, last transition."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from agent.model.reasons import Reason
 from agent.model.text import printable, rfc3339
@@ -64,8 +64,7 @@ about GPUs that the machine no longer has; the machine can use its other GPUs.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """The result of one check."""
 
     type: ConditionType
@@ -83,7 +82,7 @@ class Condition:
     """
     good_since: float = 0.0
     """Only for Ready: when the conditions that it needs were first all met since one of them was False; otherwise 0."""
-    count: int | None = None
+    advertised: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 
     def to_kubernetes(self) -> dict[str, str | None]:
@@ -139,9 +138,9 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
     status = min((each.status for each in applying), key=(Status.FALSE, Status.UNKNOWN, Status.TRUE).index)
     same = [each for each in applying if each.status is status]
-    counts = [each.count for each in applying if each.count is not None]
+    counts = [each.advertised for each in applying if each.advertised is not None]
     message = "; ".join(dict.fromkeys(each.message for each in same))
-    return replace(same[0], message=message, count=sum(counts) if counts else None)
+    return same[0]._replace(message=message, advertised=sum(counts) if counts else None)
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
@@ -151,5 +150,5 @@ def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: fl
     for each in new:
         previous = before.get(each.type)
         kept = previous is not None and previous.status is each.status
-        dated.append(replace(each, last_transition=previous.last_transition if previous and kept else now))
+        dated.append(each._replace(last_transition=previous.last_transition if previous and kept else now))
     return tuple(dated)

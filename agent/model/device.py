@@ -4,12 +4,11 @@ The other facts are in agent.model.facts. The machine half does not import that 
 minute, and defining one data class takes longer than reading a small file.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
+class FileIdentity(NamedTuple):
     """A value that differs if the file's content may have changed."""
 
     inode: int
@@ -56,8 +55,7 @@ def dri_link(kind: str, pci_address: str) -> str:
     return f"/dev/dri/by-path/pci-{pci_address}-{suffix}" if suffix and pci_address else ""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DeviceNumber:
+class DeviceNumber(NamedTuple):
     """A character device's major and minor number, with the node's permission bits and owner."""
 
     major: int

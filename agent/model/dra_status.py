@@ -4,8 +4,7 @@ The machine half reads this document for the condition GPUsAdvertised.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
@@ -20,8 +19,7 @@ SILENT_AFTER = 120.0
 RENEWED_AFTER = 30.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class VendorOffer:
+class VendorOffer(NamedTuple):
     """One vendor's devices that the cluster's API server knows."""
 
     vendor: str
@@ -37,8 +35,7 @@ class VendorOffer:
     """A sentence on that reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraStatus:
+class DraStatus(NamedTuple):
     """What agent.dra did last."""
 
     at: float
@@ -56,10 +53,9 @@ class DraStatus:
 
 def render_dra_status(status: DraStatus) -> bytes:
     """Return the document."""
-    document = asdict(status)
-    for item in (document, *document["offers"]):
-        item["message"] = one_line(item["message"])
-    return json.dumps({"version": VERSION, **document}, indent=1).encode() + b"\n"
+    offers = [{**each._asdict(), "message": one_line(each.message)} for each in status.offers]
+    document = {"version": VERSION, **status._asdict(), "offers": offers, "message": one_line(status.message)}
+    return json.dumps(document, indent=1).encode() + b"\n"
 
 
 def parse_dra_status(data: bytes) -> DraStatus:

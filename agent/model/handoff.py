@@ -8,15 +8,14 @@ the machine; left out if there are none). The last three are also left out if th
 `restart_device_plugin`, because a host half that does not write that key refuses reports with unknown keys.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.conditions import Condition, ConditionType
+from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 from agent.model.paths import HANDOFF_NAME
@@ -58,8 +57,7 @@ class Repair(StrEnum):
     """The configuration of the program that containerd's runtime handler names."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GrantedDevice:
+class GrantedDevice(NamedTuple):
     """A device node that the machine has, with the numbers that the node must have there."""
 
     path: str
@@ -71,24 +69,21 @@ class GrantedDevice:
     """The driver's name for the right that the node gives; empty for other nodes. Since version 2."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GrantedFile:
+class GrantedFile(NamedTuple):
     """A file of the driver root. `target` is its path below that root, and `link` what it points to if it is a link."""
 
     target: str
     link: str = ""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Variable:
+class Variable(NamedTuple):
     """An environment variable."""
 
     name: str
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What the machine half has to set up for one vendor."""
 
     vendor: str
@@ -108,8 +103,7 @@ class Request:
     """Hooks that the CDI specification has in addition to those that every GPU needs. Since version 2."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(NamedTuple):
     """Everything that the machine half acts on."""
 
     machine: str
@@ -163,15 +157,23 @@ def _needs_version_2(request: Request) -> bool:
     return bool(newer or any(device.capability for device in request.devices))
 
 
-def _content(handoff: Handoff) -> dict[str, Any]:
-    return asdict(
-        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in LEFT_OUT}
-    )
+def _content(item: Handoff | Request | GrantedDevice | GrantedFile | Variable) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in item._asdict().items() if value or key not in LEFT_OUT}
+
+
+def _plain(value: object) -> object:
+    match value:
+        case Request() | GrantedDevice() | GrantedFile() | Variable():
+            return _content(value)
+        case tuple():
+            return [_plain(each) for each in value]
+        case _:
+            return value
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     counted = {key: value for key, value in content.items() if key not in UNCOUNTED}
-    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
+    return sha256(json.dumps(counted, sort_keys=True).encode())[:16]
 
 
 def parse_handoff(data: bytes) -> Handoff:
@@ -239,7 +241,7 @@ def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: st
     if len(text) > REMARK_LIMIT:
         text = f"{text[: REMARK_LIMIT - 1]}…"
     return tuple(
-        replace(each, message=each.message[: MESSAGE_LIMIT - len(text)] + text) if each.type is kind else each
+        each._replace(message=each.message[: MESSAGE_LIMIT - len(text)] + text) if each.type is kind else each
         for each in conditions
     )
 

@@ -5,8 +5,7 @@ a new generation. The machine half sets the Node condition if this document exis
 """
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
@@ -21,8 +20,7 @@ SILENT_AFTER = 300.0
 """Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostStatus:
+class HostStatus(NamedTuple):
     """A machine's Ready condition after one pass."""
 
     status: Status
@@ -45,7 +43,7 @@ def host_status(ready: Condition, now: float) -> HostStatus:
 
 def render_host_status(status: HostStatus) -> bytes:
     """Return the document."""
-    document = {"version": VERSION, **asdict(status)}
+    document = {"version": VERSION, **status._asdict()}
     document["judged"] = document.pop("evaluated")
     return json.dumps(document, indent=1).encode() + b"\n"
 

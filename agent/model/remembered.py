@@ -5,11 +5,11 @@ copy replaces a damaged one. If both are damaged, a condition reports the damage
 as for a lost GPU.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 
@@ -62,7 +62,7 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
 
 def _digest(remembered: Remembered) -> str:
     """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
-    return hashlib.sha256(json.dumps(asdict(remembered)).encode()).hexdigest()
+    return sha256(json.dumps(asdict(remembered)).encode())
 
 
 def _gpu(where: str, item: dict[str, Any]) -> RememberedGpu:

@@ -7,7 +7,7 @@ its process kubelet, and name a kubeconfig that makes kubectl run a program.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, false
 from agent.model.reasons import Reason
@@ -21,8 +21,7 @@ NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """The form of a Node's name that the API server requires: a subdomain of RFC 1123."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """What a client of the API server needs to act as the kubelet."""
 
     node: str

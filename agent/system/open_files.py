@@ -8,8 +8,8 @@ import errno
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from agent.model.text import one_line
 from agent.system.deadlines import bounded
@@ -39,8 +39,7 @@ CONTAINER = re.compile(r"[-/](?P<id>[0-9a-f]{64})(?:\.scope)?(?:/|$)")
 """Matches a container in a control group's path: `cri-containerd-<id>.scope` or `<id>`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """One process that holds a device."""
 
     pid: int
@@ -84,8 +83,7 @@ class Holder:
         return f"{', '.join(parts)}: {', '.join(self.paths)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The result of a search. As a bool, it is True if a process has one of the devices open."""
 
     holders: tuple[Holder, ...] = ()

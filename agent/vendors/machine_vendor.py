@@ -6,8 +6,7 @@ A vendor's `machine.py` loads only the standard library. A method that needs ano
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceNumber
@@ -23,16 +22,14 @@ EDIT_LIMIT = 1 << 17
 """Characters of the longest TOML that the agent edits. tomlkit needs 0.6 s for that many, and 21 s for 1 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeHandler:
+class RuntimeHandler(NamedTuple):
     """A runtime of containerd: the name that a RuntimeClass uses, and the program that replaces runc."""
 
     name: str
     binary: str
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(NamedTuple):
     """A file by which other programs learn that all conditions in `proof` are True."""
 
     path: str
@@ -40,8 +37,7 @@ class Marker:
     proof: tuple[ConditionType, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The result of verifying a CDI specification against one request."""
 
     problems: tuple[str, ...] = ()
@@ -61,8 +57,7 @@ class Verdict:
         return frozenset((*self.missing_gpus, *self.missing_partitions))
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(NamedTuple):
     """A generator's result for a request."""
 
     spec: object

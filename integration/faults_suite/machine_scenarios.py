@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from tests.fakes.node import KUBELET, KUBELETS_OWN, Node
 NEWER = "580.95.05"
 SPEC = "/etc/cdi/nvidia.yaml"
 NEW_NODE = "/dev/nvidia1"
-DEVICES = tuple(replace(each, major=240, minor=minor) for minor, each in enumerate(RECORDED))
-WITH_INSTANCES = replace(MIG_REQUEST, devices=DEVICES)
+DEVICES = tuple(each._replace(major=240, minor=minor) for minor, each in enumerate(RECORDED))
+WITH_INSTANCES = MIG_REQUEST._replace(devices=DEVICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _remove_gpu(world: MachineWorld) -> None:
 
 
 def _remove_gpus(world: MachineWorld) -> None:
-    world.machine.hand(replace(REQUEST, gpus=(), devices=(), driver_version="", driver_root="", files=()))
+    world.machine.hand(REQUEST._replace(gpus=(), devices=(), driver_version="", driver_root="", files=()))
 
 
 def _switch_driver(world: MachineWorld) -> None:
@@ -103,7 +103,7 @@ def _without_instances(world: MachineWorld) -> None:
             world.machine.drop(device.path)
             del world.machine.nodes[device.path]
             world.machine.mounts.remove(device.path)
-    world.machine.hand(replace(WITH_INSTANCES, devices=tuple(kept)))
+    world.machine.hand(WITH_INSTANCES._replace(devices=tuple(kept)))
     world.settle()
 
 

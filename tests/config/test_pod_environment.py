@@ -1,7 +1,6 @@
 """Variables for pods: from the configuration through the handoff into the CDI specification, and nothing else."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.fakes.machine import REQUEST, gpu_machine, recorded_spec
 from tests.vendors.nvidia.cdi.test_complete import LIVE, PRESENT
 
 GLX = Variable("__GLX_VENDOR_LIBRARY_NAME", "nvidia")
-ASKED = replace(REQUEST, environment=(GLX,))
+ASKED = REQUEST._replace(environment=(GLX,))
 SETTING = "__GLX_VENDOR_LIBRARY_NAME=nvidia"
 
 
@@ -99,7 +98,7 @@ def test_the_handoff_has_variables_only_if_configured() -> None:
     assert document["requests"][0]["environment"] == [{"name": GLX.name, "value": GLX.value}]
     assert parse_handoff(render_handoff(changed)) == changed
     # An empty value is a value too.
-    empty = Handoff("m", "x86_64", (replace(REQUEST, environment=(Variable("A", ""),)),))
+    empty = Handoff("m", "x86_64", (REQUEST._replace(environment=(Variable("A", ""),)),))
     assert parse_handoff(render_handoff(empty)) == empty
 
 
@@ -107,7 +106,7 @@ def test_hooks_change_only_the_handoff() -> None:
     """Like pods' environment, hooks are unknown to older images."""
     hooks = ["update-application-profile", "enable-cuda-compat"]
     changed = planned(cdi_hooks=hooks)
-    assert changed == replace(planned(), cdi_hooks=("enable-cuda-compat", "update-application-profile"))
+    assert changed == planned()._replace(cdi_hooks=("enable-cuda-compat", "update-application-profile"))
     handoff = Handoff("m", "x86_64", (changed,))
     assert json.loads(render_handoff(handoff))["version"] == 2
     assert parse_handoff(render_handoff(handoff)) == handoff
@@ -160,7 +159,7 @@ def test_a_change_renews_the_spec_of_a_running_machine(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path / "machine")
     for value in ("nvidia", "mesa", None):
         variables = (Variable(GLX.name, value),) if value else ()
-        machine.hand(replace(REQUEST, environment=variables))
+        machine.hand(REQUEST._replace(environment=variables))
         machine.calls.clear()
         run(machine)
         assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

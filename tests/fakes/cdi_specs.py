@@ -1,6 +1,5 @@
 """CDI specifications with DRM nodes, and small ones for each feature of the format."""
 
-from dataclasses import replace
 from typing import Any
 
 from agent.model.device import DeviceNumber
@@ -13,7 +12,7 @@ DRM = tuple(
     for name, kind, first in (("card", "dri-card", 0), ("renderD", "dri-render", 128))
     for index, gpu in enumerate(GPUS)
 )
-WITH_DRM = replace(REQUEST, devices=(*REQUEST.devices, *DRM))
+WITH_DRM = REQUEST._replace(devices=(*REQUEST.devices, *DRM))
 VIDEO, RENDER = 44, 104
 LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
 LIVE_DRM = LIVE | {

@@ -1,7 +1,6 @@
 """A GPU with MIG devices, as in the recorded CDI specification of nvidia-ctk."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from agent.model.handoff import GrantedDevice
@@ -28,8 +27,8 @@ def capability(minor: int, gpu: str = GPUS[0]) -> GrantedDevice:
     return GrantedDevice(f"/dev/nvidia-caps/nvidia-cap{minor}", "capability", 1, 3, gpu, CAPS[minor])
 
 
-DEVICES = (*(replace(each, major=1, minor=3) for each in REQUEST.devices), *DRI, *(capability(each) for each in CAPS))
-MIG_REQUEST = replace(REQUEST, devices=DEVICES)
+DEVICES = (*(each._replace(major=1, minor=3) for each in REQUEST.devices), *DRI, *(capability(each) for each in CAPS))
+MIG_REQUEST = REQUEST._replace(devices=DEVICES)
 
 
 def live_mode(path: str) -> int:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def test_another_grant_is_not_a_repair(settled: Machine) -> None:
     """Changes that follow from an edit of containerd's main file, with our import intact, do not count either."""
     devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
     files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
-    settled.hand(replace(REQUEST, devices=devices, gpus=REQUEST.gpus[:1], files=files))
+    settled.hand(REQUEST._replace(devices=devices, gpus=REQUEST.gpus[:1], files=files))
     edit(MAIN, "version = 2", f'version = 2\n[plugins."{CRI_2}"]\nsandbox_image = "theirs"')(settled)
     run(settled)
     assert "theirs" in settled.read_text(DROP_IN)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +163,7 @@ def test_a_bad_handoff_changes_nothing(machine: Machine) -> None:
 
 def test_a_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
     """systemd's path units miss a change while the service runs."""
-    newer = replace(REQUEST, devices=DEVICES[:-1])
+    newer = REQUEST._replace(devices=DEVICES[:-1])
 
     def change(argv: tuple[str, ...]) -> Completed:
         machine.hand(newer, default_runtime=True)
@@ -200,7 +199,7 @@ def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None
 
     def answer(argv: tuple[str, ...]) -> Completed:
         if argv[1] == "show":
-            machine.hand(replace(REQUEST, devices=DEVICES[:-1]))
+            machine.hand(REQUEST._replace(devices=DEVICES[:-1]))
         else:
             seen.append(machine.report()["generation"])
         return systemctl("active", 10)(argv)
@@ -247,7 +246,7 @@ def test_without_gpus_conditions_are_not_applicable(machine: Machine) -> None:
 
 def test_an_unknown_vendor(machine: Machine) -> None:
     """The host is newer than the image."""
-    machine.hand(replace(REQUEST, vendor="other"))
+    machine.hand(REQUEST._replace(vendor="other"))
     run(machine)
     assert machine.conditions() == {"CDISpecCurrent": ("False", "UnknownVendor")}
 
@@ -312,7 +311,7 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
     gpus = tuple(each for each in GPUS if each not in detached)
     kept = tuple(each for each in DEVICES if gpus and each.pci_address not in detached)
-    machine.hand(replace(REQUEST, gpus=gpus, devices=kept))
+    machine.hand(REQUEST._replace(gpus=gpus, devices=kept))
     run(machine)
     failed.clear()
     for device in DEVICES:
@@ -325,10 +324,10 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
 def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
     """A changed number or a new grant needs that; opening initialises a GPU."""
     started(machine)
-    changed = tuple(replace(each, major=235) if each.kind.startswith("uvm") else each for each in DEVICES)
+    changed = tuple(each._replace(major=235) if each.kind.startswith("uvm") else each for each in DEVICES)
     for device in changed:
         machine.node(device.path, device.major, device.minor)
-    machine.hand(replace(REQUEST, devices=changed))
+    machine.hand(REQUEST._replace(devices=changed))
     run(machine)
     opened = next(call for call in machine.calls if any("open_nodes" in each for each in call))
     assert opened[5:] == ("/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
@@ -519,7 +518,7 @@ def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
 
 def test_configured_hooks(machine: Machine) -> None:
     """Configured hooks are in the command and in the specification. A hook that the toolkit does not make is named."""
-    machine.hand(replace(REQUEST, cdi_hooks=("enable-cuda-compat", "update-application-profile")))
+    machine.hand(REQUEST._replace(cdi_hooks=("enable-cuda-compat", "update-application-profile")))
     spec = recorded_spec()
     arguments = ["nvidia-cdi-hook", "enable-cuda-compat", f"--host-driver-version={REQUEST.driver_version}"]
     hook = {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": arguments}
@@ -537,7 +536,7 @@ def test_configured_hooks(machine: Machine) -> None:
 
 def test_gpus_without_driver_files(machine: Machine) -> None:
     """nvidia-ctk would take an empty driver root for the machine's own root directory."""
-    machine.hand(replace(REQUEST, driver_root="", driver_version="", files=()))
+    machine.hand(REQUEST._replace(driver_root="", driver_version="", files=()))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "NoDriverRoot")
     assert not [call for call in machine.calls if call[0].endswith("nvidia-ctk")]
@@ -568,7 +567,7 @@ def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
 
 def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
     """The first run publishes the other GPUs. Later, a specification with fewer GPUs never replaces one with more."""
-    machine.hand(replace(REQUEST, cdi_hooks=("update-application-profile",)))
+    machine.hand(REQUEST._replace(cdi_hooks=("update-application-profile",)))
     fewer = recorded_spec()
     fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
     fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
@@ -602,7 +601,7 @@ def test_the_toolkits_version_is_read_once(machine: Machine) -> None:
     asked = ("/usr/bin/nvidia-ctk", "--version")
     run(machine)
     assert machine.calls.count(asked) == 1
-    machine.hand(replace(REQUEST, driver_version="550.163.02"))
+    machine.hand(REQUEST._replace(driver_version="550.163.02"))
     run(machine)
     assert machine.calls.count(asked) == 1
     machine.put("/usr/bin/nvidia-ctk", "another one")

@@ -1,7 +1,6 @@
 """Conditions as JSON."""
 
 import json
-from dataclasses import replace
 
 from agent.model.conditions import ConditionType, false, true, with_transitions, worst
 from agent.model.reasons import Reason
@@ -23,8 +22,8 @@ def test_an_unknown_time_is_null() -> None:
 
 def test_counts_of_several_vendors_are_added() -> None:
     kind = ConditionType.GPUS_ADVERTISED
-    found = replace(true(kind, Reason.ADVERTISED, "all"), count=2)
+    found = true(kind, Reason.ADVERTISED, "all")._replace(advertised=2)
     unknown_number = false(kind, Reason.DEVICE_PLUGIN_DOWN, "down")
-    assert worst([found, unknown_number]).count == 2
-    assert worst([found, found]).count == 4
-    assert worst([unknown_number]).count is None
+    assert worst([found, unknown_number]).advertised == 2
+    assert worst([found, found]).advertised == 4
+    assert worst([unknown_number]).advertised is None

@@ -18,6 +18,18 @@ print(*sys.modules)
 """
 
 
+def loaded(package: str) -> set[str]:
+    """Return what a fresh interpreter has loaded after all modules of a package."""
+    argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), package)
+    return set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.processes
+def test_the_setup_at_boot_loads_no_data_classes() -> None:
+    """They took a quarter of a run that changes nothing: the module loads `inspect`, and each class compiles methods."""
+    assert "dataclasses" not in loaded("agent.machine")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("package", "parts", "libraries"),
@@ -28,9 +40,7 @@ print(*sys.modules)
 )
 def test_a_package_loads_only_this(package: str, parts: set[str], libraries: set[str]) -> None:
     """All of its modules are loaded, and what they load at their start."""
-    argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), package)
-    finished = subprocess.run(argv, capture_output=True, text=True, check=True)
-    names = set(finished.stdout.split())
+    names = loaded(package)
     assert {name.split(".")[1] for name in names if name.startswith("agent.")} == parts
     foreign = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"agent"}
     # The site module of this environment may load some, such as that of an editable installation.

@@ -1,7 +1,6 @@
 """Publishes the host status to the machines that set it on their Node objects."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from agent.host.apply.driver_roots import make_way
 from agent.model.conditions import Condition
@@ -50,7 +49,7 @@ def _update(system: System, path: str, status: HostStatus) -> None:
         before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])
     except (OSError, DocumentError):
         before = None
-    same = before is not None and replace(before, evaluated=status.evaluated) == status
+    same = before is not None and before._replace(evaluated=status.evaluated) == status
     # The status is also written if the clock was set back.
     if before is None or not same or not 0 <= status.evaluated - before.evaluated < FRESH:
         make_way(path, system)

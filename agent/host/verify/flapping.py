@@ -1,7 +1,6 @@
 """Adjusts conditions that depend on time: a Ready that was lost too often, a start that takes too long. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from agent.model.conditions import Condition, ConditionType, Status, false, summarize
 from agent.model.reasons import Reason
@@ -36,7 +35,7 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
     losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)
     good_since = before.good_since if before and before.good_since <= now else 0.0
     if ready.status is Status.FALSE:
-        return replace(ready, losses=(*losses, now) if good_since else losses, good_since=0.0)
+        return ready._replace(losses=(*losses, now) if good_since else losses, good_since=0.0)
     if ready.status is Status.TRUE:
         good_since = good_since or now
         if len(losses) >= LOSSES and now - good_since < SETTLING:
@@ -46,7 +45,7 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
                 f"all conditions are met, but Ready was lost {len(losses)} times within {WINDOW / 60:.0f} minutes: "
                 f"it becomes True at {rfc3339(good_since + SETTLING)} unless something fails before then",
             )
-    return replace(ready, losses=losses, good_since=good_since)
+    return ready._replace(losses=losses, good_since=good_since)
 
 
 def _limit_start(condition: Condition, before: Condition | None, now: float) -> Condition:

@@ -1,7 +1,6 @@
 """Evaluates the conditions of one machine, from what both halves observe. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
@@ -293,6 +292,6 @@ def _from_machine(
             missing = (
                 "the machine's report does not contain this condition; its image may have another release of the agent"
             )
-            relayed = {kind: replace(each, message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
+            relayed = {kind: each._replace(message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
             return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
     return {kind: unknown(kind, reason, message) for kind in kinds}

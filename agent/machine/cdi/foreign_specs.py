@@ -8,15 +8,14 @@ it. This module does not read such files, but reports them.
 """
 
 import errno
-import hashlib
 import posixpath
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType, Status, false
+from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.model.reasons import Reason
@@ -47,8 +46,7 @@ class OwnSpec(Protocol):
     def rival_units(self) -> tuple[str, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignSpec:
+class ForeignSpec(NamedTuple):
     """A specification file that the agent did not write."""
 
     path: str
@@ -60,8 +58,7 @@ class ForeignSpec:
     """Whether runtimes that read the file may hang forever."""
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
+class Foreign(NamedTuple):
     """Other programs' specifications that have devices of the same kind as one of the agent's specifications."""
 
     same_directory: Mapping[str, str]
@@ -87,7 +84,7 @@ def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
     foreign = with_same_kind(specs, vendor)
-    return replace(foreign, remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
+    return foreign._replace(remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
 
 
 def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
@@ -149,7 +146,7 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
         f"{path} has further devices of this kind: {_shortened(names)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
-    return replace(condition, message=printable("; ".join([condition.message, *further, *foreign.remarks])))
+    return condition._replace(message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
 def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
@@ -179,7 +176,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
         content = _content(system, path)
     except OSError as error:
         return ForeignSpec(path, (), f"cannot be read: {error}"), {}
-    digest = hashlib.sha256(content).hexdigest()
+    digest = sha256(content)
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
     else:

@@ -5,12 +5,10 @@ directory, verified, published by a rename, and generated again when an input ch
 """
 
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
@@ -19,6 +17,7 @@ from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.steps import ERROR_SHOWN
 from agent.model.conditions import ConditionType, Status, true
+from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Request
 from agent.model.paths import mode_spec_file, spec_directory
@@ -36,8 +35,7 @@ SHORTEST = 1.0
 """Seconds of LIMIT that must be left to start the generator."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mode:
+class _Mode(NamedTuple):
     """One mode's specification: its inputs, and where it is published. It implements OwnSpec."""
 
     name: str
@@ -161,7 +159,7 @@ class _Publisher:
         noted = self._notes.load(mode.note)
         if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs_digest(self._context, mode):
             return {}
-        return noted if noted.get("digest") == _digest(self._system.read_untrusted(mode.spec_path)[0]) else {}
+        return noted if noted.get("digest") == sha256(self._system.read_untrusted(mode.spec_path)[0]) else {}
 
     def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
         """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
@@ -184,7 +182,7 @@ class _Publisher:
         text = _text(spec)
         self._owned.claim(mode.spec_path)
         self._system.write(mode.spec_path, text)
-        noted["digest"] = _digest(text)
+        noted["digest"] = sha256(text)
         self._notes.save(mode.note, noted)
         return noted
 
@@ -225,18 +223,14 @@ def _host_paths(spec: object) -> set[str]:
 def _inputs_digest(context: Context, mode: _Mode) -> str:
     """Return a digest of everything that the specification depends on."""
     system = context.system
-    tools = {path: astuple(system.identity(path)) for path in mode.generator.tools if system.is_file(path)}
-    live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
+    tools = {path: system.identity(path) for path in mode.generator.tools if system.is_file(path)}
+    live = live_numbers(system, mode.request.devices)
     present = [path for path in mode.generator.optional_paths(mode.name) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [asdict(mode.request), tools, live, present, containerd_state(context)]
-    return _digest(json.dumps(depends, sort_keys=True).encode())
+    depends = [mode.request, tools, live, present, containerd_state(context)]
+    return sha256(json.dumps(depends, sort_keys=True).encode())
 
 
 def _text(spec: object) -> bytes:
     """Return the specification as JSON, which is also YAML."""
     return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -3,13 +3,11 @@
 A specification that serves fewer GPUs never replaces one that serves more, unless that one is faulty.
 """
 
-import hashlib
 import json
 import posixpath
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.foreign_specs import Foreign
@@ -21,6 +19,7 @@ from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.model.device import DeviceNumber
+from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Repair, Request
 from agent.model.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
@@ -36,16 +35,14 @@ UNPARTITIONED_FOR = 600.0
 limited, because no event shows that the GPU has become usable as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """The condition CDISpecCurrent, and the names of the devices that pods can request."""
 
     condition: Condition
     devices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A specification's text with its verdict."""
 
     text: bytes
@@ -121,7 +118,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     inputs = _inputs_digest(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
     current = _excuse_noted_unpartitioned(current, noted, inputs)
-    if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
+    if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
     if noted.get("inputs") == inputs and (
         refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
@@ -147,12 +144,12 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         # The temporary file in the same directory does not end in .yaml or .json, so that runtimes do not read it:
         # devices in two files would be unusable.
         system.write(vendor.spec_path, new.text)
-        is_as_published = current is not None and noted.get("digest") == _digest(current.text)
+        is_as_published = current is not None and noted.get("digest") == sha256(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
             record_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
     condition = _condition(vendor, new.verdict, remarks)
     if condition.status is Status.TRUE:
-        noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
+        noted = {"inputs": inputs, "digest": sha256(new.text), "message": condition.message}
         noted |= {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
@@ -227,7 +224,7 @@ def _excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, A
 
 def _excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
     missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
-    return Candidate(candidate.text, replace(candidate.verdict, missing_gpus=missing), tuple(gpus))
+    return Candidate(candidate.text, candidate.verdict._replace(missing_gpus=missing), tuple(gpus))
 
 
 def _current(
@@ -259,16 +256,12 @@ def _verdict(
 def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
     """Return a digest of everything that the specification depends on."""
     system, paths = context.system, (*vendor.tools, *vendor.inputs)
-    identities = {path: astuple(system.identity(path)) for path in paths if path and system.is_file(path)}
-    numbers = {path: asdict(number) for path, number in live.items()}
+    identities = {path: system.identity(path) for path in paths if path and system.is_file(path)}
+    numbers = {path: number._asdict() for path, number in live.items()}
     present = [path for path in vendor.optional_paths(request) if system.exists(path)]
     # containerd's version decides what the specification may contain.
     depends = [context.generation, identities, numbers, present, containerd_state(context)]
-    return _digest(json.dumps(depends, sort_keys=True).encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    return sha256(json.dumps(depends, sort_keys=True).encode())
 
 
 def _generator_name(vendor: MachineVendor) -> str:

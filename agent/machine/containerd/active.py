@@ -2,7 +2,6 @@
 
 import re
 import time
-from dataclasses import astuple, replace
 
 from agent.machine.containerd.tables import MAIN
 from agent.machine.context import Context
@@ -47,7 +46,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
     If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
     """
     if configured.reason == Reason.NOT_APPLICABLE:
-        return replace(configured, type=ACTIVE)
+        return configured._replace(type=ACTIVE)
     if configured.status is not Status.TRUE:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
     notes = context.notes
@@ -118,7 +117,7 @@ def containerd_state(context: Context) -> list[object]:
 def program_identity(system: System, path: str) -> list[object] | None:
     """Return a program's identity as a list, as notes have it; None if the program cannot be inspected."""
     try:
-        return list(astuple(system.identity(path)))
+        return list(system.identity(path))
     except OSError:
         # For a process that has just exited, the kernel may return EACCES.
         return None

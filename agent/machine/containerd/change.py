@@ -1,21 +1,19 @@
 """Writes the agent's part of containerd's configuration, reads it back, and undoes the change if it is wrong."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import CHANGED, change_was_interrupted, note_change
 from agent.machine.containerd.tables import MAIN, Table
 from agent.machine.context import Context
+from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
 from agent.vendors.machine_vendor import MachineVendor
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedChange:
+class PlannedChange(NamedTuple):
     """The new contents of the main file and the drop-in, and what the result is compared with."""
 
     main: bytes | None
@@ -32,8 +30,7 @@ class PlannedChange:
     """The version of the containerd that reads the files."""
 
 
-@dataclass(frozen=True, slots=True)
-class DropInPaths:
+class DropInPaths(NamedTuple):
     """Paths of the agent's part of containerd's configuration."""
 
     drop_in: str
@@ -107,4 +104,4 @@ def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes |
 
 def digest(content: bytes | None) -> str:
     """Return a digest of the content; empty if there is no file."""
-    return "" if content is None else hashlib.sha256(content).hexdigest()
+    return "" if content is None else sha256(content)

@@ -1,9 +1,7 @@
 """Configures containerd, and reads back the resulting configuration."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
 from typing import Any
 
 from agent.machine.containerd import files, tables
@@ -14,6 +12,7 @@ from agent.machine.context import Context
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
 from agent.model.handoff import Repair, Request
 from agent.model.paths import MACHINE_STATE
@@ -225,11 +224,10 @@ def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_i
     That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
     """
     system, default = context.system, context.handoff.default_runtime
-    handler = astuple(vendor.handler) if vendor.handler else None
-    digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())
+    parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
     main = files.read_optional(system, MAIN)
     loaded = files.loaded_files(system, files.parse(MAIN, main or b""), drop_in)
     for path in dict.fromkeys((MAIN, drop_in, *loaded)):
         content = files.read_optional(system, path)
-        digest.update(f"\0{path}\0".encode() + (content if content is not None else b"\0absent"))
-    return digest.hexdigest()
+        parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]
+    return sha256(b"".join(parts))

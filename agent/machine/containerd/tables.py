@@ -8,9 +8,8 @@ import copy
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.errors import DocumentError, UnsupportedError
 from agent.model.paths import CDI_DIRECTORIES
@@ -32,8 +31,7 @@ OLDEST = (1, 7, 0)
 """The first version of containerd whose CRI plugin supports CDI."""
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(NamedTuple):
     """containerd's configuration without the agent's drop-in."""
 
     main: Table

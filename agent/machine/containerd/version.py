@@ -1,7 +1,6 @@
 """Finds containerd's version, and adapts CDI specifications to it."""
 
 import posixpath
-from dataclasses import astuple
 
 from agent.machine.containerd.active import REPLACED, UNIT, program_identity, unit_properties
 from agent.machine.containerd.tables import parse_version
@@ -21,7 +20,7 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     or if no version was found. Raises CommandError, DocumentError or OSError.
     """
     system, notes = context.system, context.notes
-    identity, noted = list(astuple(system.identity(program))), notes.load(NOTE)
+    identity, noted = list(system.identity(program)), notes.load(NOTE)
     if noted.get("program") == identity and isinstance(noted.get("version"), list):
         return tuple(noted["version"])
     version = parse_version(system.run("containerd", "--version", timeout=10))

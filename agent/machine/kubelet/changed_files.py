@@ -1,7 +1,6 @@
 """Finds the files that `up` put into this machine and that have changed since."""
 
 import time
-from dataclasses import astuple
 from typing import Any
 
 from agent.machine.containerd.tables import MAIN
@@ -47,9 +46,9 @@ def _compared(path: str, digest: str, size: int, before: list[Any] | None, syste
     """Return the file's identity, and as last element whether its content is the original; [] if it cannot be read."""
     try:
         identity = system.identity(path)
-        if before and before[:-1] == list(astuple(identity)):
+        if before and before[:-1] == list(identity):
             return before
         # A file of another size is not read: it may be very large.
-        return [*astuple(identity), identity.size == size and system.digest(path) == digest]
+        return [*identity, identity.size == size and system.digest(path) == digest]
     except OSError:
         return []

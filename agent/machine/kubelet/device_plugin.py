@@ -10,7 +10,7 @@ import fnmatch
 import json
 import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
@@ -38,11 +38,10 @@ MONITORING_ID = "all"
 KIND = ConditionType.GPUS_ADVERTISED
 
 
-@dataclass(frozen=True, slots=True)
-class Plugin:
+class Plugin(NamedTuple):
     """A vendor's device plugin, as the kubelet's directory shows it."""
 
-    serving: Mapping[str, int] = field(default_factory=dict)
+    serving: Mapping[str, int]
     """Sockets that accept connections, with the id of the process that listens (0 in another PID namespace)."""
     dead: tuple[str, ...] = ()
     """Sockets that nobody listens on."""
@@ -92,7 +91,7 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
     registered = plugin.registered or {}
     condition = _compare(vendor, request, in_spec, registered, once_advertised if outdated else None)
-    return replace(condition, count=len(in_spec & _gpus(vendor, request, registered)))
+    return condition._replace(advertised=len(in_spec & _gpus(vendor, request, registered)))
 
 
 def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:

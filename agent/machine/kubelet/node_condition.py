@@ -9,8 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.machine.kubelet.node_write import KIND, TYPE, change_condition
 from agent.machine.notes import NODE_CONDITION, Notes
@@ -37,8 +36,7 @@ RESTART = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(NamedTuple):
     """The last condition that the API server accepted."""
 
     node: str
@@ -51,8 +49,7 @@ class Applied:
     """When the condition was last set, in seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastRun:
+class LastRun(NamedTuple):
     """The noted result of the last run."""
 
     at: float
@@ -114,7 +111,7 @@ def run(system: System, now: float) -> None:
         outcome = false(KIND, Reason.FAILED, str(error))
     logged = noted.get("told")
     logged = say_changes(logged if isinstance(logged, dict) else {}, (outcome,))
-    kept = {"applied": asdict(applied) if applied else None, "told": logged, "at": now}
+    kept = {"applied": applied._asdict() if applied else None, "told": logged, "at": now}
     notes.save(NOTE, {**kept, "status": outcome.status, "reason": outcome.reason, "message": outcome.message})
 
 
@@ -180,7 +177,7 @@ def _target(identity: Identity, wanted: Condition, applied: Applied | None, now:
     # The first transition has the host half's time. Later ones, such as to Unknown, have the time of this run.
     transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
-    if applied and replace(new, heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
+    if applied and new._replace(heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
         return applied
     return new
 

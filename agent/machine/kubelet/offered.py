@@ -6,7 +6,6 @@ the GPU setup never waits for these. This module only reads its status.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from agent.machine.cdi.allocatable import publish_allocatable
 from agent.machine.context import Context
@@ -37,7 +36,7 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
     if isinstance(status, Condition):
         return status
     offered = {gpu for offer in status.offers for gpu in offer.gpus}
-    return replace(_compare(status, granted, allocatable, offered), count=len(granted & offered))
+    return _compare(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
 
 
 def _status(system: System, now: float) -> DraStatus | Condition:

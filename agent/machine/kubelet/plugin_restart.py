@@ -7,7 +7,6 @@ containers are not affected. The next run sees the result.
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
@@ -35,7 +34,7 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 
 def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
     """Restart the plugin if possible, and return `needed` with the result added. Raises OSError or DocumentError."""
-    return replace(needed, message=f"{needed.message}; {_restart(context, vendor)}")
+    return needed._replace(message=f"{needed.message}; {_restart(context, vendor)}")
 
 
 def _restart(context: Context, vendor: MachineVendor) -> str:

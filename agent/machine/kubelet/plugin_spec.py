@@ -4,7 +4,6 @@ If the plugin is configured with a CDI strategy, pods get the devices of its spe
 """
 
 import json
-from dataclasses import replace
 
 from agent.machine.devices.nodes import live_numbers
 from agent.model.conditions import Condition, Status, false
@@ -28,7 +27,7 @@ def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, ad
         return advertised
     problems = _problems(system, vendor, request, content)
     if not problems:
-        return replace(advertised, message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
+        return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
     more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     message = (
         f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "

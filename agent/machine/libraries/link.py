@@ -1,10 +1,10 @@
 """Makes the driver's libraries and programs usable in this machine, by links into the driver root and ldconfig."""
 
-import hashlib
 import posixpath
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from agent.machine.context import Context
 from agent.machine.libraries.plan import (
@@ -21,6 +21,7 @@ from agent.machine.libraries.plan import (
 from agent.machine.notes import Notes
 from agent.machine.repairs import record_repair
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.model.digest import sha256
 from agent.model.handoff import Repair, Request
 from agent.model.paths import LOADER_CACHE, STATE
 from agent.model.reasons import Reason
@@ -34,13 +35,12 @@ LDCONFIG_PENDING = f"{STATE}/ldconfig-owed"
 KIND = ConditionType.LIBRARIES_LINKED
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFaults:
+class CacheFaults(NamedTuple):
     """What is wrong with the loader cache."""
 
     missing: frozenset[str] = frozenset()
     """Paths of links that are not in the cache."""
-    shadowed: Mapping[str, str] = field(default_factory=dict)
+    shadowed: Mapping[str, str] = MappingProxyType({})
     """Paths of the files that programs load instead, by the path of the agent's link."""
 
 
@@ -100,7 +100,7 @@ def _record_repair(notes: Notes, request: Request, wanted: Mapping[str, str], pl
     """Log a repair if links had to change, although an earlier run had made exactly the links that are wanted now."""
     name = f"links-{request.vendor}"
     links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
-    made = {"digest": hashlib.sha256(repr(links).encode()).hexdigest()}
+    made = {"digest": sha256(repr(links).encode())}
     changed = (*plan.remove, *plan.make)
     if changed and notes.load(name) == made:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -187,7 +187,7 @@ def _refresh_loader_cache(
 
 def _identity(system: System) -> list[int]:
     try:
-        return [int(each) for each in astuple(system.identity(LOADER_CACHE))]
+        return [int(each) for each in system.identity(LOADER_CACHE)]
     except FileNotFoundError:
         return []
 

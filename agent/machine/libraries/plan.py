@@ -6,7 +6,7 @@ with /driver-root, would follow absolute links out of that subdirectory.
 
 import posixpath
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_HOST_NVIDIA
@@ -22,8 +22,7 @@ FOREIGN = ""
 """Stands in place of a link's target for an entry that is not a link."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkDirectories:
+class LinkDirectories(NamedTuple):
     """The machine's directories that have links into a driver root."""
 
     by_root_directory: Mapping[str, str]
@@ -52,8 +51,7 @@ class LinkDirectories:
         return f"/{file}" if posixpath.dirname(file) in self.data else None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkPlan:
+class LinkPlan(NamedTuple):
     """The changes to the links."""
 
     remove: tuple[str, ...]

@@ -1,7 +1,6 @@
 """NVIDIA in the machine: generates CDI specifications with the toolkit's programs, and verifies them."""
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.model.device import DeviceNumber
@@ -77,7 +76,7 @@ class NvidiaMachine(MachineVendor):
             f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
             f"no socket of {', '.join(without_socket)} yet: start the daemon on the host" if without_socket else "",
         )
-        return replace(generated, spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
+        return generated._replace(spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         return tuple(sockets.mount_points(request.sockets))

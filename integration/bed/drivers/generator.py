@@ -5,7 +5,6 @@ nvidia-ctk runs in its own mount namespace: /proc/driver/nvidia has one GPU, who
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from agent.model.device import DeviceKind, DeviceNumber
@@ -66,6 +65,6 @@ def with_simulated_nodes(request: Request) -> tuple[Request, Mapping[str, Device
     """Return the request with the nodes that the namespace has, and their numbers. It leaves out DRM nodes."""
     dri = (DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER)
     devices = tuple(
-        replace(each, major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri
+        each._replace(major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri
     )
-    return replace(request, devices=devices), {each.path: NULL for each in devices}
+    return request._replace(devices=devices), {each.path: NULL for each in devices}

@@ -4,7 +4,6 @@ The bundles' specifications are cut down from one that containerd 1.7 wrote.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> No
     bundle(machine, "d", specification("kube-system/new", root="/run/host-nvidia/1"))
     bundle(machine, "e", {"annotations": {}, "mounts": [], "linux": {}})
     machine.programs.pop("nvidia-ctk")
-    handoff = machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", driver_version="580.95.05"))
+    handoff = machine.hand(REQUEST._replace(driver_root="/run/host-nvidia/1", driver_version="580.95.05"))
     assert outdated_pods(Context.of(machine, handoff)) == {
         "work/old-root": {"driver root 0 with driver 550.163.01"},
         "work/both": {"driver root 0 with driver 550.163.01", f"{UVM.path} as 243:0"},

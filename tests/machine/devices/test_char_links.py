@@ -1,7 +1,6 @@
 """The machine's links by number in /dev/char, which udev makes on a host."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from agent.machine.run import run
 from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
 
 FIRST, SECOND = "/dev/char/195:0", "/dev/char/195:1"
-WITHOUT_SECOND = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
+WITHOUT_SECOND = REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
 
 
 @pytest.fixture
@@ -39,9 +38,9 @@ def test_the_link_is_removed_with_its_node(machine: Machine) -> None:
 
 def test_a_node_that_gets_another_number(machine: Machine) -> None:
     """nvidia_uvm was reloaded."""
-    uvm = replace(DEVICES[4], major=511)
+    uvm = DEVICES[4]._replace(major=511)
     machine.node("/dev/nvidia-uvm", 511, 0)
-    machine.hand(replace(REQUEST, devices=tuple(uvm if each.path == uvm.path else each for each in DEVICES)))
+    machine.hand(REQUEST._replace(devices=tuple(uvm if each.path == uvm.path else each for each in DEVICES)))
     run(machine)
     assert machine.read_link("/dev/char/511:0") == "../nvidia-uvm"
     assert machine.read_link("/dev/char/234:0") is None
@@ -128,7 +127,7 @@ def test_a_run_that_is_killed_while_a_number_changes_its_node(machine: Machine, 
     machine.node("/dev/nvidia1", 195, 0)
     machine.drop("/dev/nvidia0")
     del machine.nodes["/dev/nvidia0"]
-    changed = replace(REQUEST, gpus=GPUS[1:], devices=(replace(DEVICES[1], minor=0), *DEVICES[2:]))
+    changed = REQUEST._replace(gpus=GPUS[1:], devices=(DEVICES[1]._replace(minor=0), *DEVICES[2:]))
 
     def kill(path: str) -> None:
         raise KilledError

@@ -4,7 +4,6 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, gpu_machine, nv
 from tests.fakes.processes import CONTAINER, POD_GROUP, process
 from tests.machine.cdi.test_outdated_pods import bundle, specification
 
-LESS = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
+LESS = REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
 SPEC = spec_file("nvidia")
 UMOUNT = ("umount", "--lazy", "/dev/nvidia1")
 
@@ -198,7 +197,7 @@ def test_a_node_below_a_removed_one_stays(machine: Machine) -> None:
 def test_a_daemons_recreated_directory_is_unmounted(machine: Machine) -> None:
     directory = "/run/nvidia-persistenced"
     machine.make_directory(directory)
-    machine.hand(replace(REQUEST, sockets=("persistenced",)))
+    machine.hand(REQUEST._replace(sockets=("persistenced",)))
     machine.mounts.append(directory)
     run(machine)
     assert ("umount", "--lazy", directory) not in machine.calls

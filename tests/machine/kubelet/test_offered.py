@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +101,7 @@ def test_a_withdrawn_gpu_is_no_longer_allocatable(machine: Machine) -> None:
     spec["devices"].append({"name": "all", "containerEdits": spec["devices"][0]["containerEdits"]})
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec))
     devices = tuple(each for each in DEVICES if each.pci_address != GPUS[1])
-    machine.hand(replace(REQUEST, gpus=GPUS[:1], devices=devices), allocation=DRA)
+    machine.hand(REQUEST._replace(gpus=GPUS[:1], devices=devices), allocation=DRA)
     run(machine)
     assert allocatable(machine)[0].devices == BOTH[:1]
     machine.hand(EMPTY, allocation=DRA)
@@ -144,7 +143,7 @@ def test_a_gpu_in_mig_mode_is_allocatable_by_its_instances() -> None:
 def test_gpus_of_other_vendors_are_named_by_address() -> None:
     names = {"0", "0000:83:00.0", "all"}
     spec = {"kind": "amd.com/gpu", "devices": [{"name": name, "containerEdits": {}} for name in sorted(names)]}
-    request = replace(EMPTY, vendor="amd", gpus=("0000:83:00.0", "0000:84:00.0"))
+    request = EMPTY._replace(vendor="amd", gpus=("0000:83:00.0", "0000:84:00.0"))
     assert AmdMachine().allocatable(spec, request, names) == (
         AllocatableDevice("0000:83:00.0", ("amd.com/gpu=0000:83:00.0",)),
     )
@@ -155,10 +154,10 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
     assert kubelet.condition() == ("True", "Advertised")
     assert kubelet.message() == "the ResourceSlices of node kube1 have 2 devices"
     assert kubelet.machine.report()["advertised_gpus"] == 2
-    tell(kubelet.machine, replace(well(), offers=(replace(OFFER, tainted=("gpu-0000-02-00-0",)),)))
+    tell(kubelet.machine, well()._replace(offers=(OFFER._replace(tainted=("gpu-0000-02-00-0",)),)))
     assert kubelet.condition() == ("True", "Advertised")
     assert "1 of them tainted, so new pods do not get them: gpu-0000-02-00-0" in kubelet.message()
-    tell(kubelet.machine, replace(well(), message="attributes are missing: no nvidia-smi"))
+    tell(kubelet.machine, well()._replace(message="attributes are missing: no nvidia-smi"))
     assert kubelet.condition() == ("True", "Advertised")
     assert kubelet.message().endswith("2 devices; attributes are missing: no nvidia-smi")
 
@@ -170,21 +169,21 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
         ({"reason": "NoKubeconfig", "message": "no file"}, "NoKubeconfig", "no file"),
         ({"registered": False}, "NotRegistered", "the kubelet has not accepted"),
         ({"registered": False, "message": "other type"}, "NotRegistered", "with a GPU; other type"),
-        ({"offers": (replace(OFFER, reason="Refused", message="403"),)}, "Refused", "403"),
-        ({"offers": (replace(OFFER, gpus=GPUS[:1]),)}, "GPUsMissing", f"{GPUS[1]} can be given to pods"),
-        ({"offers": (replace(OFFER, gpus=(*GPUS, "0000:09:00.0")),)}, "StaleGPUs", "0000:09:00.0 is in"),
+        ({"offers": (OFFER._replace(reason="Refused", message="403"),)}, "Refused", "403"),
+        ({"offers": (OFFER._replace(gpus=GPUS[:1]),)}, "GPUsMissing", f"{GPUS[1]} can be given to pods"),
+        ({"offers": (OFFER._replace(gpus=(*GPUS, "0000:09:00.0")),)}, "StaleGPUs", "0000:09:00.0 is in"),
     ],
 )
 def test_what_keeps_gpus_from_pods_is_named(
     kubelet: Kubelet, change: dict[str, object], reason: str, words: str
 ) -> None:
-    tell(kubelet.machine, replace(well(), **change))  # type: ignore[arg-type]
+    tell(kubelet.machine, well()._replace(**change))  # type: ignore[arg-type]
     assert kubelet.condition() == ("False", reason)
     assert words in kubelet.message()
 
 
 def test_a_clock_that_was_set_back(kubelet: Kubelet) -> None:
-    tell(kubelet.machine, replace(well(), at=time.time() + SILENT_AFTER + 60))
+    tell(kubelet.machine, well()._replace(at=time.time() + SILENT_AFTER + 60))
     assert kubelet.condition() == ("False", "DRADriverDown")
 
 
@@ -205,5 +204,5 @@ def test_without_a_kubelet_the_service_is_not_blamed(machine: Machine, kubelet: 
 
 def test_without_a_specification_nothing_can_be_offered(kubelet: Kubelet) -> None:
     kubelet.machine.program("nvidia-ctk", "", status=1)
-    tell(kubelet.machine, replace(well(), offers=()))
+    tell(kubelet.machine, well()._replace(offers=()))
     assert kubelet.condition() == ("Unknown", "NotPublished")

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def test_library_directory_is_the_machines_own() -> None:
         GrantedFile("usr/bin/nvidia-smi"),
         GrantedFile("lib/firmware/nvidia/550/gsp.bin"),
     )
-    request = replace(REQUEST, files=files)
+    request = REQUEST._replace(files=files)
     debian = wanted_links(request, link_directories("x86_64", {MULTIARCH, "/usr/lib/i386-linux-gnu"}))
     assert sorted(debian) == [
         "/usr/bin/nvidia-smi",
@@ -55,7 +54,7 @@ def test_loader_configuration_is_linked_and_removed_with_the_driver(machine: Mac
     run(machine)
     icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
     assert machine.read_link(icd) == f"../../../..{ROOT}{icd}"
-    machine.hand(replace(REQUEST, files=tuple(file for file in REQUEST.files if "vulkan" not in file.target)))
+    machine.hand(REQUEST._replace(files=tuple(file for file in REQUEST.files if "vulkan" not in file.target)))
     run(machine)
     assert machine.read_link(icd) is None
     vendor = "/usr/share/glvnd/egl_vendor.d/10_nvidia.json"
@@ -149,7 +148,7 @@ def test_a_new_generation_replaces_all_links(machine: Machine) -> None:
     run(machine)
     (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
     files = tuple(file for file in REQUEST.files if "nvidia-api" not in file.target)
-    machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", files=files))
+    machine.hand(REQUEST._replace(driver_root="/run/host-nvidia/1", files=files))
     run(machine)
     links = [machine.read_link(f"{MULTIARCH}/{name}") for name in machine.entries(MULTIARCH)]
     assert all(text and "/host-nvidia/1/" in text for text in links if text)
@@ -236,7 +235,7 @@ def test_an_interrupted_ldconfig_runs_again(
     """The cache lists every name already, from the previous files or another version."""
     run(machine)
     (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
-    machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1"))
+    machine.hand(REQUEST._replace(driver_root="/run/host-nvidia/1"))
     working = machine.programs["ldconfig"]
     machine.program("ldconfig", end)
     with contextlib.suppress(KilledError):

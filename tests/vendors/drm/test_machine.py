@@ -4,7 +4,6 @@ import errno
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +122,9 @@ def test_the_spec_has_the_format_of_intels_tool(machine: Machine) -> None:
 
 def test_addresses_that_begin_with_a_letter_need_no_newer_version(machine: Machine) -> None:
     """PCI domains of Hyper-V and VMD may: then no name begins with a digit, and mounts have a type (0.4.0)."""
-    domain = replace(INTEL, gpus=(LETTER,), devices=card(0, LETTER))
+    domain = INTEL._replace(gpus=(LETTER,), devices=card(0, LETTER))
     for path, number in machine.nodes.items():
-        machine.nodes[path] = replace(number, mode=0o666)
+        machine.nodes[path] = number._replace(mode=0o666)
     machine.hand(domain, EMPTY)
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
@@ -266,7 +265,7 @@ def test_a_containerd_of_unknown_version_counts_as_new(machine: Machine, what: s
 
 def test_nodes_that_everybody_opens_need_no_groups(machine: Machine) -> None:
     for path, number in machine.nodes.items():
-        machine.nodes[path] = replace(number, mode=0o666)
+        machine.nodes[path] = number._replace(mode=0o666)
     run(machine)
     found = spec(machine, "intel")
     assert found["cdiVersion"] == "0.5.0", "the lowest one that has its names"
@@ -286,7 +285,7 @@ def test_a_machine_without_the_group_says_so(machine: Machine) -> None:
 
 
 def test_amd_shares_one_node_among_its_gpus(machine: Machine) -> None:
-    two = replace(AMD, gpus=(SECOND, THIRD), devices=(*card(1, SECOND), *card(2, THIRD), KFD))
+    two = AMD._replace(gpus=(SECOND, THIRD), devices=(*card(1, SECOND), *card(2, THIRD), KFD))
     add_nodes(machine, two)
     machine.hand(two, EMPTY)
     run(machine)
@@ -344,7 +343,7 @@ def test_what_the_handoff_no_longer_names_is_withdrawn(machine: Machine) -> None
 
 def test_a_removed_gpu_leaves_the_others_unchanged(machine: Machine) -> None:
     settled(machine)
-    one = replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST))
+    one = INTEL._replace(gpus=(FIRST,), devices=card(0, FIRST))
     machine.hand(one, EMPTY)
     run(machine)
     assert list(devices(spec(machine, "intel"))) == ["card0", FIRST, "all"]
@@ -441,7 +440,7 @@ def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
 
 def test_a_handoff_that_cannot_be_read_again_withdraws_nothing(both: Machine) -> None:
     before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
-    without_one = replace(AMD, gpus=(), devices=())
+    without_one = AMD._replace(gpus=(), devices=())
     assert withdraw_nodes(Context.of(both, both.hand(without_one)), without_one, None) == ((), None)
     assert {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")} == before
     assert both.exists("/dev/kfd")
@@ -449,7 +448,7 @@ def test_a_handoff_that_cannot_be_read_again_withdraws_nothing(both: Machine) ->
 
 def test_a_path_that_another_vendor_has_now_is_left_alone(both: Machine) -> None:
     """Card numbers change when drivers are loaded in a different order."""
-    taken = replace(INTEL, devices=(*INTEL.devices, *(replace(each, pci_address=FIRST) for each in card(2, FIRST))))
+    taken = INTEL._replace(devices=(*INTEL.devices, *(each._replace(pci_address=FIRST) for each in card(2, FIRST))))
     both.hand(taken, EMPTY)
     settled(both)
     assert both.exists("/dev/dri/card2")
@@ -480,7 +479,7 @@ def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) ->
     machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
     settled(machine)
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
-    machine.hand(replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
+    machine.hand(INTEL._replace(gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
     run(machine)
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-card") == "../card1"
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") is None
@@ -548,7 +547,7 @@ def test_a_spec_of_another_format_is_refused() -> None:
 
 
 def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
-    one = replace(INTEL, gpus=(FIRST,))
+    one = INTEL._replace(gpus=(FIRST,))
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
     rendered = cdi.render("intel.com/gpu", {}, one, cdi.MachineState(live, {}, ()))
     verdict = cdi.verify("intel.com/gpu", rendered, INTEL, live, ())
@@ -556,7 +555,7 @@ def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
 
 
 def test_a_node_with_another_number_is_refused() -> None:
-    renumbered = replace(INTEL, devices=tuple(replace(each, minor=each.minor + 1) for each in INTEL.devices))
+    renumbered = INTEL._replace(devices=tuple(each._replace(minor=each.minor + 1) for each in INTEL.devices))
     assert any("was granted" in each for each in problems(document(), renumbered))
 
 

@@ -24,7 +24,7 @@ from tests.vendors.nvidia.user_space.test_libraries import sources
 
 PERSISTENCED = "/run/nvidia-persistenced"
 ALL = ("persistenced", "fabricmanager", "mps")
-WITH_SOCKETS = replace(REQUEST, sockets=ALL)
+WITH_SOCKETS = REQUEST._replace(sockets=ALL)
 THERE = frozenset({f"{PERSISTENCED}/socket", "/run/nvidia-fabricmanager/socket", "/run/nvidia-mps"})
 
 
@@ -129,7 +129,7 @@ def run_for_message(machine: Machine) -> str:
 
 def test_a_machine_follows_sockets_that_come_and_go(tmp_path: Any) -> None:  # noqa: ANN401
     machine = gpu_machine(tmp_path / "machine")
-    machine.hand(replace(REQUEST, sockets=("persistenced",)))
+    machine.hand(REQUEST._replace(sockets=("persistenced",)))
     assert "no socket of persistenced yet" in run_for_message(machine)
     machine.put(f"{PERSISTENCED}/socket")
     assert "no socket" not in run_for_message(machine)

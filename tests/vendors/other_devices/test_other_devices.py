@@ -300,7 +300,7 @@ def test_a_missing_node_is_requested(machine: Machine) -> None:
 def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
     machine.hand(REQUEST, OTHERS)
     run(machine)
-    machine.hand(REQUEST, replace(OTHERS, devices=(WATCHDOG,)))
+    machine.hand(REQUEST, OTHERS._replace(devices=(WATCHDOG,)))
     run(machine)
     assert not machine.exists("/dev/kvm")
     assert not machine.exists("/dev/char/10:232")

@@ -7,8 +7,7 @@ passed to the command, whose default is nvidia.com/gpu in all modes.
 import json
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import AgentError, CommandError, DocumentError
@@ -33,8 +32,7 @@ starts with a directory of empty files with these names, which cannot be loaded.
 load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     """One mode of `nvidia-ctk cdi generate`."""
 
     vendor: str

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import astuple
 from typing import Any
 
 from agent.model.errors import AgentError, CommandError, DocumentError, UnsupportedError
@@ -145,7 +144,7 @@ def _version(system: System) -> tuple[int, ...]:
     Pods cannot use a new driver before this returns, so the version is cached. The cache is in /run; it is valid until
     a reboot, or until the program changes.
     """
-    identity = list(astuple(system.identity(NVIDIA_CTK))) if system.exists(NVIDIA_CTK) else []
+    identity = list(system.identity(NVIDIA_CTK)) if system.exists(NVIDIA_CTK) else []
     try:
         cached = json.loads(system.read(VERSION_CACHE))
     except (OSError, ValueError, RecursionError):

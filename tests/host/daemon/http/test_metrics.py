@@ -255,7 +255,7 @@ def test_storage() -> None:
 
 def test_losses_of_ready_are_counted() -> None:
     *others, ready = conditions()
-    machine = MachineOutcome("gpu-node", (*others, replace(ready, losses=(1.7e9, 1.7e9 + 1))))
+    machine = MachineOutcome("gpu-node", (*others, ready._replace(losses=(1.7e9, 1.7e9 + 1))))
     assert value(scrape(view_of(machine)), "machine_recent_ready_losses", machine="gpu-node") == 2
     assert value(scrape(view_of(READY)), "machine_report_timestamp_seconds", machine="gpu-node") is None
     reported = scrape(view_of(replace(READY, reported=1.7e9)))

@@ -1,7 +1,6 @@
 """Files that nvidia-ctk leaves out of a driver root are added to its specification in the same form, and verified."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from agent.vendors.nvidia.cdi.verify import verify
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
 
 X86_32 = "usr/lib/i386-linux-gnu"
-COMPLETE = replace(
-    REQUEST,
+COMPLETE = REQUEST._replace(
     files=tuple(
         sorted(
             (

@@ -7,7 +7,6 @@ made by mknod(1) in a separate /dev and a driver root of empty files: there was 
 import errno
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ SWITCHES = (
     GrantedDevice("/dev/nvidia-nvswitch0", "nvswitch", 510, 0),
     GrantedDevice("/dev/nvidia-nvswitchctl", "nvswitch", 510, 255),
 )
-WANTED = replace(REQUEST, devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tuple(MODES))
+WANTED = REQUEST._replace(devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tuple(MODES))
 UVERBS = {"path": "/dev/infiniband/uverbs0"}
 ETC = {"hostPath": "/etc", "containerPath": "/etc"}
 EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
@@ -227,7 +226,7 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
     spec = recorded("gdrcopy")
     edits(spec)["additionalGids"] = [44]
     answer(machine, {"gdrcopy": spec})
-    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], gid=44)
+    machine.nodes[GDRDRV.path] = machine.nodes[GDRDRV.path]._replace(gid=44)
     machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.15"))
     for _ in range(2):
         run(machine)
@@ -248,7 +247,7 @@ def test_a_removed_node_leaves_the_spec_before_the_machine(machine: Machine, mad
     """nvidia-ctk lists the nodes in /dev, where the removed one still exists."""
     run(machine)
     answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
-    machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
+    machine.hand(WANTED, OTHERS._replace(devices=(GDRDRV, *INFINIBAND, FS[0])))
     at_withdrawal = []
 
     def umount(argv: tuple[str, ...]) -> Completed:
@@ -267,12 +266,12 @@ def fail(machine: Machine, mode: str, *devices: GrantedDevice) -> None:
     """Publish specifications, then grant these devices while generation of this mode fails."""
     run(machine)
     answer(machine, {mode: Completed(1, b"", b"level=error")})
-    machine.hand(WANTED, replace(OTHERS, devices=devices))
+    machine.hand(WANTED, OTHERS._replace(devices=devices))
 
 
 def test_a_node_with_another_number_leaves_the_spec(machine: Machine) -> None:
     """Containers get the number that is written."""
-    fail(machine, "gds", replace(FS[0], major=240), FS[1])
+    fail(machine, "gds", FS[0]._replace(major=240), FS[1])
     run(machine)
     assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
 
@@ -289,7 +288,7 @@ def test_every_edit_is_narrowed() -> None:
 
 
 def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
-    fail(machine, "gdrcopy", replace(GDRDRV, minor=1))
+    fail(machine, "gdrcopy", GDRDRV._replace(minor=1))
     run(machine)
     assert not machine.exists(published("gdrcopy"))
     assert published("gdrcopy") not in json.loads(machine.read(OWNED))["paths"]
@@ -329,7 +328,7 @@ def test_nothing_is_left_of_a_malformed_spec(spec: object) -> None:
 
 def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
     run(machine)
-    machine.hand(WANTED, replace(OTHERS, devices=INFINIBAND))
+    machine.hand(WANTED, OTHERS._replace(devices=INFINIBAND))
     run(machine)
     assert not machine.exists(published("gds"))
     assert machine.exists(published("mofed"))
@@ -337,7 +336,7 @@ def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
     assert machine.message("CDISpecCurrent").endswith("; no devices for mode gds, gdrcopy")
 
 
-@pytest.mark.parametrize("requests", [(replace(WANTED, cdi_modes=()), OTHERS), (EMPTY,), ()])
+@pytest.mark.parametrize("requests", [(WANTED._replace(cdi_modes=()), OTHERS), (EMPTY,), ()])
 def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine, requests: tuple[Request, ...]) -> None:
     run(machine)
     machine.hand(*requests)
@@ -384,7 +383,7 @@ def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> N
     machine.put(other, foreign("management.nvidia.com/gpu"))
     mode = "management" if gpus else "mofed"
     if not gpus:
-        machine.hand(replace(EMPTY, cdi_modes=(mode,)), OTHERS)
+        machine.hand(EMPTY._replace(cdi_modes=(mode,)), OTHERS)
         machine.put(other, foreign("nvidia.com/mofed"))
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
@@ -402,7 +401,7 @@ def test_our_own_files_are_not_read_as_foreign_ones(machine: Machine) -> None:
 
 
 def test_a_machine_without_gpus(machine: Machine) -> None:
-    machine.hand(replace(EMPTY, cdi_modes=("mofed", "management")), OTHERS)
+    machine.hand(EMPTY._replace(cdi_modes=("mofed", "management")), OTHERS)
     run(machine)
     assert spec_of(machine, "mofed") == recorded("mofed")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
@@ -410,7 +409,7 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
 
 
 def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
-    machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    machine.hand(WANTED._replace(cdi_modes=("quantum",)), OTHERS)
     machine.put(published("quantum"), "{}")
     machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
     run(machine)
@@ -420,7 +419,7 @@ def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
 
 def test_a_mode_of_a_later_release_without_a_record_of_files(machine: Machine) -> None:
     """It is unknown whose file it is, so it stays. The machine reports."""
-    machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    machine.hand(WANTED._replace(cdi_modes=("quantum",)), OTHERS)
     machine.put(published("quantum"), "{}")
     for path in (OWNED, OWNED_COPY):
         machine.put(path, "")
@@ -456,7 +455,7 @@ def test_no_mode_starts_nvml(machine: Machine) -> None:
 def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
     """libcuda.so's name then gives the version, because NVML does not; the 32-bit library has it too."""
     library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
-    command = mode_command("management", replace(REQUEST, files=(library_32, *REQUEST.files)), "/run/x")
+    command = mode_command("management", REQUEST._replace(files=(library_32, *REQUEST.files)), "/run/x")
     assert f"--driver-root={ROOT}" in command
     places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
     assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
@@ -468,7 +467,7 @@ def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
             "--library-search-path=/run/x"
         ]
     with pytest.raises(AgentError, match="needs the driver's files"):
-        mode_command("management", replace(REQUEST, driver_root=""), "/run/x")
+        mode_command("management", REQUEST._replace(driver_root=""), "/run/x")
 
 
 def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,17 +496,17 @@ def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
     """A removed GPU causes only specifications that name GPUs to be made again: NVML may hang meanwhile."""
     run(machine)
     generations(machine)
-    machine.hand(replace(WANTED, environment=(Variable("A", "B"),)), OTHERS)
+    machine.hand(WANTED._replace(environment=(Variable("A", "B"),)), OTHERS)
     run(machine)
     assert generations(machine) == ["nvml"]
-    without = replace(WANTED, gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
+    without = WANTED._replace(gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
     machine.hand(without, OTHERS)
     run(machine)
     assert set(generations(machine)) == {"nvml", "management"}
     nodes = [each["path"] for each in edits(spec_of(machine, "management"))["deviceNodes"]]
     assert "/dev/nvidia0" in nodes
     assert "/dev/nvidia1" not in nodes
-    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], mode=0o600)
+    machine.nodes[GDRDRV.path] = machine.nodes[GDRDRV.path]._replace(mode=0o600)
     run(machine)
     assert "gdrcopy" in generations(machine)
 
@@ -536,7 +535,7 @@ def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -
 
 
 def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:
-    asked = machine.hand(replace(REQUEST, cdi_modes=("management",)))
+    asked = machine.hand(REQUEST._replace(cdi_modes=("management",)))
     assert json.loads(render_handoff(asked))["version"] == 2
     assert parse_handoff(render_handoff(asked)) == asked
     assert b"cdi_modes" not in render_handoff(machine.hand(REQUEST))

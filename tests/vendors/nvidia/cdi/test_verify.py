@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,9 +272,9 @@ def test_a_real_spec_with_drm_nodes_is_good() -> None:
     """nvidia-ctk 1.19.1 made it from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
     recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
     files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
-    devices = tuple(replace(each, major=1, minor=3) for each in WITH_DRM.devices)
-    live = {path: replace(number, major=1, minor=3) for path, number in LIVE_DRM.items()}
-    request = replace(REQUEST, devices=devices, files=files)
+    devices = tuple(each._replace(major=1, minor=3) for each in WITH_DRM.devices)
+    live = {path: number._replace(major=1, minor=3) for path, number in LIVE_DRM.items()}
+    request = REQUEST._replace(devices=devices, files=files)
     verdict = verify(recorded["spec"], request, live, set(host_paths(recorded["spec"])))
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
@@ -300,7 +299,7 @@ def test_a_link_by_path_to_another_node_is_refused(link: str, expected: str) -> 
 @pytest.mark.parametrize("device", [DRM[1], MIG])
 def test_a_granted_node_that_is_not_for_every_container(device: GrantedDevice) -> None:
     """The machine may configure MIG; a container may not. A GPU's DRM nodes belong to that GPU."""
-    request = replace(WITH_DRM, devices=(*WITH_DRM.devices, MIG))
+    request = WITH_DRM._replace(devices=(*WITH_DRM.devices, MIG))
     node = {"path": device.path, "major": device.major, "minor": device.minor}
     spec = drm_spec()
     edits(spec)["deviceNodes"].append(node)
@@ -321,7 +320,7 @@ def test_a_missing_file_is_refused() -> None:
 def test_drm_nodes_stay_with_their_gpu() -> None:
     """A render node in another GPU's device is refused; one that is in no device is named."""
     render = GrantedDevice("/dev/dri/renderD128", "dri-render", 226, 128, GPUS[0])
-    request = replace(REQUEST, devices=(*REQUEST.devices, render))
+    request = REQUEST._replace(devices=(*REQUEST.devices, render))
     live = LIVE | {render.path: DeviceNumber(226, 128)}
     assert render.path in verify(recorded_spec(), request, live, PRESENT).not_in_spec
     spec = recorded_spec()
@@ -336,7 +335,7 @@ def test_drm_nodes_stay_with_their_gpu() -> None:
 def test_32_bit_libraries_are_not_missed() -> None:
     """nvidia-ctk never mounts these libraries. They are named, but that they are missing is not a fault."""
     library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
-    verdict = verify(recorded_spec(), replace(REQUEST, files=(*REQUEST.files, library)), LIVE, PRESENT)
+    verdict = verify(recorded_spec(), REQUEST._replace(files=(*REQUEST.files, library)), LIVE, PRESENT)
     assert verdict.problems == ()
     assert library.target in verdict.not_in_spec
 
@@ -387,7 +386,7 @@ def with_hook(name: str, stage: str, arguments: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OTHER_HOOKS)
 def test_a_hook_is_accepted_if_configured(name: str) -> None:
     spec = with_hook(name, *OTHER_HOOKS[name])
-    asked = replace(REQUEST, cdi_hooks=(name,))
+    asked = REQUEST._replace(cdi_hooks=(name,))
     assert not [each for each in check(spec, asked).problems if "hook" in each]
     assert [each for each in check(spec, REQUEST).problems if f"unexpected hook {OTHER_HOOKS[name][0]}" in each]
 
@@ -405,5 +404,5 @@ def test_a_hook_is_accepted_if_configured(name: str) -> None:
     ],
 )
 def test_a_hook_with_other_arguments_is_refused(name: str, stage: str, arguments: list[str]) -> None:
-    problems = check(with_hook(name, stage, arguments), replace(REQUEST, cdi_hooks=(*OTHER_HOOKS,))).problems
+    problems = check(with_hook(name, stage, arguments), REQUEST._replace(cdi_hooks=(*OTHER_HOOKS,))).problems
     assert [each for each in problems if "unexpected hook" in each]

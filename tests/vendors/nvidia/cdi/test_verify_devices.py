@@ -7,7 +7,6 @@ from a driver root with REQUEST's files; its nodes were all 1:3.
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
 def without(*minors: int) -> Any:  # noqa: ANN401
     """Return the request without grants for these capabilities."""
     gone = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors}
-    return replace(MIG_REQUEST, devices=tuple(each for each in DEVICES if each.path not in gone))
+    return MIG_REQUEST._replace(devices=tuple(each for each in DEVICES if each.path not in gone))
 
 
 def check(spec: object) -> Verdict:

@@ -1,7 +1,5 @@
 """NVIDIA's nodes against the kernel's majors, on synthetic hosts."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,7 +238,7 @@ def test_no_gpu(host: Host) -> None:
 def test_numbers_include_mode_and_owner(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     numbers = {node.path: node.number for node in nodes(observe(host))}
-    assert numbers["/dev/dri/card1"] == replace(DeviceNumber(226, 1), mode=0o660)
+    assert numbers["/dev/dri/card1"] == DeviceNumber(226, 1)._replace(mode=0o660)
 
 
 def test_majors_come_from_the_character_section_only_and_by_whole_names() -> None:
