@@ -2,29 +2,58 @@
 
 from collections.abc import Mapping
 
+from pydantic import BaseModel
+
 from agent.host.state.record import Record
-from agent.model.conditions import Condition
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.paths import CONDITIONS
 from agent.system.files import System
 
 History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
-_RECORD: Record[History] = Record(dict[str, tuple[Condition, ...]])
+
+
+class _Condition(BaseModel, defer_build=True):
+    """A condition in the file. Unknown keys are ignored: another release may have written them."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    message: str
+    last_transition: float = 0.0
+    losses: tuple[float, ...] = ()
+    good_since: float = 0.0
+
+
+_RECORD = Record(dict[str, tuple[_Condition, ...]])
 
 
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
-    return _RECORD.read(CONDITIONS, system) or {}
+    return _history(_RECORD.read(CONDITIONS, system) or {})
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
-        if _RECORD.read_seen(CONDITIONS, system) != history:
-            _RECORD.write(CONDITIONS, history, system)
+        seen = _RECORD.read_seen(CONDITIONS, system)
+        if not isinstance(seen, dict) or _history(seen) != history:
+            _RECORD.write(CONDITIONS, _content(history), system)
     except OSError as error:
         return (
             f"cannot write {CONDITIONS}: {error.strerror or error}; commands may then show wrong times of changes: "
             "see `df /run`",
         )
     return ()
+
+
+def _history(content: Mapping[str, tuple[_Condition, ...]]) -> History:
+    return {machine: tuple(Condition(**vars(each)) for each in conditions) for machine, conditions in content.items()}
+
+
+def _content(history: History) -> dict[str, tuple[_Condition, ...]]:
+    keys = _Condition.model_fields
+    return {
+        machine: tuple(_Condition.model_construct(**{key: getattr(each, key) for key in keys}) for each in conditions)
+        for machine, conditions in history.items()
+    }
