@@ -7,8 +7,9 @@ each would give them to other pods again. So no pod may have a GPU while the nod
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from agent.model.handoff import DRA
 from agent.model.paths import DRA_DRIVER
@@ -17,8 +18,7 @@ CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 PLUGIN = "the vendor's device plugin"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A node's state at the API server."""
 
     name: str
@@ -37,8 +37,7 @@ class Node:
     """Names of the node's ResourceSlices of DRA_DRIVER."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One step of the move."""
 
     what: str

@@ -6,7 +6,8 @@ processes have open.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.cli.granted_gpus import STOPPED, device_numbers, granted_to, may_open
 from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
@@ -32,8 +33,7 @@ POLICIES = ("refuse", "drain-wait", "force")
 """Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Intervals and limits, in seconds."""
 
     poll: float = 1.0
@@ -48,8 +48,7 @@ class Timing:
     """Limit for evicted pods to end. By default, a pod is killed 30 seconds after SIGTERM."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True):
     """The result of a command, in sentences."""
 
     done: bool
@@ -92,8 +91,7 @@ def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     return (f"{address} counts as healthy again: its last fatal error is forgotten",)
 
 
-@dataclass(slots=True)
-class _Removal:
+class _Removal(Struct):
     """Takes one GPU from its machines, or gives it back to them."""
 
     gpu: Gpu

@@ -7,7 +7,7 @@ Therefore this module imports little.
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from agent.cli.documents import document
 from agent.system.files import System
@@ -19,8 +19,7 @@ UNKNOWN = "?"
 NOTHING = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One GPU of the list."""
 
     address: str
@@ -35,8 +34,7 @@ class Entry:
     """Path, major and minor number of each of the GPU's own device nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """The list of GPUs, without their users."""
 
     entries: Sequence[Entry]
@@ -46,7 +44,7 @@ class Listing:
 
     def as_text(self) -> str:
         """Return the list as JSON, for `lines_of` in another process of the same version."""
-        return json.dumps(asdict(self))
+        return json.dumps({**self._asdict(), "entries": [each._asdict() for each in self.entries]})
 
 
 def lines_of(text: str) -> list[str]:

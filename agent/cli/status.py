@@ -3,7 +3,9 @@
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.cli.documents import document
 from agent.cli.output import print_machines, print_tables, report_problems, style
@@ -25,8 +27,7 @@ CLEAR = "\x1b[H\x1b[2J"
 """Clears a terminal (ECMA-48)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What to print, and whether to wait or repeat."""
 
     machine: str = ""

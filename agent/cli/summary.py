@@ -2,7 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
@@ -19,8 +20,7 @@ COLOURS = {Status.TRUE: "32", Status.FALSE: "1;31", Status.UNKNOWN: "1;33"}
 """Parameters of the escape sequence SGR (ECMA-48): green, bold red, bold yellow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(Struct, frozen=True):
     """How to print."""
 
     width: int = WIDTH

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.host.observe.joined import observe_joined
 from agent.host.outcome import MachineOutcome, Outcome
@@ -53,8 +55,7 @@ def _gave_up(check: Check) -> Check:
     return replace(check, message=message) if check.late else check
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(Struct, frozen=True):
     """Some of the configured machines, which are started and waited for."""
 
     reconciler: Reconciler
@@ -136,8 +137,7 @@ class Watch:
 NOT_JOINED = "its kubelet has not joined the cluster yet"
 
 
-@dataclass(slots=True)
-class _Servers:
+class _Servers(Struct):
     """The results of checks of the API servers of machines that have not joined, renewed every SERVER_POLL seconds."""
 
     reconciler: Reconciler

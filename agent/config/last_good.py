@@ -4,8 +4,8 @@ A machine must start after a reboot of the host, and keep its GPUs, even if a co
 """
 
 import contextlib
-from dataclasses import dataclass
 
+from msgspec import Struct
 from pydantic import ValidationError
 
 from agent.config.load import load_config
@@ -15,8 +15,7 @@ from agent.model.paths import LAST_GOOD_CONFIG
 from agent.system.files import System
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Struct, frozen=True):
     """The configuration to use."""
 
     config: Config

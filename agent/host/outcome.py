@@ -1,7 +1,8 @@
 """The result of a pass, for commands, logs, metrics and pages. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.model.actions import Done
 from agent.model.conditions import Condition, ConditionType, unknown
@@ -15,8 +16,7 @@ NO_MACHINES = "no machine is configured"
 """What commands and pages show instead of outcomes."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineOutcome:
+class MachineOutcome(Struct, frozen=True):
     """One machine after a pass."""
 
     name: str
@@ -71,8 +71,7 @@ def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ..
     return granted
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """The result of one pass."""
 
     facts: Facts

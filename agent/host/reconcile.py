@@ -3,7 +3,9 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.apply.bootstrap_token import remove_used_tokens
@@ -52,8 +54,7 @@ SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedCleanup:
+class FailedCleanup(Struct, frozen=True):
     """A removal that failed."""
 
     tried: float
@@ -61,8 +62,7 @@ class FailedCleanup:
     why: str
 
 
-@dataclass(slots=True)
-class Reconciler:
+class Reconciler(Struct):
     """Brings a host to its goal.
 
     Between passes, a Reconciler keeps only what it remembers of observations, failed removals, and the faults that were

@@ -1,7 +1,8 @@
 """Steps from the current state to the goal. Data only: `agent.host.apply.steps` runs them, `plan` prints them."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
+
+from msgspec import Struct
 
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import StagedRoot
@@ -11,8 +12,7 @@ ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "
 """The label of an action in metrics. It is never reworded, unlike the sentence of `describe()`, which is for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFile:
+class WriteFile(Struct, frozen=True):
     """Replace a file atomically; parents are created with mode 0755."""
 
     kind: ClassVar[ActionKind] = "write"
@@ -24,8 +24,7 @@ class WriteFile:
         return f"write {self.path} ({len(self.content)} bytes)"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveFile:
+class RemoveFile(Struct, frozen=True):
     """Remove a file or symbolic link that the agent wrote."""
 
     kind: ClassVar[ActionKind] = "remove"
@@ -35,8 +34,7 @@ class RemoveFile:
         return f"remove {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class StageDriverRoot:
+class StageDriverRoot(Struct, frozen=True):
     """Copy a driver's user-space files into a new driver root, and publish it once it is complete."""
 
     kind: ClassVar[ActionKind] = "stage"
@@ -50,8 +48,7 @@ class StageDriverRoot:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PublishDriverRoot:
+class PublishDriverRoot(Struct, frozen=True):
     """Mount a staged driver root where machines see it; if mounts do not work, move it there as a plain directory."""
 
     kind: ClassVar[ActionKind] = "mount"
@@ -61,8 +58,7 @@ class PublishDriverRoot:
         return f"mount driver root {self.root.index} ({self.root.vendor} driver {self.root.version})"
 
 
-@dataclass(frozen=True, slots=True)
-class ProtectDriverRoots:
+class ProtectDriverRoots(Struct, frozen=True):
     """Mount driver roots in place of the plain directories that were published while mounts did not work."""
 
     kind: ClassVar[ActionKind] = "mount"
@@ -72,8 +68,7 @@ class ProtectDriverRoots:
         return f"mount driver roots in place of plain directories: {', '.join(map(str, self.indices))}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveDriverRoot:
+class RemoveDriverRoot(Struct, frozen=True):
     """Remove a driver root of the agent, with its manifest."""
 
     kind: ClassVar[ActionKind] = "remove"
@@ -85,8 +80,7 @@ class RemoveDriverRoot:
         return f"remove driver root {self.index} ({self.what}), which nothing uses"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveStaleStaging:
+class RemoveStaleStaging(Struct, frozen=True):
     """Remove the directories that an interrupted staging or removal of a driver root left."""
 
     kind: ClassVar[ActionKind] = "remove"
@@ -96,8 +90,7 @@ class RemoveStaleStaging:
         return f"remove leftovers of driver roots: {', '.join(self.paths)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadUnits:
+class ReloadUnits(Struct, frozen=True):
     """Make systemd read its unit files again, as `systemctl daemon-reload` does."""
 
     kind: ClassVar[ActionKind] = "reload"
@@ -106,8 +99,7 @@ class ReloadUnits:
         return "reload systemd's units"
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeDevices:
+class ChangeDevices(Struct, frozen=True):
     """Change which devices a running machine may open, and bind the nodes that it does not have."""
 
     kind: ClassVar[ActionKind] = "change"
@@ -141,8 +133,7 @@ Publishing: TypeAlias = StageDriverRoot | PublishDriverRoot | ProtectDriverRoots
 Action: TypeAlias = WriteFile | RemoveFile | Publishing | Cleanup | ReloadUnits | ChangeDevices
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """An action that was carried out."""
 
     kind: ActionKind

@@ -1,16 +1,16 @@
 """What `unbounded-agent doctor --kubeconfig` reads from a cluster: objects as the API server returns them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
 
 KubernetesObject: TypeAlias = Mapping[str, Any]
 """An object of Kubernetes' API. Any key that is used here may be missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Struct, frozen=True):
     """The objects that matter for the machines' nodes. A field that could not be read is empty."""
 
     nodes: Sequence[KubernetesObject] = ()

@@ -1,10 +1,9 @@
 """An entry of a unit's DeviceAllow= list, systemd.resource-control(5)."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceAllow:
+class DeviceAllow(Struct, frozen=True):
     """What a unit may do with a device or a group of devices, written as `/dev/char/195:0 rw`."""
 
     node: str

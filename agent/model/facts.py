@@ -1,8 +1,10 @@
 """What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
+
+from msgspec import Struct, field
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
@@ -13,22 +15,19 @@ from agent.model.mount_source import MountSource
 from agent.model.remembered import Remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(Struct, frozen=True):
     """The search was complete and found nothing."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(Struct, frozen=True):
     """The thing exists but is unusable as it is."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unseen:
+class Unseen(Struct, frozen=True):
     """The observation failed (permission, time limit, a tool's error): nothing is known."""
 
     why: str
@@ -38,8 +37,7 @@ T = TypeVar("T")
 Seen: TypeAlias = T | Absent | Broken | Unseen
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DeviceNode:
+class DeviceNode(Struct, frozen=True, order=True):
     """One usable character device below /dev."""
 
     path: str
@@ -51,8 +49,7 @@ class DeviceNode:
     """For DeviceKind.CAPABILITY: the path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class IncompletePartition:
+class IncompletePartition(Struct, frozen=True, order=True):
     """A partition of a GPU that is unusable: still being created, or left incomplete. None of its nodes is granted."""
 
     pci_address: str
@@ -60,8 +57,7 @@ class IncompletePartition:
     """A sentence that begins with the partition's name."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PciDevice:
+class PciDevice(Struct, frozen=True, order=True):
     """One device on the PCI bus, as sysfs shows it; `driver` is empty if none is bound."""
 
     address: str
@@ -73,8 +69,7 @@ class PciDevice:
     driver: str = ""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DrmDevice:
+class DrmDevice(Struct, frozen=True, order=True):
     """One DRM device node (cardN, renderDN) with its PCI device; connectors are left out."""
 
     path: str
@@ -82,8 +77,7 @@ class DrmDevice:
     """Empty for a device that is not a PCI device's own (simpledrm, vgem, virtio-gpu)."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CacheEntry:
+class CacheEntry(Struct, frozen=True, order=True):
     """One line of `ldconfig -p`."""
 
     soname: str
@@ -92,8 +86,7 @@ class CacheEntry:
     path: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Gpu:
+class Gpu(Struct, frozen=True, order=True):
     """One GPU, with or without a driver; its identity is the PCI address, never an index or minor."""
 
     pci_address: str
@@ -109,8 +102,7 @@ class Gpu:
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Library:
+class Library(Struct, frozen=True, order=True):
     """One driver library or companion file, with its path on the host and its path below a driver root."""
 
     target: str
@@ -126,8 +118,7 @@ class Library:
     """The text of the copy, if the source's text names paths that exist only on the host; otherwise empty."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ServiceDirectory:
+class ServiceDirectory(Struct, frozen=True, order=True):
     """A directory in /run in which a daemon of the driver has its sockets."""
 
     service: str
@@ -138,8 +129,7 @@ class ServiceDirectory:
     writable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class UserSpace:
+class UserSpace(Struct, frozen=True):
     """A driver's libraries and companion files, of one version."""
 
     version: Seen[str]
@@ -165,8 +155,7 @@ class UserSpace:
     """The key of the configuration that names the place; empty if the agent searched for the files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Driver:
+class Driver(Struct, frozen=True):
     """One vendor's kernel driver and user space, as far as each could be observed."""
 
     module_version: Seen[str]
@@ -176,8 +165,7 @@ class Driver:
     persistence: Seen[str] = Absent("no persistence daemon")
 
 
-@dataclass(frozen=True, slots=True)
-class VendorFacts:
+class VendorFacts(Struct, frozen=True):
     """All facts about one vendor on this host."""
 
     vendor: str
@@ -196,7 +184,7 @@ UNSTAGED = -1
 """Index of a driver root that is not on disk yet."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
 class StagedRoot:
     """One driver root. In facts, it is complete and on disk."""
 
@@ -204,14 +192,13 @@ class StagedRoot:
     vendor: str
     version: str
     files: tuple[Library, ...]
-    place: str = field(default="", compare=False)
+    place: str = dataclasses.field(default="", compare=False)
     """Name of the place on the host from which the files were copied; empty if that was not recorded."""
-    hidden: bool = field(default=False, compare=False)
+    hidden: bool = dataclasses.field(default=False, compare=False)
     """The root is not mounted, so machines do not see it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(Struct, frozen=True):
     """A file that the agent may own: its current content, and whether it belongs to the agent."""
 
     content: Seen[bytes]
@@ -219,8 +206,7 @@ class FileState:
     """By the ownership record or, if the record cannot be read, by the file's first line."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True):
     """What the host sees of one machine. The host never follows a path in the machine's root file system."""
 
     name: str
@@ -250,8 +236,7 @@ class MachineFacts:
     report_age: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """Everything that one pass observed on the host."""
 
     architecture: str

@@ -1,7 +1,5 @@
 """Turns an unexpected error in the work for one machine into a fact, so that other machines are not affected. Pure."""
 
-from dataclasses import dataclass
-
 from agent.model.facts import Unseen
 from agent.model.text import one_line
 
@@ -9,8 +7,7 @@ SHOWN = 200
 """Characters of an error that messages show; the log has the traceback."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault(Unseen):
+class Fault(Unseen, frozen=True):
     """An unexpected error, which users neither cause nor fix: a bug, possibly triggered by a hostile machine."""
 
     error: Exception

@@ -1,10 +1,9 @@
 """One fault as `unbounded-agent doctor` describes it."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """A fault with its cause, the evidence for it, and what fixes it."""
 
     cause: str

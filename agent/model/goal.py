@@ -1,7 +1,8 @@
 """The goal, as frozen data. It depends on nothing but the configuration and the facts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.model.facts import DeviceNode, Seen, ServiceDirectory, StagedRoot
 from agent.model.granted import Granted
@@ -10,8 +11,7 @@ from agent.model.live import LiveSettings
 from agent.model.remembered import Remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
@@ -24,8 +24,7 @@ class Share:
     """GPUs kept for other machines, whose work failed with an internal error. The values complete "GPU X is ..."."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriverRoots:
+class DriverRoots(Struct, frozen=True):
     """The driver roots from which a vendor chooses one for a machine."""
 
     staged: tuple[StagedRoot, ...]
@@ -33,8 +32,7 @@ class DriverRoots:
     """Index of the root that the machine's current handoff names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Struct, frozen=True):
     """What one machine gets of one vendor."""
 
     vendor: str
@@ -65,8 +63,7 @@ class Grant:
     """Requested non-GPU devices that are missing, in words. Everything else is granted without them."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedFile:
+class OwnedFile(Struct, frozen=True):
     """A file that only this agent writes."""
 
     path: str
@@ -74,8 +71,7 @@ class OwnedFile:
     mode: int = 0o644
 
 
-@dataclass(frozen=True, slots=True)
-class MachineGoal:
+class MachineGoal(Struct, frozen=True):
     """One machine's files on the host, and the handoff for its machine half."""
 
     name: str
@@ -97,8 +93,7 @@ class MachineGoal:
         return self.granted.generation
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(Struct, frozen=True):
     """Everything that this host should have."""
 
     driver_roots: tuple[StagedRoot, ...]

@@ -1,11 +1,11 @@
 """Facts that decide how GPUs are offered by Dynamic Resource Allocation. Grants do not depend on them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFault:
+class GpuFault(Struct, frozen=True):
     """A fatal error of a GPU, which the driver wrote into the kernel log."""
 
     reason: str
@@ -16,8 +16,7 @@ class GpuFault:
     """Seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Where in the host a GPU is attached."""
 
     numa_node: int = -1
@@ -26,8 +25,7 @@ class Placement:
     """The root complex, such as `pci0000:00`; empty if it is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tainted:
+class Tainted(Struct, frozen=True):
     """A GPU that is detached or being detached. New pods must not get it."""
 
     evict: bool
@@ -36,8 +34,7 @@ class Tainted:
     """When `gpus detach` tainted the GPU, in seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True):
     """What is known about GPUs, by PCI address."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)

@@ -8,9 +8,8 @@ Allocation.
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object
@@ -52,8 +51,7 @@ class Effect(StrEnum):
     """No new pod gets the GPU, and pods that have it are evicted."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GpuStatus:
+class GpuStatus(NamedTuple):
     """One granted GPU."""
 
     pci_address: str
@@ -78,7 +76,7 @@ class GpuStatus:
 
 def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
     """Return the document; the same states give the same bytes."""
-    items = [{**asdict(each), "message": one_line(each.message)[:MESSAGE_LIMIT]} for each in sorted(gpus)]
+    items = [{**each._asdict(), "message": one_line(each.message)[:MESSAGE_LIMIT]} for each in sorted(gpus)]
     return json.dumps({"version": VERSION, "gpus": items}, indent=1).encode() + b"\n"
 
 

@@ -6,7 +6,9 @@ half does not know what the machine has.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from agent.model.device_allow import DeviceAllow
 from agent.model.json_document import accept_version, get, mapping, parse_object, strings
@@ -16,8 +18,7 @@ VERSION = 1
 READ_ONLY, READ_WRITE = "ro:", "rw:"
 
 
-@dataclass(frozen=True, slots=True)
-class LiveSettings:
+class LiveSettings(Struct, frozen=True):
     """In a goal, the settings that a machine should have; in facts, the settings that it has."""
 
     fixed: str

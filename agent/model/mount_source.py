@@ -1,10 +1,9 @@
 """The source of a mount, as the host observes it. Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class MountSource:
+class MountSource(Struct, frozen=True):
     """The source of a mount in the settings, with symbolic links resolved."""
 
     path: str

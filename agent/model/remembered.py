@@ -6,8 +6,9 @@ as for a lost GPU.
 """
 
 import json
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from agent.model.digest import sha256
 from agent.model.errors import DocumentError
@@ -16,8 +17,7 @@ from agent.model.json_document import accept_version, get, objects, parse_object
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RememberedGpu:
+class RememberedGpu(Struct, frozen=True, order=True):
     """One GPU that machines were granted."""
 
     pci_address: str
@@ -35,8 +35,7 @@ class RememberedGpu:
         return f"{self.pci_address} ({names or self.vendor})"
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(Struct, frozen=True):
     """The whole record."""
 
     gpus: tuple[RememberedGpu, ...] = ()
@@ -46,7 +45,7 @@ class Remembered:
 
 def render_remembered(remembered: Remembered) -> bytes:
     """Return the record as JSON."""
-    document = {"version": VERSION, "digest": _digest(remembered), **asdict(remembered)}
+    document = {"version": VERSION, "digest": _digest(remembered), **to_builtins(remembered)}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
@@ -62,7 +61,7 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
 
 def _digest(remembered: Remembered) -> str:
     """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
-    return sha256(json.dumps(asdict(remembered)).encode())
+    return sha256(json.dumps(to_builtins(remembered)).encode())
 
 
 def _gpu(where: str, item: dict[str, Any]) -> RememberedGpu:

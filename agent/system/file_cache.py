@@ -9,8 +9,9 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from agent.system.deadlines import DEVICE_CALL, call_device
 from agent.system.files import System
@@ -27,8 +28,7 @@ Files = dict[Access, State | None]
 """What stat(2) said; None if that is unknown, or if the next change could go unnoticed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(Struct, frozen=True):
     """A result that may be used again."""
 
     key: object
@@ -36,8 +36,7 @@ class _Kept:
     result: Any
 
 
-@dataclass(slots=True)
-class FileCache:
+class FileCache(Struct):
     """The last result of each observation, by name."""
 
     clock: Callable[[], float] = time.time

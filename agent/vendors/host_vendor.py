@@ -5,7 +5,8 @@ All methods are pure, except `observe` and `driver_for_pods`, which read but nev
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.config.settings import DriverSettings, MachineSettings
 from agent.model.cluster import Cluster
@@ -18,8 +19,7 @@ from agent.system.file_cache import FileCache
 from agent.system.files import System
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(Struct, frozen=True):
     """What each pass reads once for all vendors. Each vendor selects what concerns its own GPUs."""
 
     system: System
@@ -41,8 +41,7 @@ class Sources:
     """Results of earlier passes, for observations of many files that seldom change."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriverForPods:
+class DriverForPods(Struct, frozen=True):
     """The user space of a driver that machines on this host get."""
 
     vendor: str
@@ -53,8 +52,7 @@ class DriverForPods:
     """Why the versions are unknown; empty if they are known."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuError:
+class GpuError(Struct, frozen=True):
     """An error of one GPU that its driver wrote into the kernel log."""
 
     pci_address: str

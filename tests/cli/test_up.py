@@ -1,10 +1,10 @@
 """From a bare host to a node and back: `up`, what it does when it is repeated, and `reset`."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -236,7 +236,7 @@ def test_a_record_of_an_older_release_lacks_newer_settings(host: NodeHost, capsy
     record = NODE_RECORDS.read(record_paths(MACHINE), host)
     assert isinstance(record, NodeRecord)
     older = {key: value for key, value in record.settings.items() if not key.endswith("_version")}
-    NODE_RECORDS.write(record_paths(MACHINE), replace(record, settings=older), host)
+    NODE_RECORDS.write(record_paths(MACHINE), dataclasses.replace(record, settings=older), host)
     assert run(host, binaries=binaries) == 0
     assert "was made with other settings" not in capsys.readouterr().err
 

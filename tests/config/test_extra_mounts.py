@@ -1,9 +1,9 @@
 """Directories and files of the host in a machine, from the settings to the machine's start."""
 
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from agent.config.mounts import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS

@@ -4,7 +4,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -122,7 +121,7 @@ def test_pods_are_evicted_from_a_gpu_that_is_taken_by_force(
     assert asked() == 0
     # A new pod would get the GPU at once if the API server did not know of the taint.
     api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if "/resourceslices" in path else None
-    joined.change(replace(taint, effect=Effect.NO_EXECUTE))
+    joined.change(taint._replace(effect=Effect.NO_EXECUTE))
     until("the status says so", lambda: joined.status.reason == Reason.REFUSED)
     assert asked() == 0
     api.answer = None

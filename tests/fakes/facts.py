@@ -1,6 +1,6 @@
 """A small host as facts, for tests of pure functions."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow

@@ -15,10 +15,11 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from agent.host.daemon.http.metrics import TEXT
 from agent.model.actions import Done

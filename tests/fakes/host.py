@@ -8,8 +8,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from agent.model.device import DeviceNumber
 from agent.model.errors import BusAnswerError, BusError

@@ -10,9 +10,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from agent.config.last_good import Loaded, load_or_last_good
 from agent.host.daemon import loop

@@ -3,13 +3,14 @@
 The host is the one of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
 """
 
+import dataclasses
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
 from agent.config.settings import Config, MachineSettings
@@ -323,7 +324,7 @@ def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) ->
     driver = replace(vendor.driver, module_version=module, user_space=UserSpace(NEWER, NEW.files))
     found = facts(replace(vendor, driver=driver))
     fields = {"unit_state": "active", "handed_roots": (), **machine}
-    running = replace(found.machines[0], **fields)  # type: ignore[arg-type]
+    running = replace(found.machines[0], **fields)
     next_index = max((root.index for root in staged), default=-1) + 1
     return replace(found, machines=(running,), staged=staged, next_driver_root_index=next_index)
 
@@ -368,13 +369,15 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
     files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
     vendor = nvidia()
     assert vendor.driver is not None
-    user_space = replace(vendor.driver.user_space, files=files, **found_in)  # type: ignore[arg-type]
+    user_space = replace(vendor.driver.user_space, files=files, **found_in)
     host_driver = replace(vendor.driver, user_space=user_space)
     found = replace(with_handoff(seen(kept), kept), vendors=(replace(vendor, driver=host_driver),))
     goal = plan(CONFIG, found).goal
     assert goal.waiting_roots == ()
     new = StagedRoot(1, "nvidia", VERSION, files)
-    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (replace(new, index=1),), "it is spoiled"
+    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (dataclasses.replace(new, index=1),), (
+        "it is spoiled"
+    )
     assert goal.driver_roots in ((kept,), (new,))
     return goal.driver_roots
 
@@ -421,7 +424,7 @@ def test_new_files_in_the_same_place_are_used_unless_untrusted(
 
 def test_on_a_host_that_booted_without_the_module_the_newest_is_used() -> None:
     assert plan(CONFIG, seen(OLD, NEW, module=Absent("not loaded"))).goal.driver_roots == (NEW,)
-    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (replace(NEW, index=0),)
+    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (dataclasses.replace(NEW, index=0),)
 
 
 @pytest.mark.parametrize("module", [VERSION, NEWER])

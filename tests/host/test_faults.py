@@ -1,11 +1,11 @@
 """Even an unexpected error in one machine's work affects only that machine: the others continue."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.apply.steps import apply

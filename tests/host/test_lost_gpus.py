@@ -2,12 +2,12 @@
 
 import errno
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent.cli.detach import attach, detach
 from agent.cli.doctor.machines import diagnose

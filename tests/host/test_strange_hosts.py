@@ -1,10 +1,10 @@
 """Text of drivers goes only where it belongs, and what disappears for a while, or during a pass, is kept."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
 from agent.host.outcome import Outcome

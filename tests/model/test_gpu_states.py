@@ -1,7 +1,6 @@
 """The document with the states of a machine's GPUs."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def test_a_document_is_read_back_in_one_order() -> None:
 
 
 def test_an_older_document_shares_no_gpu() -> None:
-    content = json.loads(render_gpu_states([replace(WELL, shared=True)]))
+    content = json.loads(render_gpu_states([WELL._replace(shared=True)]))
     assert parse_gpu_states(json.dumps(content).encode())[WELL.pci_address].shared
     del content["gpus"][0]["shared"]
     assert parse_gpu_states(json.dumps(content).encode()) == {WELL.pci_address: WELL}

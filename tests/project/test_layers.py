@@ -82,6 +82,17 @@ DOORS = {"system/opening.py", "system/root_writer.py", "machine/devices/open_nod
 """Modules that may open files. One writes into the root file systems of images, which have directories and links of
 anybody; one opens device nodes to test them, in a child that may hang."""
 
+DATA_CLASSES = {
+    # pydantic reads and writes them.
+    *("model/as_found.py", "model/granted.py", "model/network.py", "model/node.py", "host/provision/record.py"),
+    *("host/observe/same_content.py", "host/state/owned_files.py"),
+    # Some fields are not compared, not shown or not arguments.
+    *("model/facts.py", "system/https.py", "host/daemon/wakeups/poller.py"),
+    # A program in the machine, which has no msgspec.
+    "vendors/dra_vendor.py",
+}
+"""Modules with data classes, besides agent.dra. Making one takes most of a millisecond at each start."""
+
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
@@ -157,6 +168,14 @@ def test_imports_point_one_way(path: Path) -> None:
         for module in sorted(imports(path))
         if module.startswith("agent.") and not is_allowed(relative_name(path), module)
     ] == []
+
+
+def test_values_are_structs_or_named_tuples() -> None:
+    """Structs on the host, and named tuples in what a machine loads, except where only a data class will do."""
+    found = {
+        relative_name(each) for each in modules() if re.search(r"^@(\w+\.)?dataclass", each.read_text(), re.MULTILINE)
+    }
+    assert {each for each in found if not each.startswith("dra/")} == DATA_CLASSES
 
 
 @pytest.mark.parametrize(

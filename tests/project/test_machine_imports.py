@@ -26,7 +26,7 @@ def loaded(package: str) -> set[str]:
 
 @pytest.mark.processes
 def test_the_setup_at_boot_loads_no_data_classes() -> None:
-    """They took a quarter of a run that changes nothing: the module loads `inspect`, and each class compiles methods."""
+    """They took a quarter of a run that changes nothing: the module loads `inspect`, and each class compiles code."""
     assert "dataclasses" not in loaded("agent.machine")
 
 

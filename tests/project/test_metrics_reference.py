@@ -1,9 +1,9 @@
 """docs/metrics.md has what the service exports, which stays small."""
 
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.host.daemon.http.metrics import TEXT

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
@@ -31,8 +32,7 @@ RELEASE = "/proc/sys/kernel/osrelease"
 MODULES = "/sys/module"
 
 
-@dataclass(frozen=True, slots=True)
-class HostDiagnosis:
+class HostDiagnosis(Struct, frozen=True):
     """The findings of the host itself."""
 
     findings: tuple[Finding, ...] = ()

@@ -1,7 +1,8 @@
 """Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.cli.doctor.remedies import REMARKS, remedy
 from agent.cli.summary import causes
@@ -24,8 +25,7 @@ NOTABLE = frozenset(
 """Reasons of True conditions that still call for an action. They are listed, but are not faults."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFinding:
+class MachineFinding(Struct, frozen=True):
     """One fault of a machine, or something to do although the conditions are True, with the conditions that show it."""
 
     conditions: tuple[ConditionType, ...]
@@ -43,8 +43,7 @@ class MachineFinding:
         return self.status is not Status.TRUE and any(each not in NOT_NEEDED_FOR_READY for each in self.conditions)
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """The findings of one machine."""
 
     machine: str
@@ -53,8 +52,7 @@ class Diagnosis:
     """In the order in which a machine becomes ready, because the first may be the cause of the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(Struct, frozen=True):
     """The facts on which the symptoms and commands for a machine's faults depend."""
 
     vendors: tuple[VendorFacts, ...] = ()

@@ -2,7 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+
+from msgspec import Struct, to_builtins
 
 from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import Diagnosis, MachineFinding
@@ -15,8 +16,7 @@ from agent.vendors.host_vendor import DriverForPods
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterDiagnosis:
+class ClusterDiagnosis(Struct, frozen=True):
     """The findings of a cluster."""
 
     findings: tuple[Finding, ...] = ()
@@ -24,8 +24,7 @@ class ClusterDiagnosis:
     """Sentences on what could not be read, for example because the kubeconfig's user may not read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """Everything that `doctor` found."""
 
     machines: tuple[Diagnosis, ...]
@@ -111,9 +110,9 @@ def as_object(report: Report) -> dict[str, object]:
     cluster = report.cluster
     return {
         "sound": report.sound,
-        "host": [asdict(each) for each in report.host.findings],
+        "host": [to_builtins(each) for each in report.host.findings],
         "notes": report.host.remarks,
-        "drivers": [asdict(each) for each in report.host.drivers],
+        "drivers": [to_builtins(each) for each in report.host.drivers],
         "image": report.host.image,
         "machines": {
             each.machine: {
@@ -125,7 +124,7 @@ def as_object(report: Report) -> dict[str, object]:
         },
         "cluster": None
         if cluster is None
-        else {"findings": [asdict(each) for each in cluster.findings], "unknown": cluster.unknown},
+        else {"findings": [to_builtins(each) for each in cluster.findings], "unknown": cluster.unknown},
     }
 
 

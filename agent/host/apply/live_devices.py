@@ -4,7 +4,8 @@ The calls go to systemd and systemd-machined over D-Bus: starting systemctl or m
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agent.model.actions import ChangeDevices
 from agent.model.device_allow import DeviceAllow

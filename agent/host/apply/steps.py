@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import assert_never
+
+from msgspec import Struct
 
 from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, clear, make_way, protect, remove_root, stage
 from agent.host.apply.live_devices import change_devices
@@ -30,8 +31,7 @@ from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_PENDING, RUNTIME_PRO
 from agent.system.files import System
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(Struct, frozen=True):
     """The results of the steps."""
 
     done: tuple[Action, ...]

@@ -8,8 +8,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from agent.config.last_good import Loaded
 from agent.host.daemon.event_log import EventLog
@@ -56,8 +57,7 @@ class Passes(Protocol):
     def run_pass(self) -> Outcome: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Intervals and limits in seconds."""
 
     interval: float = 60.0

@@ -1,11 +1,11 @@
 """Computes how long ago files changed, even if the wall clock is set in between."""
 
 import time
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(frozen=True, slots=True)
-class _Observation:
+class _Observation(Struct, frozen=True):
     ctime: float
     """The file's change time by the wall clock, which may have been set since."""
     changed_at: float
@@ -14,8 +14,7 @@ class _Observation:
     """The time of the last observation, by CLOCK_BOOTTIME."""
 
 
-@dataclass(slots=True)
-class Ages:
+class Ages(Struct):
     """Remembers the change times that this process saw, so that setting the wall clock can hardly distort an age.
 
     The first age of a file depends on the wall clock alone. If the change time later differs from the one that was

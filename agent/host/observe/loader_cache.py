@@ -1,7 +1,8 @@
 """Reads the dynamic loader's cache with `ldconfig -p` (glibc, elf/cache.c)."""
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.model.device import FileIdentity
 from agent.model.errors import CommandError
@@ -20,8 +21,7 @@ ARCHITECTURES = {"x86-64": "x86_64", "AArch64": "aarch64"}
 """Architectures by the second tag in a line. Lines for i386 have no such tag. No other tag (x32 ...) is supported."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True):
     """The output of `ldconfig -p`. The order matters: the loader takes the first entry of a soname."""
 
     entries: tuple[CacheEntry, ...]

@@ -1,9 +1,9 @@
 """Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Struct, field
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from agent.model.conditions import Condition, ConditionType, Status
@@ -16,8 +16,7 @@ from agent.model.text import printable
 H = TypeVar("H", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """The machine half's report on one generation of the handoff."""
 
     generation: str

@@ -1,14 +1,13 @@
 """What the host half remembers of its observations from one pass to the next."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from agent.host.observe.ages import Ages
 from agent.host.observe.loader_cache import LoaderCache
 from agent.system.file_cache import FileCache
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Struct, frozen=True):
     """Results that stay right while the files that they came from are unchanged, and the ages of files."""
 
     loader_cache: LoaderCache = field(default_factory=LoaderCache)

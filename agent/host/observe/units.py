@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
@@ -24,8 +26,7 @@ UNIT_DIRECTORIES = (
 left out, because they never contain templates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Struct, frozen=True):
     """The current state of one unit."""
 
     state: Seen[str]

@@ -1,7 +1,8 @@
 """Compares facts with the goal: returns ordered steps, and the reasons why some are not possible. Pure."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.host.plan.driver_roots import collect, protect, publish, record_handed
 from agent.host.plan.goal import Plan
@@ -16,8 +17,7 @@ from agent.model.goal import MachineGoal, OwnedFile
 from agent.model.paths import STATE, UNIT_SETTINGS, device_allow_drop_in, granted_file, machine_files
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
+class Acknowledged(Struct, frozen=True):
     """What the machines' reports confirm, or what their silence permits."""
 
     released: Set[str] = frozenset()
@@ -30,8 +30,7 @@ class Acknowledged:
     """When the reports were read, in seconds of CLOCK_BOOTTIME."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """Steps in the order of execution, and the machines whose files must not be written."""
 
     actions: tuple[Action, ...]
@@ -43,8 +42,7 @@ class Difference:
     gets all its steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
+class _Steps(Struct, frozen=True):
     """The steps for one machine."""
 
     running: list[ChangeDevices]

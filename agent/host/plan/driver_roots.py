@@ -4,7 +4,8 @@ Roots that are no longer used are removed. Roots that are plain directories are 
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agent.host.state.driver_roots import render_handed
 from agent.model.actions import (

@@ -1,8 +1,11 @@
 """Plans the goal, from configuration and facts alone. Pure: the same facts in any order give the same bytes."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.before_start import CONFIGURED
@@ -25,8 +28,7 @@ from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """The goal, and the machines for which there is none, each with the reason."""
 
     goal: Goal
@@ -124,8 +126,8 @@ class _Roots:
             return None
         if root.index == UNSTAGED:
             assigned = [*self.wanted, *self.waiting]
-            same = [each for each in assigned if replace(each, index=UNSTAGED) == root]
-            root = same[0] if same else replace(root, index=self.next_index)
+            same = [each for each in assigned if dataclasses.replace(each, index=UNSTAGED) == root]
+            root = same[0] if same else dataclasses.replace(root, index=self.next_index)
             self.next_index = max(self.next_index, root.index + 1)
         if root not in roots:
             roots.append(root)

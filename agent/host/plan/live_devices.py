@@ -1,7 +1,8 @@
 """Plans changes to a machine's devices while it runs. Pure."""
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agent.host.plan.unit_drop_in import node_by_number
 from agent.model.actions import ChangeDevices

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.config.mounts import ExtraMount
 from agent.config.settings import MachineSettings
@@ -14,8 +15,7 @@ BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
 """The source in such a key's value: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mounts:
+class Mounts(Struct, frozen=True):
     """The mounts of one machine from its next start on."""
 
     possible: tuple[ExtraMount, ...] = ()

@@ -1,6 +1,7 @@
 """Selects the GPUs, of any vendor, that a machine's settings request. Pure."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.host.vendors import host_vendor, rank
 from agent.model.facts import Gpu, VendorFacts
@@ -8,8 +9,7 @@ from agent.model.goal import Share
 from agent.model.pci_address import PCI_ADDRESS
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """The selected GPUs of all vendors."""
 
     gpus: tuple[Gpu, ...]

@@ -6,7 +6,8 @@ does not say with which settings the machine started.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agent.host.plan.goal import Plan
 from agent.host.plan.nspawn import escape

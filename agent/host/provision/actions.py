@@ -1,7 +1,8 @@
 """Steps of `up` and `reset`. Data only: `agent.host.provision.apply` runs them, and prints them first."""
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from agent.host.provision.record import NodeRecord
 from agent.model.as_found import AsFound
@@ -10,8 +11,7 @@ from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, Node
 from agent.model.paths import machine_root, machine_unit
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHost:
+class RecordHost(Struct, frozen=True):
     """Record the host as it was found, before anything changes it."""
 
     found: AsFound
@@ -20,8 +20,7 @@ class RecordHost:
         return "record the host as it was found"
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeHost:
+class ChangeHost(Struct, frozen=True):
     """Set the host's kernel parameters, modules, swap and files."""
 
     goal: HostSettings
@@ -31,8 +30,7 @@ class ChangeHost:
         return "change the host's settings for the kubelet"
 
 
-@dataclass(frozen=True, slots=True)
-class StageRoot:
+class StageRoot(Struct, frozen=True):
     """Pull the image and unpack it into a directory that is not a machine yet."""
 
     image: NodeImage
@@ -42,8 +40,7 @@ class StageRoot:
         return f"pull and unpack {self.image.name} ({self.image.size / 1e6:.0f} MB compressed)"
 
 
-@dataclass(frozen=True, slots=True)
-class FetchBinaries:
+class FetchBinaries(Struct, frozen=True):
     """Download the node's programs, or take them from the offline bundle, and verify them."""
 
     binaries: tuple[NodeBinary, ...]
@@ -52,8 +49,7 @@ class FetchBinaries:
         return f"fetch {', '.join(each.name for each in self.binaries)}"
 
 
-@dataclass(frozen=True, slots=True)
-class FillRoot:
+class FillRoot(Struct, frozen=True):
     """Put programs and files into the unpacked root file system, which first gets the name `staged`."""
 
     unpacked: str
@@ -66,8 +62,7 @@ class FillRoot:
         return f"put {programs} and {len(self.files)} files into the root file system"
 
 
-@dataclass(frozen=True, slots=True)
-class StopMachine:
+class StopMachine(Struct, frozen=True):
     """Stop a machine, and wait until it has stopped."""
 
     machine: str
@@ -76,8 +71,7 @@ class StopMachine:
         return f"stop machine {self.machine}"
 
 
-@dataclass(frozen=True, slots=True)
-class PublishRoot:
+class PublishRoot(Struct, frozen=True):
     """Record the node, and give the complete root file system its name."""
 
     machine: str
@@ -88,8 +82,7 @@ class PublishRoot:
         return f"make {machine_root(self.machine)} from the complete root file system"
 
 
-@dataclass(frozen=True, slots=True)
-class GiveToken:
+class GiveToken(Struct, frozen=True):
     """Give a bootstrap token to a machine that has not joined its cluster. It replaces an earlier token."""
 
     machine: str
@@ -100,8 +93,7 @@ class GiveToken:
         return f"give machine {self.machine} the bootstrap token of {self.where}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveTree:
+class RemoveTree(Struct, frozen=True):
     """Remove a root file system that is not a machine yet, or no longer is one."""
 
     path: str
@@ -110,8 +102,7 @@ class RemoveTree:
         return f"remove {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveRoot:
+class RemoveRoot(Struct, frozen=True):
     """Remove a machine's root file system. It stops being a machine at once."""
 
     machine: str
@@ -120,8 +111,7 @@ class RemoveRoot:
         return f"remove {machine_root(self.machine)}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveEmptyDirectory:
+class RemoveEmptyDirectory(Struct, frozen=True):
     """Remove a directory that was made for a file, unless others have put files there."""
 
     path: str
@@ -130,16 +120,14 @@ class RemoveEmptyDirectory:
         return f"remove {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveDriverRoots:
+class RemoveDriverRoots(Struct, frozen=True):
     """Remove all staged drivers, which no machine needs any longer."""
 
     def describe(self) -> str:
         return "remove the staged drivers"
 
 
-@dataclass(frozen=True, slots=True)
-class EnableUnit:
+class EnableUnit(Struct, frozen=True):
     """Let the host start a unit at each boot, even without the agent."""
 
     unit: str
@@ -148,8 +136,7 @@ class EnableUnit:
         return f"enable {self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class DisableUnit:
+class DisableUnit(Struct, frozen=True):
     """Undo EnableUnit."""
 
     unit: str
@@ -158,8 +145,7 @@ class DisableUnit:
         return f"disable {self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetNode:
+class ForgetNode(Struct, frozen=True):
     """Remove the agent's state of a machine. The record of the node is removed last."""
 
     machine: str
@@ -168,8 +154,7 @@ class ForgetNode:
         return f"remove the agent's state of machine {self.machine}"
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreHost:
+class RestoreHost(Struct, frozen=True):
     """Set the host's settings back to what they were."""
 
     found: HostState
@@ -179,8 +164,7 @@ class RestoreHost:
         return "restore the host's settings"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveLeftover:
+class RemoveLeftover(Struct, frozen=True):
     """Remove what pods' networking left in the host's network."""
 
     leftover: Leftover
@@ -189,8 +173,7 @@ class RemoveLeftover:
         return f"remove {self.leftover.describe()}"
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetHost:
+class ForgetHost(Struct, frozen=True):
     """Remove the cache of fetched programs, then the record of the host as it was found."""
 
     def describe(self) -> str:

@@ -1,11 +1,13 @@
 """Runs the steps of `up` and `reset`. Wherever a step was interrupted, the same command can be run again."""
 
+import dataclasses
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
+
+from msgspec import Struct
 
 from agent.config.node import ImageSettings
 from agent.host.apply.bootstrap_token import give_token
@@ -74,8 +76,7 @@ UNIT_LIMIT = 60.0
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+class Tools(Struct, frozen=True):
     """What the steps use to do their work."""
 
     system: System
@@ -215,7 +216,7 @@ def _publish(action: PublishRoot, system: System) -> None:
     inode = system.link_inode(action.staged)
     if inode is None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
-    record = replace(action.record, inode=inode, made=time.time())
+    record = dataclasses.replace(action.record, inode=inode, made=time.time())
     NODE_RECORDS.write(record_paths(action.machine), record, system)
     system.run("sync", "--file-system", system.full_path(action.staged), timeout=SYNC_LIMIT)
     system.rename(action.staged, machine_root(action.machine))

@@ -3,10 +3,10 @@
 The programs of iptables do both, because only they can read their rules in the kernel's nftables.
 """
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 
 from agent.model.errors import CommandError
 from agent.model.network import Chains, Network
@@ -26,7 +26,7 @@ LIMIT = 120.0
 
 def observe_network(network: NetworkSource, system: System) -> Network:
     """Return the host's network, with Kubernetes' chains. Raises OSError."""
-    return replace(network.observe(), chains=observe_chains(system))
+    return dataclasses.replace(network.observe(), chains=observe_chains(system))
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:

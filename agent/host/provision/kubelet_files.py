@@ -6,8 +6,9 @@ is also YAML.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from agent.config.kubernetes_names import split_taint
 from agent.config.node import KubeletSettings, NodeSettings
@@ -27,8 +28,7 @@ UNITS = "/etc/systemd/system"
 JOINED = "unbounded-agent-joined"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInputs:
+class NodeInputs(Struct, frozen=True):
     """What a node's files contain that is not in its settings."""
 
     name: str

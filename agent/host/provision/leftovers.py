@@ -5,7 +5,8 @@ must also be virtual and have a name that CNI plugins or kube-proxy use; other n
 """
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.model.network import Leftover, Network
 
@@ -21,8 +22,7 @@ MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leftovers:
+class Leftovers(Struct, frozen=True):
     """What is new in the host's network."""
 
     remove: tuple[Leftover, ...]

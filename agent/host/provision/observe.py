@@ -2,7 +2,8 @@
 
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.host.observe.joined import observe_joined
 from agent.host.provision.actions import boot_units
@@ -20,8 +21,7 @@ WANTED_BY = {"machines.target": "multi-user.target"}
 COPY = ".copy.json"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(Struct, frozen=True):
     """One machine that `up` makes."""
 
     machine: str

@@ -3,7 +3,8 @@
 import hashlib
 import posixpath
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.host.provision.actions import (
     Action,
@@ -36,8 +37,7 @@ from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, Node
 from agent.model.paths import AS_FOUND, machine_root, machine_unit, node_record, staged_root, unit_drop_in
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(Struct, frozen=True):
     """What `up` and `reset` need to know of the host."""
 
     state: HostState
@@ -50,8 +50,7 @@ class HostFacts:
     """Machines that have a record; for `reset`, without the one that is removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RootGoal:
+class RootGoal(Struct, frozen=True):
     """What a root file system is made from."""
 
     image: NodeImage
@@ -62,8 +61,7 @@ class RootGoal:
     """Where the bootstrap token is; empty if the node joins without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class RootSteps:
+class RootSteps(Struct, frozen=True):
     """The steps that make a root file system."""
 
     first: tuple[Action, ...]

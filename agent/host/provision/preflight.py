@@ -7,7 +7,8 @@ that need what it checked: without a token, for example, the API server is not a
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.config.node import NodeSettings
 from agent.host.provision.binaries import check_source
@@ -44,8 +45,7 @@ PROGRAMS = {
 """Programs that `up` needs, each with the package of Debian and Ubuntu that contains it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Struct, frozen=True):
     """The result of one check."""
 
     name: str

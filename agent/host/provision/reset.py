@@ -1,7 +1,8 @@
 """Removes a node from the host, and with the last node restores the host as it was found before the first one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.host.observe.units import observe_units
 from agent.host.provision.actions import Action, RemoveDriverRoots
@@ -25,8 +26,7 @@ from agent.system.network import NetworkSource
 NO_STATE = HostState({}, {}, (), {})
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True):
     """What `reset` did."""
 
     node: str
@@ -41,8 +41,7 @@ class Ending:
     """Other nodes of the host, for which it keeps its settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(Struct, frozen=True):
     """Removes one machine."""
 
     machine: str

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
@@ -40,8 +42,7 @@ from agent.system.https import ask
 from agent.system.network import NetworkSource
 
 
-@dataclass(frozen=True, slots=True)
-class NodeWork:
+class NodeWork(Struct, frozen=True):
     """What `up` has to do for one node."""
 
     machine: str
@@ -58,8 +59,7 @@ class NodeWork:
     remarks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """What `up` has to do on the host."""
 
     checks: tuple[Check, ...]
@@ -85,8 +85,7 @@ class Work:
         return tuple(remark for node in self.nodes for remark in node.remarks)
 
 
-@dataclass(frozen=True, slots=True)
-class Provisioner:
+class Provisioner(Struct, frozen=True):
     """Makes nodes on a host."""
 
     config: Config

@@ -7,8 +7,8 @@ configuration.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from msgspec import Struct, field
 from pydantic import BaseModel, ConfigDict
 
 from agent.host.state.record import Record
@@ -35,8 +35,7 @@ class _Note(BaseModel):
 _RECORD = Record(dict[str, _Note])
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True):
     """What the record says, by PCI address."""
 
     gpus: frozenset[str] = frozenset()

@@ -4,9 +4,9 @@ Unknown keys are ignored: another release may have written the file, before an u
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Annotated
 
+from msgspec.structs import asdict
 from pydantic import BaseModel, Field
 
 from agent.host.state.record import Record

@@ -1,7 +1,8 @@
 """Lists the host's GPUs with their states, for commands, metrics and pages; docs/json.md describes the states. Pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.host.vendors import host_vendor
 from agent.model.facts import Facts, Gpu, VendorFacts
@@ -10,8 +11,7 @@ from agent.model.remembered import Remembered
 LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class ListedGpu:
+class ListedGpu(Struct, frozen=True):
     """One GPU on the PCI bus, or one that machines have lost."""
 
     pci_address: str

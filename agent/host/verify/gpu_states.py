@@ -1,7 +1,6 @@
 """Evaluates the state of each GPU of a machine, for its offer by Dynamic Resource Allocation. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from agent.model.facts import Facts, Gpu, Seen
 from agent.model.goal import MachineGoal
@@ -25,7 +24,7 @@ def gpu_states(
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = sorted({address for grant in goal.grants for address in (*grant.gpus, *grant.detached)})
     states = [_state(present[address], facts.gpus) for address in addresses if address in present]
-    return tuple(sorted(replace(each, shared=shared) for each in (*states, *_lost(goal, remembered))))
+    return tuple(sorted(each._replace(shared=shared) for each in (*states, *_lost(goal, remembered))))
 
 
 def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:

@@ -7,8 +7,7 @@ reboot.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.device import DeviceKind, DeviceNumber, dri_link
 from agent.model.errors import DocumentError
@@ -26,8 +25,7 @@ OTHER_GROUP = "render"
 """The group of all other nodes: render nodes and /dev/kfd. Both groups are as in systemd's 50-udev-default.rules."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineState:
+class MachineState(NamedTuple):
     """The state of the machine on which a specification depends."""
 
     live: Mapping[str, DeviceNumber]

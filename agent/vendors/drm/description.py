@@ -1,14 +1,13 @@
 """Describes how a vendor's GPUs are recognised on the host. Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from agent.model.device import DeviceKind
 from agent.model.facts import PciDevice
 from agent.model.pci_classes import DISPLAY
 
 
-@dataclass(frozen=True, slots=True)
-class SharedNode:
+class SharedNode(Struct, frozen=True):
     """A node that all GPUs of the vendor share."""
 
     path: str
@@ -19,8 +18,7 @@ class SharedNode:
     """What does not work without the node, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Struct, frozen=True):
     """One vendor."""
 
     name: str

@@ -5,8 +5,9 @@ Fixed numbers are from include/linux/miscdevice.h, the others from /proc/misc or
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Broken, DeviceNode, Unseen
@@ -21,8 +22,7 @@ GPU_DRIVERS = ("nvidia*", "drm", "kfd")
 """Patterns (fnmatch) of GPU drivers' names in /proc/devices. Nodes of these drivers cannot be requested by path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """Describes the nodes of one driver. Exactly one of `minor`, `misc` and `registered` is set."""
 
     pattern: re.Pattern[str]
@@ -36,8 +36,7 @@ class Rule:
     directory: str = "/dev"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceClass:
+class DeviceClass(Struct, frozen=True):
     """The devices that one name in the setting `devices` stands for."""
 
     kind: DeviceKind

@@ -6,7 +6,6 @@ The manifests are those of Kubernetes' example driver and our own examples.
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def offer(
     """Let these devices be verified and healthy, and wait until they are offered."""
     addresses = sorted({each.pci_address for each in devices})
     if vendor == "nvidia":
-        node.machine.states(replace(healthy(each), shared=shared) for each in addresses)
+        node.machine.states(healthy(each)._replace(shared=shared) for each in addresses)
     else:
         node.machine.states(GpuStatus(each, vendor, GpuState.HEALTHY, kernel_driver=driver) for each in addresses)
     node.machine.allocate(devices, vendor)
@@ -212,7 +211,7 @@ def test_a_gpu_that_is_no_longer_shared_goes_to_one_claim_after_the_others(node:
 
 def share(node: Offering, address: str) -> None:
     """Let pods share this GPU, which is the only one."""
-    node.machine.states([replace(healthy(address), shared=True)])
+    node.machine.states([healthy(address)._replace(shared=True)])
     until("the slice says so", lambda: SHARED in str(listed(node.cluster, "resourceslices")))
 
 

@@ -8,7 +8,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,7 @@ def test_an_intel_gpu_without_a_driver_does_not_keep_pods_from_the_others(
 ) -> None:
     """The class selects by the kernel driver's name, which such a GPU does not have."""
     first, second = (GpuStatus(each, "intel", GpuState.HEALTHY) for each in GPUS[:2])
-    machine.states([first, replace(second, kernel_driver="xe")])
+    machine.states([first, second._replace(kernel_driver="xe")])
     machine.allocate((AllocatableDevice(each, (f"intel.com/gpu={each}",)) for each in GPUS[:2]), vendor="intel")
     until("Intel's GPUs are offered", lambda: [of_vendor(each) for each in offered(cluster).values()] == ["intel"] * 2)
     create(cluster, by_resource("xe", "gpu.intel.com/xe"), by_resource("i915", "gpu.intel.com/i915"))

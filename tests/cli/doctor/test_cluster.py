@@ -2,10 +2,10 @@
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.doctor.cluster import read_cluster
 from agent.cli.doctor.cluster_symptoms import findings
@@ -84,7 +84,7 @@ def changed(item: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
 
 
 def cluster(*pods: dict[str, Any], node: dict[str, Any] = NODE, **others: object) -> Cluster:
-    return replace(Cluster(nodes=(node,), pods=pods or (PLUGIN, POD), now=NOW), **others)  # type: ignore[arg-type]
+    return replace(Cluster(nodes=(node,), pods=pods or (PLUGIN, POD), now=NOW), **others)
 
 
 def only(found: Cluster) -> Finding:

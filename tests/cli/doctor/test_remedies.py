@@ -1,9 +1,9 @@
 """Every fault comes with the command that fixes it, and with no command of another vendor."""
 
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.doctor.machines import Environment, diagnose, environment_of
 from agent.cli.doctor.remedies import REMEDIES, remedy

@@ -5,10 +5,10 @@ Simulated: PID 1, its mounts and the kernel's table of them (tests/fakes/host.py
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.doctor.host import SERVICE, diagnose_host
 from agent.config.settings import Config

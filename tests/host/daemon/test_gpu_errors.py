@@ -7,10 +7,10 @@ import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config.settings import MachineSettings
 from agent.host.daemon.gpu_errors import GpuErrors

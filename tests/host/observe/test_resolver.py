@@ -1,8 +1,7 @@
 """A node's DNS servers are such that its pods can reach them."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.observe.resolver import RESOLV_CONF, STUB, UPLINK, uses_stub_resolver

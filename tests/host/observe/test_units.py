@@ -1,9 +1,9 @@
 """systemd's answers, and the installed unit template (tests/data/units has those of Debian 12 and 13)."""
 
 import os
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.observe.units import (
     Unit,

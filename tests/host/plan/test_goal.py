@@ -4,12 +4,12 @@ import hashlib
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.units import parse_device_allow

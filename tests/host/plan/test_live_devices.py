@@ -1,12 +1,12 @@
 """Changing the devices of a running machine."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.apply.live_devices import change_devices

@@ -1,11 +1,11 @@
 """Several machines on one host, each with its own GPUs."""
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.goal import plan

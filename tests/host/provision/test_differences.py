@@ -1,6 +1,6 @@
 """What differs from the host as it was found."""
 
-from dataclasses import replace
+import dataclasses
 
 from agent.host.provision.differences import since_found
 from agent.model.node import FoundFile, HostState
@@ -26,6 +26,9 @@ def test_each_difference_is_a_sentence() -> None:
 def test_modules_that_were_loaded_and_their_parameters_may_stay() -> None:
     sysctls = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}
     assert (
-        since_found(FOUND.host, replace(FOUND.host, sysctls=sysctls, modules={"overlay": True, "br_netfilter": True}))
+        since_found(
+            FOUND.host,
+            dataclasses.replace(FOUND.host, sysctls=sysctls, modules={"overlay": True, "br_netfilter": True}),
+        )
         == ()
     )

@@ -1,9 +1,10 @@
 """The steps of up and reset follow from what is there: nothing foreign is touched, nothing unknown is guessed."""
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.provision.actions import (
     ChangeHost,
@@ -81,7 +82,10 @@ def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
         assert steps.parallel == (FetchBinaries(BINARIES),)
 
 
-@pytest.mark.parametrize("other", [{"binaries": ()}, {"files": ()}, {"binaries": (replace(BINARIES[0], sha256="c3"),)}])
+OTHER_BINARY = dataclasses.replace(BINARIES[0], sha256="c3")
+
+
+@pytest.mark.parametrize("other", [{"binaries": ()}, {"files": ()}, {"binaries": (OTHER_BINARY,)}])
 def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) -> None:
     """Filling only adds programs and files: those of the earlier settings would stay."""
     filled = filled_by(replace(GOAL, **other))
@@ -128,7 +132,7 @@ def test_the_host_is_recorded_before_it_changes() -> None:
     steps = plan_host(SETTINGS, facts, 5.0, changes=True)
     assert not isinstance(steps, Problem)
     record, change = steps
-    assert record == RecordHost(replace(FOUND, recorded=5.0))
+    assert record == RecordHost(dataclasses.replace(FOUND, recorded=5.0))
     assert change == ChangeHost(SETTINGS, FOUND.host)
 
 

@@ -1,9 +1,9 @@
 """Intel's and AMD's GPUs on synthetic hosts: whose a DRM node is, who gets it, and what is reported as missing."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.holders import gpu_nodes, why_unknown
 from agent.config.settings import Config

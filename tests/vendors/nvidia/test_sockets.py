@@ -1,9 +1,9 @@
 """Sockets of the driver's daemons: only if configured, from the host's /run into the machine and the specification."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config.settings import MachineSettings
 from agent.host.apply.live_devices import change_devices

@@ -1,9 +1,9 @@
 """Devices other than GPUs, from the settings to the machine's report; the nodes are listed, and none is real."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from agent.config.settings import Config, MachineSettings

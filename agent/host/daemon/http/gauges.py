@@ -1,9 +1,9 @@
 """Makes Prometheus metrics of the last observation, and of the service's own state."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from platform import python_version
 
+from msgspec import Struct, field
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -14,8 +14,7 @@ from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome, Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """The values that the gauges show."""
 
     version: str

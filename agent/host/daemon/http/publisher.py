@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent import __version__
 from agent.host.daemon.http import health, statusz
@@ -20,8 +21,7 @@ from agent.system.damage import discarded
 from agent.system.deadlines import stuck
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """What the loop knows after a pass."""
 
     machines: tuple[MachineOutcome, ...]

@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from urllib.parse import urlsplit
+
+from msgspec import Struct, field
 
 from agent.host.daemon.http.peers import Peers
 from agent.model.errors import AgentError
@@ -32,8 +33,7 @@ Request = socket.socket | tuple[bytes, socket.socket]
 """The type in which socketserver passes a connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(Struct, frozen=True):
     """A prepared answer."""
 
     status: HTTPStatus
@@ -41,8 +41,7 @@ class Page:
     content_type: str = PLAIN
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Struct, frozen=True):
     """Two sets of all pages, by path. `stale` is served if the loop has not published new pages for too long."""
 
     fresh: Mapping[str, Page] = field(default_factory=dict)
@@ -60,8 +59,7 @@ class Site:
 NO_PAGES = Site()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Time limits in seconds."""
 
     headers: float = 1.0

@@ -5,8 +5,9 @@ The keys may change: programs should read the metrics or `status --json`.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from http import HTTPStatus
+
+from msgspec import Struct, to_builtins
 
 from agent.host.daemon.http.server import Page
 from agent.host.daemon.wakeups.poller import Tally
@@ -19,8 +20,7 @@ PASSES = 20
 """How many passes are remembered: enough for all passes after one event, and some earlier ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """One pass that has ended."""
 
     ended: str
@@ -30,8 +30,7 @@ class Pass:
     failures: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Knowledge:
+class Knowledge(Struct, frozen=True):
     """The state of the service, apart from facts and machines."""
 
     version: str
@@ -53,8 +52,8 @@ def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts 
         "whyNotObserved": knowledge.why_stale,
         "machines": {machine.name: _machine(machine, facts) for machine in machines},
         "facts": _facts(facts) if facts else None,
-        "passes": [asdict(each) for each in reversed(knowledge.passes)],
-        "sources": [asdict(tally) for tally in knowledge.wakeups],
+        "passes": [to_builtins(each) for each in reversed(knowledge.passes)],
+        "sources": [to_builtins(tally) for tally in knowledge.wakeups],
         "stuck": list(knowledge.stuck),
     }
     return Page(HTTPStatus.OK, json.dumps(document, indent=1).encode() + b"\n", "application/json")
@@ -103,7 +102,7 @@ def _vendor(vendor: VendorFacts) -> dict[str, object]:
     driver = vendor.driver
     nodes = vendor.devices if isinstance(vendor.devices, tuple) else ()
     return {
-        "gpus": [asdict(gpu) for gpu in vendor.gpus],
+        "gpus": [to_builtins(gpu) for gpu in vendor.gpus],
         "nodes": {node.path: f"{node.number.major}:{node.number.minor}" for node in nodes} or _plain(vendor.devices),
         "moduleVersion": _plain(driver.module_version) if driver else None,
         "libraryVersion": _plain(driver.user_space.version) if driver else None,

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
+
 from agent.model.text import one_line
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,7 @@ class Interrupt(Protocol):
     def drain(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Settling:
+class Settling(Struct, frozen=True):
     """How long after events a pass begins, in seconds.
 
     One second of events causes at most three passes if the events come without a pause, otherwise at most four.
@@ -71,8 +72,7 @@ class Settling:
     that came after a silence: a change of the host often comes in two steps, such as a device and then its mode."""
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(Struct):
     """The counts of one source, for metrics."""
 
     name: str
@@ -83,8 +83,7 @@ class Tally:
     """How often the source broke, or could not be opened at the start."""
 
 
-@dataclass(slots=True)
-class _Tracked:
+class _Tracked(Struct):
     """A source with its state. Times are by time.monotonic()."""
 
     source: Source

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from agent.model.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
 from agent.model.pci_address import PCI_ADDRESS
@@ -24,8 +25,7 @@ MODEL_LIMIT = 200
 GPUS = "/proc/driver/nvidia/gpus"
 
 
-@dataclass(frozen=True, slots=True)
-class Information:
+class Information(Struct, frozen=True):
     """The content of one GPU's `information` file (nv-procfs.c)."""
 
     model: str = ""
@@ -47,8 +47,7 @@ def parse_information(text: str) -> Information:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GpuList:
+class GpuList(Struct, frozen=True):
     """NVIDIA's GPUs on a host, with any driver or none."""
 
     gpus: tuple[Gpu, ...]

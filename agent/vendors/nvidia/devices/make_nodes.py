@@ -6,7 +6,8 @@ and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modp
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.model.digits import whole_number
 from agent.model.errors import AgentError, ApplyError
@@ -26,8 +27,7 @@ POLL = 0.5
 """Seconds between two checks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """A node that should exist."""
 
     path: str
@@ -37,8 +37,7 @@ class Node:
     """The option with which nvidia-modprobe makes the node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(Struct, frozen=True):
     """The DeviceFile... parameters of the module nvidia. The defaults are the driver's."""
 
     modify: bool = True

@@ -6,7 +6,8 @@ Nodes stay when the driver is unloaded, so a node is used only if its major is r
 import errno
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, DrmDevice, Gpu, IncompletePartition, Seen, Unseen
@@ -21,8 +22,7 @@ from agent.vendors.nvidia.sockets import DIRECTORIES
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """Describes nodes of one kind. Their numbers are from nv-chardev-numbers.h (kernel-open) and nvidia-modprobe."""
 
     kind: DeviceKind
@@ -65,8 +65,7 @@ NODE_DIRECTORIES: tuple[str, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(Struct, frozen=True):
     """The result of observe_devices."""
 
     nodes: Seen[tuple[DeviceNode, ...]]

@@ -1,8 +1,9 @@
 """Finds the driver's files that are not libraries, by the names in `file_groups`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from agent.model.facts import Library
 from agent.system.errnos import NOT_FOUND, UNUSABLE
@@ -27,8 +28,7 @@ STANDARD_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
 """Where loaders look for data. A place's own data directories have the same subdirectories."""
 
 
-@dataclass(frozen=True, slots=True)
-class Companions:
+class Companions(Struct, frozen=True):
     """Files of one version of the driver that are not libraries."""
 
     files: tuple[Library, ...]
@@ -40,8 +40,7 @@ class Companions:
     """Files that were left out, with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFirmware:
+class KernelFirmware(Struct, frozen=True):
     """Where the running kernel looks for firmware."""
 
     release: str
@@ -50,8 +49,7 @@ class KernelFirmware:
     """The directory that is searched first; empty if none is set (firmware_class.path)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """Where the driver's files are on the host."""
 
     place: Place

@@ -9,7 +9,8 @@ directory of the host's driver libraries (libcuda's first), and `{firmware}` eac
 """
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 LIBRARY = re.compile(
     r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
@@ -36,8 +37,7 @@ GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
 """Mesa's libgbm loads its backend by the name of a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """Files that serve one purpose."""
 
     name: str

@@ -6,7 +6,8 @@ alternatives system), next to files that the cache does not list.
 
 import os.path
 from collections.abc import Set
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
@@ -26,8 +27,7 @@ STUBS = "stubs"
 """Name of the directories with stub libraries for linking, in CUDA's toolkit and the Video Codec SDK."""
 
 
-@dataclass(slots=True)
-class FoundLibraries:
+class FoundLibraries(Struct):
     """The libraries of one architecture, of all versions, that a loader cache leads to."""
 
     architecture: str

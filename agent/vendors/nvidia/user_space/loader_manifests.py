@@ -9,8 +9,9 @@ manifest of the 32-bit libraries.
 import json
 import posixpath
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from agent.model.facts import Library
 from agent.system.errnos import NOT_FOUND, UNUSABLE

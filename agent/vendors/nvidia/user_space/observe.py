@@ -2,7 +2,9 @@
 
 import posixpath
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.model.facts import Absent, CacheEntry, Seen, Unseen, UserSpace
 from agent.model.paths import LOADER_CACHE
@@ -27,8 +29,7 @@ SEARCH_LIMIT = 15.0
 """Seconds to search one place. A busy host needs one second to read the headers of all libraries."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(Struct, frozen=True):
     """The content of one place."""
 
     place: Place
@@ -51,8 +52,7 @@ class _Candidate:
         return frozenset(directory for each in self.found for directory in each.directories)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(Struct, frozen=True):
     """The result of a whole search."""
 
     user_space: UserSpace

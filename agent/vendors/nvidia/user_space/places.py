@@ -4,7 +4,9 @@ Comments name the sources of the layouts. The files' paths in a driver root do n
 """
 
 import posixpath
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.config.settings import DriverSettings
 from agent.vendors.nvidia.user_space.file_groups import BINARY_DIRECTORIES
@@ -13,8 +15,7 @@ LIBRARY_DIRECTORIES = ("lib64", "lib")
 """Names of the library directories in a prefix, in a loader's order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """One place where hosts keep the driver's user space. All its directories are relative to its root."""
 
     name: str

@@ -1,7 +1,8 @@
 """The page at `/`: complete, escaped, and without anything that a browser would have to fetch or run."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
+
+from msgspec.structs import replace
 
 from agent.host.daemon.http.front_page import HTML, front_page
 from agent.host.daemon.http.metrics import without_evidence

@@ -2,12 +2,12 @@
 
 import shutil
 import subprocess
-from dataclasses import replace
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from agent.host.daemon.http.statusz import Knowledge, Pass, page
 from agent.host.daemon.wakeups.poller import Tally
