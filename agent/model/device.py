@@ -1,7 +1,7 @@
 """The identity of files and device nodes: the facts that the machine half needs too.
 
-The other facts are in agent.model.facts. The machine half does not import that module: a new process runs it once a
-minute, and defining one data class takes longer than reading a small file.
+The other facts are in agent.model.facts. The machine half cannot import that module: it needs msgspec, which machines
+do not have.
 """
 
 from enum import StrEnum

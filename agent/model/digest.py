@@ -1,11 +1,15 @@
-"""Digests by which the agent recognizes content."""
+"""Digests by which the agent recognises content."""
 
+# As in the standard library's random.py. hashlib loads OpenSSL, which takes a twentieth of the machine half's run time.
 try:
-    # As in the standard library's random.py: hashlib loads OpenSSL, a twentieth of the machine half's run time.
     from _sha2 import sha256 as _sha256  # type: ignore[import-not-found]
 except ImportError:
-    # Python 3.11.
-    from hashlib import sha256 as _sha256
+    try:
+        # Python 3.11.
+        from _sha256 import sha256 as _sha256  # type: ignore[import-not-found]
+    except ImportError:
+        # A Python that was built without its own SHA-256.
+        from hashlib import sha256 as _sha256
 
 
 def sha256(content: bytes) -> str:

@@ -39,7 +39,7 @@ def loaded(*arguments: str) -> set[str]:
 def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> None:
     names = loaded(*arguments)
     assert "agent.cli.parser" in names
-    libraries = {"pydantic", "pydantic_core", "jeepney", "sh", "asyncio", "logging", "dataclasses", "typing"}
+    libraries = {"pydantic", "pydantic_core", "msgspec", "jeepney", "sh", "asyncio", "logging", "dataclasses", "typing"}
     assert names & (libraries | SERVICE | COMMANDS) == set()
     assert {name for name in names if name.startswith(("agent.config", "agent.host", "agent.system"))} == set()
 

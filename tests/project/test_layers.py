@@ -88,7 +88,7 @@ DATA_CLASSES = {
     *("host/observe/same_content.py", "host/state/owned_files.py"),
     # Some fields are not compared, not shown or not arguments.
     *("model/facts.py", "system/https.py", "host/daemon/wakeups/poller.py"),
-    # A program in the machine, which has no msgspec.
+    # agent.dra loads it in the machine, which has no msgspec.
     "vendors/dra_vendor.py",
 }
 """Modules with data classes, besides agent.dra. Making one takes most of a millisecond at each start."""

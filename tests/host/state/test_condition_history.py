@@ -28,7 +28,7 @@ def test_the_file(tmp_path: Path) -> None:
 
 
 def test_the_file_of_another_release(tmp_path: Path) -> None:
-    """The first release wrote the key `count`, and its first versions had fewer keys."""
+    """Earlier code also wrote the key `count`, and still earlier code wrote fewer keys."""
     host = Host(tmp_path)
     known = {key: RECORD[key] for key in ("type", "status", "reason", "message")}
     host.write(CONDITIONS, json.dumps({"a": [{**RECORD, "count": None}], "b": [known]}).encode())
