@@ -20,16 +20,16 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
             r"""(?ix)
             ([\w.-]*(?:password|passwd|secret|token|credential|api[_-]?key|private[_-]?key|key[_-]data)[\w.-]*)
             (["']?\s*[=:]\s*)
-            ("(?:[^"\\]|\\.)*"|'[^']*'|[^\s,;}\]]+)
+            ("(?:[^"\\]|\\.)*"|'[^']*'|(?:\[removed\]|[^\s,;}\]])+)
             """
         ),
         rf"\1\2{REMOVED}",
     ),
 )
 """Regular expressions of secrets, with their replacements. The last one finds secrets by the name before them."""
-NAMES_FILE = re.compile(r"(?i)(?:file|path|directory)$")
+FILE_NAME = re.compile(r"(?i)(?:file|path|directory)$")
 PATH = re.compile(r"""^["']?/[^\s]*$""")
-"""A value that looks like a path stays only after a name that matches NAMES_FILE: a secret may begin with a slash
+"""A value that looks like a path stays only after a name that matches FILE_NAME: a secret may begin with a slash
 too."""
 
 
@@ -40,6 +40,6 @@ def redacted(text: str) -> str:
     pattern, replacement = PATTERNS[-1]
 
     def replace(match: re.Match[str]) -> str:
-        return match[0] if NAMES_FILE.search(match[1]) and PATH.match(match[3]) else match.expand(replacement)
+        return match[0] if FILE_NAME.search(match[1]) and PATH.match(match[3]) else match.expand(replacement)
 
     return pattern.sub(replace, text)

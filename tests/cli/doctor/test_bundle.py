@@ -103,6 +103,7 @@ def test_its_size_is_limited(seeded: Host, monkeypatch: pytest.MonkeyPatch) -> N
 def test_secrets_are_removed(text: str, secret: str) -> None:
     assert secret not in redacted(text)
     assert REMOVED in redacted(text)
+    assert f"{REMOVED}]" not in redacted(text)
 
 
 @pytest.mark.parametrize(
