@@ -20,10 +20,14 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     """
     for machine in facts.machines:
         cannot_change = machine.name in planned.held and machine.unit_state not in STOPPED
-        without_gpu = isinstance(machine.granted, Absent) or (
-            isinstance(machine.granted, Granted) and address not in machine.granted.gpus
-        )
-        if cannot_change and not without_gpu:
+        match machine.granted:
+            case Absent():
+                may_have = False
+            case Granted() as granted_now:
+                may_have = address in granted_now.gpus
+            case _:
+                may_have = True
+        if cannot_change and may_have:
             raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     granted = {
         machine.name

@@ -19,7 +19,7 @@ from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
-from agent.host.plan.started import with_started
+from agent.host.plan.started import with_live
 from agent.host.state.condition_history import read_history, write_history
 from agent.host.state.locks import locked
 from agent.host.state.remains import clear_remains, clear_report
@@ -91,7 +91,7 @@ class Reconciler(Struct):
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
         planned = plan(self.config, facts, time.time())
-        facts, faults = with_started(planned, facts)
+        facts, faults = with_live(planned, facts)
         planned = replace(planned, faults={**planned.faults, **faults})
         return facts, planned, diff(planned, facts, self._acknowledged(facts, planned))
 

@@ -127,7 +127,7 @@ class Owned:
             self._save()
 
     def remove(self, path: str) -> bool:
-        """Remove a file that is recorded as the agent's, with its record. Return whether there was a file to remove."""
+        """Remove a file that is recorded as the agent's, with its record. Return whether anything was there."""
         if path not in self._recorded():
             return False
         removed = self._system.exists(path)

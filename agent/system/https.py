@@ -59,7 +59,7 @@ def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
     try:
         context = ssl.create_default_context(cadata=ca.decode("ascii") if ca else None)
     except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise ValueError("it has no certificate in PEM format") from error
+        raise ValueError("no certificate in PEM format") from error
     return http.client.HTTPSConnection(host, parts.port, timeout=TIME_LIMIT, context=context)
 
 

@@ -168,7 +168,7 @@ def _new_file(name: str, parent: int) -> int:
 
 
 def _new_directory(name: str, parent: int, path: str) -> int:
-    """Make a directory with mode 0755 durably, and return a descriptor."""
+    """Durably make a directory that is missing, with mode 0755, and return a descriptor."""
     try:
         os.mkdir(name, dir_fd=parent)
     except FileExistsError:

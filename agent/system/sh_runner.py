@@ -105,7 +105,7 @@ def _start(
     environment: Mapping[str, str],
     begin: Callable[[], None],
 ) -> sh.RunningCommand:
-    """Start the program. The new process calls `begin` before it becomes the program. Raises OSError if that fails.
+    """Start the program, or raise OSError. The new process calls `begin` before it becomes the program.
 
     `files` are its input, output and standard error, and the file to which `begin` writes its process id.
     """
@@ -148,16 +148,16 @@ def _content(file: BinaryIO) -> bytes:
 def _ends_within(pid: int, timeout: float) -> bool:
     """Return whether the process exits within `timeout` seconds. sh's own wait polls, and takes a tenth of a second."""
     try:
-        ended = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         # The process has exited, and one of sh's threads has collected its status.
         return True
     try:
         poll = select.poll()
-        poll.register(ended, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(timeout * 1000))
     finally:
-        os.close(ended)
+        os.close(pidfd)
 
 
 def _kill(pid: int) -> None:

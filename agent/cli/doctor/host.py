@@ -56,9 +56,9 @@ def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis
         *(each for name, wanted in KERNEL_SETTINGS.items() for each in _setting(system, name, wanted)),
     )
     drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
-    template = facts.template_device_allow
-    in_findings = {template.why} if not isinstance(template, tuple) else set()
-    remarks = tuple(each for each in facts.all_problems() if each not in in_findings)
+    # A problem that is a finding is not a remark as well.
+    reported = {each.evidence for each in findings}
+    remarks = tuple(each for each in facts.all_problems() if each not in reported)
     return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
 
 

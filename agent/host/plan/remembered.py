@@ -74,5 +74,5 @@ def _is_requested(gpu: RememberedGpu, machine: str, config: Config) -> bool:
     if machine not in config.machines:
         return False
     wanted = config.machines[machine].gpus
-    # A text, `all` or `count=N`, names no GPU: any that the machine had is one that it asks for.
+    # The texts `all` and `count=N` name no GPU: they request any that the machine had.
     return isinstance(wanted, str) or gpu.pci_address in wanted or gpu.uuid in wanted

@@ -25,7 +25,7 @@ DEVICE_BIND = re.compile(rb"Bind=/dev/(?!kmsg$)")
 """A line of a .nspawn file that binds a device other than /dev/kmsg."""
 
 
-def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
+def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
     """Return the facts with derived live settings for machines that need them, and the unexpected errors by machine."""
     goals = {goal.name: goal for goal in planned.goal.machines}
     machines, faults = [], {}

@@ -37,10 +37,11 @@ def node_inputs(
 
 def node_names(config: Config, system: System) -> dict[str, str]:
     """Return the name of the Node object of each machine that is a node. Raises ConfigError if two have the same."""
-    nodes = {name: machine.node for name, machine in config.machines.items() if machine.node}
     names: dict[str, str] = {}
-    for machine, settings in nodes.items():
-        name = settings.name or _host_name(machine, system)
+    for machine, settings in config.machines.items():
+        if not settings.node:
+            continue
+        name = settings.node.name or _host_name(machine, system)
         if other := next((each for each, taken in names.items() if taken == name), ""):
             raise ConfigError(
                 f"machines {other} and {machine} would both be the node {name}",

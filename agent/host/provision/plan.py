@@ -70,13 +70,13 @@ class RootSteps(Struct, frozen=True):
     last: tuple[Action, ...]
 
 
-def needs_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
+def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
     """Return whether the root file system must be made, or why `up` must not touch what is there."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
-    root, record = facts.root, facts.record
-    if isinstance(root, Unseen | Broken):
-        return Problem("root", root.why, "correct this, then run `unbounded-agent up` again")
-    if isinstance(root, Absent):
+    inode, record = facts.root, facts.record
+    if isinstance(inode, Unseen | Broken):
+        return Problem("root", inode.why, "correct this, then run `unbounded-agent up` again")
+    if isinstance(inode, Absent):
         return True
     if isinstance(record, Absent):
         return Problem(
@@ -86,13 +86,13 @@ def needs_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
         return True
     if isinstance(record, Broken | Unseen):
         return Problem("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
-    if record.inode != root:
+    if record.inode != inode:
         return Problem("root", f"{path} was replaced since `up` made it", again)
     return False
 
 
 def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
-    """Return the steps that record the host as it was found and, with `changes`, those that change it to the goal.
+    """Return the steps that make or extend the record and, with `changes`, those that change the host to the goal.
 
     A record that is damaged, or lost after a node was made, is never replaced.
     """

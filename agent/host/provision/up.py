@@ -24,7 +24,7 @@ from agent.host.provision.inputs import node_inputs
 from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
-from agent.host.provision.plan import HostFacts, RootGoal, needs_root, plan_boot, plan_host, plan_root
+from agent.host.provision.plan import HostFacts, RootGoal, must_make_root, plan_boot, plan_host, plan_root
 from agent.host.provision.preflight import Asking, Check, checked
 from agent.host.provision.record import OF_REGISTRATION, NodeRecord, changed_settings, make_record
 from agent.host.provision.refusals import refusals
@@ -154,7 +154,7 @@ class Provisioner(Struct, frozen=True):
         settings = self.config.machines[name].node
         assert settings, "the caller chose machines with nodes"
         found = observe_node(name, self.system)
-        make = needs_root(found, rebuild=name in self.rebuild)
+        make = must_make_root(found, rebuild=name in self.rebuild)
         if isinstance(make, Problem):
             check = Check(make.check, make.message, make.advice, name)
             return NodeWork(name, settings, found, False, (check,))

@@ -42,6 +42,7 @@ def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:
     if gpu.detached:
         return "detached"
     if gpu.why_lost:
+        # It is on the bus, but the kernel log says that it has stopped answering.
         return "failed"
     if not gpu.driver:
         return "no-driver"

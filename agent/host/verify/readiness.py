@@ -63,7 +63,7 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that stays as it is, because it is missing or the observation failed."""
+    """Return the conditions of a machine that the plan holds, because it is missing or the observation failed."""
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)

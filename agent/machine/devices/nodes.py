@@ -132,7 +132,7 @@ def _withdraw_nodes(
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None
-    # By now, a path may belong to another vendor's node, which is in that vendor's note.
+    # A path may now be another vendor's: that vendor's note has it, so the node is kept.
     kept = {*granted, *(device.path for each in newest_requests for device in each.devices)}
     stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []

@@ -48,7 +48,7 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
             answer = _answer(error)
         if not any(each in answer for each in CHANGED_MEANWHILE):
             return _failure(identity, answer)
-    changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
+    changed = f"others changed node {identity.node} during each of {ATTEMPTS} attempts to write {TYPE}"
     return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again ({answer})")
 
 

@@ -1,4 +1,4 @@
-"""Reads from sysfs what Dynamic Resource Allocation offers of GPUs that need only their DRM nodes."""
+"""Reads from sysfs the facts that agent.dra publishes about GPUs that need only their DRM nodes."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

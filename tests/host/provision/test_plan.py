@@ -28,7 +28,7 @@ from agent.host.provision.observe import NodeFacts
 from agent.host.provision.plan import (
     HostFacts,
     RootGoal,
-    needs_root,
+    must_make_root,
     plan_boot,
     plan_forgetting,
     plan_host,
@@ -66,7 +66,7 @@ def filled_by(goal: RootGoal) -> str:
 
 
 def test_a_new_node_is_complete_before_it_has_its_name() -> None:
-    assert needs_root(NEW) is True
+    assert must_make_root(NEW) is True
     steps = plan_root(GOAL, NEW)
     assert steps.first == ()
     assert steps.parallel == (StageRoot(IMAGE, UNPACKED), FetchBinaries(BINARIES))
@@ -95,17 +95,17 @@ def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) ->
 
 
 def test_a_finished_node_stays_as_it_is() -> None:
-    assert needs_root(MADE) is False
+    assert must_make_root(MADE) is False
     assert plan_boot(replace(MADE, enabled={UNIT: True})) == ()
     assert plan_boot(MADE) == (EnableUnit(UNIT),)
 
 
 def test_a_deleted_node_is_made_again() -> None:
-    assert needs_root(replace(MADE, root=Absent("deleted"))) is True
+    assert must_make_root(replace(MADE, root=Absent("deleted"))) is True
 
 
 def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
-    assert needs_root(MADE, rebuild=True) is True
+    assert must_make_root(MADE, rebuild=True) is True
     kinds = [type(step) for step in plan_root(GOAL, MADE).last]
     assert kinds == [FillRoot, StopMachine, RemoveRoot, PublishRoot]
 
@@ -113,15 +113,15 @@ def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
 @pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("root", [77, Broken("a link"), Unseen("permission denied")])
 def test_a_root_that_up_did_not_make_is_never_touched(root: int | Broken | Unseen, rebuild: bool) -> None:
-    assert isinstance(needs_root(replace(NEW, root=root), rebuild=rebuild), Problem)
+    assert isinstance(must_make_root(replace(NEW, root=root), rebuild=rebuild), Problem)
 
 
 def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
     for facts in (replace(MADE, root=78), replace(MADE, record=Broken("damaged"))):
-        problem = needs_root(facts)
+        problem = must_make_root(facts)
         assert isinstance(problem, Problem)
         assert "unbounded-agent up --rebuild gpu-node" in problem.advice
-        assert needs_root(facts, rebuild=True) is True
+        assert must_make_root(facts, rebuild=True) is True
 
 
 # ---- what up does to the host

@@ -2,8 +2,8 @@
 
 NVIDIA's files name libraries without directories. RPM packages put /usr/lib64 before the names (negativo17,
 nvidia-driver.spec; RPM Fusion), and NixOS a directory in /nix/store. Each such path becomes the library's path in pods.
-It does not become a bare name, because a 64-bit program would then load the driver twice, the second time through the
-manifest of the 32-bit libraries.
+It does not become a bare name: in the manifest of the 32-bit libraries, too, that would lead a 64-bit program to the
+64-bit driver, and it would load the driver twice.
 """
 
 import json
@@ -28,7 +28,7 @@ SIZE_LIMIT = 1 << 16
 def with_pod_paths(
     system: System, companions: Iterable[Library], libraries: Iterable[Library]
 ) -> tuple[tuple[Library, ...], tuple[str, ...]]:
-    """Return the companion files, and a problem for each path in them that leads to no library of the driver.
+    """Return `companions`, and a problem for each path in them that leads to no library of the driver.
 
     A file in which paths have to change gets its new text. Raises OSError if an observation failed.
     """
