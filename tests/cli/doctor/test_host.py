@@ -4,10 +4,12 @@ import errno
 import os
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.doctor.command import doctor, examine
 from agent.cli.doctor.host import SOCKET, diagnose_host
 from agent.config.settings import Config
+from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
 from tests.cli.doctor.test_doctor import answer_of_libcuda
@@ -82,3 +84,10 @@ def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: pytest.Cap
     assert note.startswith(f"/var/lib/machines/{MACHINE}.nspawn has no effect")
     assert doctor(reconciler(sound)) == 1, "the machine is not ready"
     assert "note: /var/lib/machines" in capsys.readouterr().out
+
+
+def test_a_problem_that_is_a_finding_is_no_note_as_well(sound: Host) -> None:
+    seen = reconciler(sound).preview()[0]
+    report = diagnose_host(replace(seen, plain_roots=(0,), staged_problems=(STATE_IS_LINKED,)), EMPTY, sound)
+    assert [each.evidence for each in report.findings] == [STATE_IS_LINKED]
+    assert report.remarks == ()
