@@ -341,7 +341,7 @@ def test_a_conflicting_change_is_retried(node: Node, refusal: str) -> None:
     run(node, NOW + 1)
     assert node.outcome() == ("False", "Refused")
     assert node.outcome_message().startswith(
-        "others changed node gpu-node each of the 6 times that GPUReady was written: the next run tries again ("
+        "others changed node gpu-node during each of 6 attempts to write GPUReady: the next run tries again ("
     )
     assert node.outcome_message().endswith(f"(Error from server {refusal})")
     assert len(left) == 10 - ATTEMPTS
