@@ -30,25 +30,22 @@ _RECORD = Record(dict[str, tuple[_Condition, ...]])
 
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
-    return _history(_RECORD.read(CONDITIONS, system) or {})
+    content = _RECORD.read(CONDITIONS, system) or {}
+    return {machine: tuple(Condition(**vars(each)) for each in conditions) for machine, conditions in content.items()}
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
-        seen = _RECORD.read_seen(CONDITIONS, system)
-        if not isinstance(seen, dict) or _history(seen) != history:
-            _RECORD.write(CONDITIONS, _content(history), system)
+        content = _content(history)
+        if _RECORD.read_seen(CONDITIONS, system) != content:
+            _RECORD.write(CONDITIONS, content, system)
     except OSError as error:
         return (
             f"cannot write {CONDITIONS}: {error.strerror or error}; commands may then show wrong times of changes: "
             "see `df /run`",
         )
     return ()
-
-
-def _history(content: Mapping[str, tuple[_Condition, ...]]) -> History:
-    return {machine: tuple(Condition(**vars(each)) for each in conditions) for machine, conditions in content.items()}
 
 
 def _content(history: History) -> dict[str, tuple[_Condition, ...]]:

@@ -23,6 +23,9 @@ RECORD = {
 def test_the_file(tmp_path: Path) -> None:
     host = Host(tmp_path)
     assert write_history(host, {"gpu-node": (READY,)}) == ()
+    written = host.identity(CONDITIONS)
+    assert write_history(host, {"gpu-node": (READY,)}) == ()
+    assert host.identity(CONDITIONS) == written, "the same history is not written again"
     assert json.loads(host.read(CONDITIONS)) == {"gpu-node": [RECORD]}
     assert read_history(host) == {"gpu-node": (READY,)}
 

@@ -28,7 +28,7 @@ class Versions:
         self._shown: set[str] = set()
 
     def label(self, version: str) -> str:
-        """Return the version; OTHER if it is malformed, or if VERSIONS (a number) came before it."""
+        """Return the version; OTHER if it is malformed, or would be one more than VERSIONS."""
         if version not in self._shown and (len(self._shown) >= VERSIONS or not VERSION.fullmatch(version)):
             return OTHER
         self._shown.add(version)
