@@ -17,7 +17,6 @@ from agent.cli.allocation_steps import (
     to_device_plugin,
     to_dra,
 )
-from agent.cli.detach import LOCK_WAIT
 from agent.cli.kube import DIRECTORY, SUFFIX
 from agent.cli.lifecycle import recorded_node
 from agent.cli.printing import say
@@ -131,7 +130,7 @@ class _Move:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DocumentError(f"kubectl printed an object of an unexpected form: {error!r}") from error
-        outcome = self._reconciler.reconcile(LOCK_WAIT)
+        outcome = self._reconciler.reconcile()
         conditions = next(each.conditions for each in outcome.machines if each.name == self._machine)
         return _steps(self._to, self._machine, observed, self._reconciler, outcome.facts, conditions)
 

@@ -14,21 +14,18 @@ from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, w
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.outcome import Outcome
-from agent.host.reconcile import BUSY, Reconciler, read_report
+from agent.host.reconcile import Reconciler, read_report
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault
-from agent.host.state.locks import locked
+from agent.host.state.locks import pass_lock
 from agent.host.verify.answers import STALE_AFTER
 from agent.model.errors import AgentError
 from agent.model.facts import DeviceNode, Gpu, MachineFacts
 from agent.model.granted import Granted
 from agent.model.handoff import DRA
-from agent.model.paths import PASS_LOCK
 from agent.system.files import System
 from agent.system.open_files import Held
 
-LOCK_WAIT = 60.0
-"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLICIES = ("refuse", "drain-wait", "force")
 """Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
 
@@ -84,10 +81,10 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
 def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Forget a fatal error in the kernel log: the administrator knows that the GPU works again. Return a sentence."""
-    with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+    with pass_lock(reconciler.system, reconciler.progress):
         if not forget_fault(reconciler.system, address):
             return ()
-    reconciler.reconcile(LOCK_WAIT)
+    reconciler.reconcile()
     return (f"{address} counts as healthy again: its last fatal error is forgotten",)
 
 
@@ -161,7 +158,7 @@ class _Removal(Struct):
     def _taint(self, *, evict: bool) -> None:
         """Keep new pods from the GPU by a taint, and wait until schedulers respect it."""
         self._record(lambda system, address: record_tainted(system, address, evict=evict))
-        outcome = self.reconciler.reconcile(LOCK_WAIT)
+        outcome = self.reconciler.reconcile()
         if self._is_offered(machine.name for machine in self._running(outcome)):
             seconds = self.timing.taint
             self.reconciler.progress(f"waiting {seconds:.0f} s until no new pod gets {self.gpu.pci_address}")
@@ -173,7 +170,7 @@ class _Removal(Struct):
         return self._passes(f"get {self.gpu.pci_address} back", self._not_reported)
 
     def _forget(self) -> None:
-        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+        with pass_lock(self.reconciler.system, self.reconciler.progress):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
 
     def _clean_up(self, policy: str) -> None:
@@ -221,7 +218,7 @@ class _Removal(Struct):
         self._record(lambda system, address: record_detached(system, address, draining=draining))
 
     def _record(self, record: Callable[[System, str], bool]) -> None:
-        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+        with pass_lock(self.reconciler.system, self.reconciler.progress):
             if not record(self.reconciler.system, self.gpu.pci_address):
                 raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
 
@@ -232,7 +229,7 @@ class _Removal(Struct):
         """
         started, next_report = time.monotonic(), 0.0
         while True:
-            outcome = self.reconciler.reconcile(LOCK_WAIT)
+            outcome = self.reconciler.reconcile()
             names, waited = waiting(outcome), time.monotonic() - started
             if not names or waited > self.timing.answer:
                 break

@@ -3,17 +3,14 @@
 from contextlib import suppress
 
 from agent.host.plan.remembered import remembered_files
-from agent.host.reconcile import BUSY, Reconciler
-from agent.host.state.locks import locked
+from agent.host.reconcile import Reconciler
+from agent.host.state.locks import pass_lock
 from agent.model.errors import ConfigError, ObservationError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.paths import PASS_LOCK, WAKE
+from agent.model.paths import WAKE
 from agent.model.pci_address import as_in_sysfs
 from agent.model.remembered import Remembered
 from agent.system.damage import write_record
-
-LOCK_WAIT = 60.0
-"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
@@ -24,7 +21,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     Returns lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
     if the record cannot be read.
     """
-    with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+    with pass_lock(reconciler.system, reconciler.progress):
         # From a plan, not from the record: if the service is not running, the record may be out of date.
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):

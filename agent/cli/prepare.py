@@ -5,21 +5,19 @@ from contextlib import suppress
 
 from agent.host.outcome import Outcome
 from agent.host.plan.goal import Plan
-from agent.host.reconcile import BUSY, Reconciler
+from agent.host.reconcile import Reconciler
 from agent.host.state.driver_roots import render_handed
-from agent.host.state.locks import locked
+from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_report
 from agent.model.errors import ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.live import LiveSettings, render_live
-from agent.model.paths import PASS_LOCK, handed_roots_file, live_file
+from agent.model.paths import handed_roots_file, live_file
 from agent.system.damage import write_record
 from agent.system.files import System
 
 POLL = 1.0
 """Seconds between two checks for a driver that loads late, or for the unit's state."""
-LOCK_WAIT = 60.0
-"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
 PASSES = 3
@@ -40,14 +38,14 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
     if _runs(name, reconciler):
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
-        return reconciler.reconcile(LOCK_WAIT)
+        return reconciler.reconcile()
     system = reconciler.system
     # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
     _forget_live(name, system)
     # The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
-    with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
+    with pass_lock(system, reconciler.progress):
         # Again, because the pass that held the lock may have found the machine running, and recorded its settings.
         _forget_live(name, system)
         # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
@@ -71,14 +69,14 @@ def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
     files, later passes would assume that the machine has it, and not bind it. So if the files never match, nothing is
     recorded.
     """
-    outcome = reconciler.reconcile(LOCK_WAIT)
+    outcome = reconciler.reconcile()
     for _ in range(PASSES - 1):
         if _start_settings(name, outcome):
             break
-        outcome = reconciler.reconcile(LOCK_WAIT)
+        outcome = reconciler.reconcile()
     live = _start_settings(name, outcome)
     if live:
-        with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+        with pass_lock(reconciler.system, reconciler.progress):
             write_record(reconciler.system, live_file(name), render_live(live))
     return outcome
 

@@ -5,7 +5,6 @@ import argparse
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress, report, report_failures, say
 from agent.cli.up import BUSY, LOCK_WAIT
-from agent.cli.waiting import PASS_WAIT
 from agent.cli.wiring import make_reconciler
 from agent.config.last_good import Loaded
 from agent.config.settings import Config
@@ -43,7 +42,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
 
     def remove_files() -> tuple[str, ...]:
         # A pass removes the files that the agent wrote for machines that are not configured.
-        return without_machine.reconcile(PASS_WAIT).failures
+        return without_machine.reconcile().failures
 
     with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
         ending = Reset(machine, reconciler.system, network, remove_files, not others, progress).run()

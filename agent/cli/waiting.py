@@ -21,8 +21,6 @@ SERVER_LIMIT = 900.0
 """Seconds to wait for an API server that does not answer. Often a cluster and its nodes are made at the same time."""
 SERVER_POLL = 5.0
 """Seconds between two requests to an API server."""
-PASS_WAIT = 60.0
-"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLL = 0.5
 """Seconds between two passes while machines boot."""
 LIMIT_NOTE = f"this command waits {SERVER_LIMIT / 60:.0f} minutes at most"
@@ -91,7 +89,7 @@ class Watch(Struct, frozen=True):
 
         After any failure, return without waiting.
         """
-        outcome = self.reconciler.reconcile(PASS_WAIT)
+        outcome = self.reconciler.reconcile()
         failures = outcome.failures
         for machine in self.machines(outcome):
             if machine.stopped and machine.startable:
@@ -109,7 +107,7 @@ class Watch(Struct, frozen=True):
         last_sentence, servers = "", _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
-            outcome = self.reconciler.reconcile(PASS_WAIT)
+            outcome = self.reconciler.reconcile()
             waiting = self.waiting(outcome)
             if outcome.failures or not waiting:
                 return outcome, outcome.failures

@@ -21,7 +21,7 @@ from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
 from agent.host.plan.started import with_live
 from agent.host.state.condition_history import read_history, write_history
-from agent.host.state.locks import locked
+from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
 from agent.host.verify.changed_files import with_changed_files
@@ -36,20 +36,17 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
 from agent.model.handoff import DRA
-from agent.model.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit, report_directory
+from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.sysfs import DeviceSource
 
 log = logging.getLogger(__name__)
 
-LOCK_WAIT = 10.0
-"""Seconds to wait while another process makes a pass."""
 CLEANUP_INTERVAL = 600.0
 """Seconds between a failed attempt to remove a driver root and the next one. An attempt may take a minute."""
 STAGING_CLEANUP_INTERVAL = 60.0
 """Seconds between a failed attempt to remove other leftovers and the next one. An attempt takes at most a second."""
-BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
 
@@ -128,10 +125,10 @@ class Reconciler(Struct):
             machines.append(machine)
         return replace(outcome, machines=tuple(machines), failures=failures)
 
-    def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
+    def reconcile(self) -> Outcome:
         """Make one pass without starting machines, and return its outcome. Raises AgentError if no pass is possible."""
         started = time.monotonic()
-        with locked(self.system, PASS_LOCK, lock_wait, BUSY):
+        with pass_lock(self.system, self.progress):
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.
@@ -227,7 +224,7 @@ class Reconciler(Struct):
     def start(self, name: str) -> tuple[str, ...]:
         """Start a machine, without waiting until it runs. Return failures, one sentence each.
 
-        The caller must not hold PASS_LOCK, because the start makes a pass.
+        The caller must not hold the pass lock, because the start makes a pass.
         """
         self.progress(f"start machine {name}")
         clear_report(self.system, name)

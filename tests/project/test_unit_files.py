@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.prepare import LOCK_WAIT
 from agent.config.settings import MachineSettings, MetricsSettings
 from agent.dra.service import SETUP_AGAIN
 from agent.host.daemon.http.server import Server
 from agent.host.daemon.loop import START_STEP, Timing
+from agent.host.state.locks import PASS_WAIT
 from agent.machine.kubelet import node_condition, node_write
 from agent.model import paths
 from agent.system.process import FILE_LIMIT
@@ -162,7 +162,7 @@ def test_prepare_never_stops_a_machine_from_booting() -> None:
     assert service["Type"] == "oneshot"
     assert "RemainAfterExit" not in service
     (longest,) = [each.le for each in MachineSettings.model_fields["driver_wait"].metadata if hasattr(each, "le")]
-    assert int(service["TimeoutStartSec"]) >= longest + LOCK_WAIT + 60
+    assert int(service["TimeoutStartSec"]) >= longest + PASS_WAIT + 60
 
 
 def test_modules_are_loaded_before_services_that_need_gpus() -> None:

@@ -40,8 +40,7 @@ from agent.host.provision.observe import HOST_RECORD
 from agent.host.provision.record import NODE_RECORDS, record_paths
 from agent.host.provision.secrets import read_token
 from agent.host.provision.unpacking import unpack
-from agent.host.reconcile import BUSY
-from agent.host.state.locks import locked
+from agent.host.state.locks import pass_lock
 from agent.model.errors import AgentError, ApplyError
 from agent.model.network import Chains
 from agent.model.node import NodeBinary
@@ -52,7 +51,6 @@ from agent.model.paths import (
     MACHINES_RUNTIME,
     MACHINES_STATE,
     NODE_FILES,
-    PASS_LOCK,
     cordoned_file,
     machine_root,
     machine_unit,
@@ -69,8 +67,6 @@ SYNC_LIMIT = 300.0
 """Seconds to write a root file system to disk. Most of it was synced when the image was unpacked."""
 REMOVE_LIMIT = 600.0
 """Seconds to remove a directory, which may be a whole root file system."""
-LOCK_WAIT = 60.0
-"""Seconds to wait for a pass to end."""
 UNIT_LIMIT = 60.0
 """Seconds to enable or disable a unit. systemctl then makes systemd reload all units."""
 Progress = Callable[[str], None]
@@ -160,7 +156,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
         case RemoveTree(path):
             clear((path,), system, REMOVE_LIMIT)
         case RemoveDriverRoots():
-            with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
+            with pass_lock(system, progress):
                 remove_all(system)
         case RemoveEmptyDirectory(path):
             if system.is_directory(path) and not system.entries(path):

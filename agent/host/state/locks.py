@@ -3,27 +3,46 @@
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from agent.model.errors import AgentError
-from agent.model.paths import RUNTIME
+from agent.model.paths import PASS_LOCK, RUNTIME
 from agent.system.files import System
 
+PASS_WAIT = 60.0
+"""Seconds to wait for another process's pass to end: it may be staging a driver root."""
+NOTICE = 2.0
+"""Seconds until a waiting process says so. Most passes take less."""
 POLL = 0.05
 """Seconds between two attempts to get the lock. Attempts are repeated because flock(2) has no time limit."""
 
 
+def pass_lock(system: System, progress: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Hold the lock without which nobody makes a pass or writes its records.
+
+    `progress` is described at agent.host.reconcile.Reconciler. Raises AgentError if another pass takes longer than
+    PASS_WAIT.
+    """
+    return locked(system, PASS_LOCK, PASS_WAIT, "another pass of unbounded-agent is still running", progress)
+
+
 @contextmanager
-def locked(system: System, path: str, wait: float, busy: str) -> Iterator[None]:
+def locked(
+    system: System, path: str, wait: float, busy: str, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
     """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds."""
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)
     try:
-        deadline = time.monotonic() + wait
+        started, noticed = time.monotonic(), False
         while not _try(descriptor):
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - started
+            if waited >= wait:
                 raise AgentError(busy, f"see who holds it: `fuser {path}`")
+            if waited >= NOTICE:
+                progress("" if noticed else f"waiting up to {wait:.0f} s: {busy}")
+                noticed = True
             time.sleep(POLL)
         yield
     finally:
