@@ -18,7 +18,7 @@ from agent.machine.steps import attempt, with_remark_from
 from agent.model.conditions import Condition, ConditionType, false, worst
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, ApplyError
-from agent.model.handoff import DRA, SIZE_LIMIT, Handoff, parse_handoff, render_report
+from agent.model.handoff import DRA, SIZE_LIMIT, Handoff, Publication, parse_handoff, render_report
 from agent.model.paths import (
     ALLOCATABLE,
     CONDITIONS_NAME,
@@ -79,7 +79,7 @@ def run(system: System) -> int:
             # Not reported: the host may have bound missing nodes since, and would take this report for the answer to
             # its new handoff.
             continue
-        report(context, outcome)
+        report(context, outcome, Publication(published.inode, published.ctime_ns))
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
         # After all rounds: containerd starts again only when this run ends, and until then pods cannot start.
@@ -171,7 +171,7 @@ def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tupl
     return name_left_open(context, conditions)
 
 
-def report(context: Context, outcome: Outcome) -> None:
+def report(context: Context, outcome: Outcome, publication: Publication) -> None:
     """Write the report. Every run writes it, even without a change, because it is also the heartbeat."""
     system = context.system
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
@@ -191,6 +191,7 @@ def report(context: Context, outcome: Outcome) -> None:
         counts,
         advertised,
         _changed_files(context),
+        publication,
     )
     system.write(REPORT, document)
 

@@ -10,6 +10,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
 from agent.model.gpu_facts import GpuFacts
 from agent.model.granted import Granted
+from agent.model.handoff import Publication
 from agent.model.live import LiveSettings
 from agent.model.mount_source import MountSource
 from agent.model.remembered import Remembered
@@ -232,6 +233,8 @@ class MachineFacts(Struct, frozen=True):
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is missing or lacks `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
     """Indices of driver roots that handoffs have named since the machine's start. The current one may be missing."""
+    publication: Publication | None = None
+    """The last publication of the handoff; None if there is none, or its file could not be observed."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
 

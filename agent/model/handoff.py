@@ -2,10 +2,11 @@
 
 The host half publishes a Handoff; the machine half answers with a report: a JSON object with the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `advertised_gpus` (how many granted GPUs
-the node offers to pods; left out if unknown) and `changed_files` (paths of files that differ from what `up` put into
-the machine; left out if there are none). The last three are also left out if the handoff lacks the key
-`restart_device_plugin`, because a host half that does not write that key refuses reports with unknown keys.
+`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `publication` (which file the machine half
+read as its handoff, by Publication), `advertised_gpus` (how many granted GPUs the node offers to pods; left out if
+unknown) and `changed_files` (paths of files that differ from what `up` put into the machine; left out if there are
+none). The last four are also left out if the handoff lacks the key `restart_device_plugin`, because a host half that
+does not write that key refuses reports with unknown keys.
 """
 
 import json
@@ -45,6 +46,16 @@ REMARK_LIMIT = MESSAGE_LIMIT // 2
 
 CHANGED_FILES_LIMIT = 100
 """The largest number of changed files that a report lists."""
+
+
+class Publication(NamedTuple):
+    """A handoff's file as stat(2) shows it, alike on the host and in the machine.
+
+    It differs from publication to publication, also if the handoff, and so its generation, does not.
+    """
+
+    inode: int
+    ctime_ns: int
 
 
 class Repair(StrEnum):
@@ -208,11 +219,12 @@ def render_report(
     repairs: Mapping[str, int] | None,
     advertised_gpus: int | None = None,
     changed_files: tuple[str, ...] = (),
+    publication: Publication | None = None,
 ) -> bytes:
-    """Return the report on this generation of the handoff.
+    """Return the report on this generation of the handoff, and on this publication of it.
 
-    `repairs` is None for a host half that refuses unknown keys; `advertised_gpus` and `changed_files` are then left out
-    too. `advertised_gpus` is None if the number is unknown.
+    `repairs` is None for a host half that refuses unknown keys; the parameters after it are then left out too.
+    `advertised_gpus` is None if the number is unknown.
     """
     document = {
         "version": REPORT_VERSION,
@@ -225,6 +237,7 @@ def render_report(
         ],
         "cdi_devices": list(cdi_devices),
         **({} if repairs is None else {"repairs": dict(repairs)}),
+        **({} if repairs is None or publication is None else {"publication": publication}),
         **({} if repairs is None or advertised_gpus is None else {"advertised_gpus": advertised_gpus}),
         **({} if repairs is None or not changed_files else {"changed_files": changed_files[:CHANGED_FILES_LIMIT]}),
     }

@@ -18,7 +18,7 @@ from agent.host.outcome import MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.errors import BusAnswerError, UnsupportedError
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import render_live
 from agent.model.paths import (
     CONDITIONS,
@@ -335,12 +335,20 @@ def test_a_running_machine_with_other_settings_needs_a_restart(gpu_host: Host) -
     assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
 
 
-def report(host: Host, devices: Condition, changed_files: tuple[str, ...] = ()) -> None:
+def publication(host: Host) -> Publication:
+    """Return what a machine half now reports as the publication that it answers."""
+    status = os.stat(host.full_path(handoff_file(MACHINE)))
+    return Publication(status.st_ino, status.st_ctime_ns)
+
+
+def report(
+    host: Host, devices: Condition, changed_files: tuple[str, ...] = (), answered: Publication | None = None
+) -> None:
     """Let the machine report after a tick of the clock by which the kernel dates files."""
     time.sleep(0.02)
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
-    document = render_report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files)
+    document = render_report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files, answered)
     host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
     time.sleep(0.02)
 
@@ -455,6 +463,20 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
     report(gpu_host, OPENED)
     assert not agent.reconcile().machines[0].pending
     assert len(gpu_host.bus.changes) == len(bound)
+
+
+def test_a_report_that_was_on_its_way_while_the_nodes_were_bound_is_not_the_answer(gpu_host: Host) -> None:
+    """It is newer than the publication, and yet the machine half saw the nodes before that: `apply` exited with it."""
+    agent, before = with_missing_nodes(gpu_host), publication(gpu_host)
+    assert agent.reconcile().machines[0].pending
+    report(gpu_host, LACKING, answered=before)
+    outcome = agent.reconcile().machines[0]
+    assert outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
+    report(gpu_host, LACKING, answered=publication(gpu_host))
+    outcome = agent.reconcile().machines[0]
+    assert not outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.FALSE, "WrongNode")
 
 
 def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_word(gpu_host: Host) -> None:

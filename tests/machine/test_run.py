@@ -193,6 +193,27 @@ def test_observations_older_than_the_handoff_are_not_reported(machine: Machine) 
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
+def test_each_report_names_the_publication_that_it_answers(machine: Machine) -> None:
+    """The host cannot tell by the times of the files: the handoff may be published while the report is written."""
+    handoff, answered = machine.read(HANDOFF), list[object]()
+
+    def publish(path: str) -> None:
+        if path == REPORT and not answered:
+            status = os.stat(machine.full_path(HANDOFF))
+            answered.append([status.st_ino, status.st_ctime_ns])
+            machine.write(HANDOFF, handoff)
+        elif path == REPORT:
+            answered.append(machine.report()["publication"])
+
+    machine.program("systemctl", systemctl("active", 10))
+    machine.before_write = publish
+    run(machine)
+    first, named_by_first = answered
+    status = os.stat(machine.full_path(HANDOFF))
+    assert named_by_first == first != [status.st_ino, status.st_ctime_ns]
+    assert machine.report()["publication"] == [status.st_ino, status.st_ctime_ns]
+
+
 def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None:
     """containerd stops at once, and starts when this run has ended: another round would be time without a CRI."""
     seen: list[str] = []

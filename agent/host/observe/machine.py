@@ -6,10 +6,11 @@ from agent.host.observe.ages import Ages
 from agent.host.observe.units import Unit
 from agent.host.state.driver_roots import parse_handed
 from agent.host.state.granted import GRANTED
+from agent.model.device import FileIdentity
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, MachineFacts, Seen, Unseen
 from agent.model.granted import Granted
-from agent.model.handoff import SIZE_LIMIT
+from agent.model.handoff import SIZE_LIMIT, Publication
 from agent.model.live import LiveSettings, parse_live
 from agent.model.paths import (
     GRANTED_NAME,
@@ -18,6 +19,7 @@ from agent.model.paths import (
     REPORT_NAME,
     granted_file,
     handed_roots_file,
+    handoff_file,
     live_file,
     node_record,
     nspawn_file,
@@ -53,6 +55,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
         live_age=live_age,
         started=_started(name, system) if unit.state == "active" and _start_unknown(live) else None,
         handed_roots=_handed_roots(name, system),
+        publication=_publication(name, system),
         report=content,
         report_age=age,
     )
@@ -120,6 +123,12 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
     except DocumentError as error:
         discard(path, str(error))
         return Broken(str(error)), 0.0
+
+
+def _publication(name: str, system: System) -> Publication | None:
+    """Return the last publication of the handoff. Root in the machine can put a link there: it is not followed."""
+    found = read_seen(lambda path: system.identity(path, follow=False), handoff_file(name))
+    return Publication(found.inode, found.ctime_ns) if isinstance(found, FileIdentity) else None
 
 
 def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:

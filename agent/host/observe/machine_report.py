@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Repair
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
@@ -31,6 +31,8 @@ class Report(Struct, frozen=True):
     """How many of the granted GPUs the node offers to pods; None if the machine half does not say."""
     changed_files: tuple[str, ...] = ()
     """Files that differ from what `up` put into the machine."""
+    publication: Publication | None = None
+    """The publication of the handoff that the report answers; None if the machine half does not say."""
 
 
 def _printable(text: str) -> str:
@@ -51,6 +53,7 @@ Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
 Name = Annotated[str, StringConstraints(max_length=255), Printable]
 PathInMachine = Annotated[str, StringConstraints(pattern=f"^{PATH.pattern}$")]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Unsigned = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 
 
 class _Model(BaseModel):
@@ -77,6 +80,7 @@ class _Document(_Model):
     repairs: dict[Repair, Count] = Field(default_factory=dict)
     advertised_gpus: Count | None = None
     changed_files: Annotated[list[PathInMachine], Field(max_length=CHANGED_FILES_LIMIT), AfterValidator(_distinct)] = []
+    publication: tuple[Unsigned, Unsigned] | None = None
 
 
 def parse_report(data: bytes) -> Report:
@@ -99,6 +103,7 @@ def parse_report(data: bytes) -> Report:
         document.repairs,
         document.advertised_gpus,
         tuple(document.changed_files),
+        Publication(*document.publication) if document.publication else None,
     )
 
 

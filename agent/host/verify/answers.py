@@ -23,11 +23,25 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    A report of missing nodes must also be newer than the last binding of nodes and the last publication of the handoff.
-    Only the files' ages show whether it is, because a handoff that is published again has the same generation.
+    A report of missing nodes must also answer the last publication of the handoff, and be newer than the last binding
+    of nodes: the host publishes the same handoff again after it has bound missing nodes.
     """
-    older = machine.report_age > min(machine.granted_age, machine.live_age)
-    return report.generation == goal.generation and not (older and reports_missing_nodes(goal, report))
+    if report.generation != goal.generation:
+        return False
+    return not reports_missing_nodes(goal, report) or (
+        _answers_publication(report, machine) and machine.report_age <= machine.live_age
+    )
+
+
+def _answers_publication(report: Report, machine: MachineFacts) -> bool:
+    """Return whether the report answers the last publication of the handoff.
+
+    Machine halves of earlier releases do not say what they answer: then the files' ages decide, which is wrong for a
+    report that was on its way during the publication.
+    """
+    if report.publication and machine.publication:
+        return report.publication == machine.publication
+    return machine.report_age <= machine.granted_age
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:

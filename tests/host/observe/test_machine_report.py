@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent.host.observe.machine_report import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, render_report
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, render_report
 
 LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
 
@@ -51,6 +51,17 @@ def test_changed_files_are_listed_up_to_a_limit() -> None:
     assert parse_report(data).changed_files == paths[:-1]
     assert "changed_files" not in json.loads(render_report("", (LINKED,), (), "", "", None, changed_files=paths))
     assert "changed_files" not in json.loads(document()), "an older host half need not know the key"
+
+
+def test_the_publication_is_read_back_and_its_numbers_are_bounded() -> None:
+    answered = Publication(2**64 - 1, 1_700_000_000_000_000_001)
+    data = render_report("", (LINKED,), (), "", "", {}, publication=answered)
+    assert parse_report(data).publication == answered
+    assert "publication" not in json.loads(render_report("", (LINKED,), (), "", "", None, publication=answered))
+    assert parse_report(document()).publication is None
+    for wrong in ([1], [1, 2, 3], [1, 2**64], [-1, 2], [1, "2"], "12"):
+        with pytest.raises(DocumentError, match="publication"):
+            parse_report(document(publication=wrong))
 
 
 @pytest.mark.parametrize(

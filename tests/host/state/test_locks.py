@@ -1,4 +1,4 @@
-"""Waiting for another process's pass: on a clock that only sleeping moves, so that no test waits."""
+"""Waiting for another process's pass: on a clock that only sleeping moves, and none of the tests waits."""
 
 import fcntl
 import os
