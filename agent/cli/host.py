@@ -12,7 +12,8 @@ from agent.model.errors import NoMachinesError, UnsupportedError
 from agent.model.paths import CONFIG_FILE
 from agent.system.dbus import SystemBus
 from agent.system.files import System
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.host_runner import host_runner
+from agent.system.process import Completed
 
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
 """Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
@@ -23,7 +24,14 @@ would not start, or would get no GPUs."""
 
 def this_host() -> System:
     """Return the host that this process runs on."""
-    return System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
+    return System(host_runner, bus=SystemBus(), tool_runner=_run_tool)
+
+
+def _run_tool(argv: tuple[str, ...], timeout: float) -> Completed:
+    # Imported only for commands that download: sh takes long to import.
+    from agent.system.tool_runner import tool_runner
+
+    return tool_runner(argv, timeout)
 
 
 def needs_root(options: argparse.Namespace) -> bool:

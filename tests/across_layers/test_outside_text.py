@@ -14,8 +14,8 @@ from agent.model.errors import ConfigError, DocumentError
 from agent.model.facts import Broken
 from agent.model.paths import CONFIG_FILE
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.kernel_log import parse_record
-from agent.system.sh_runner import host_runner
 from agent.vendors.nvidia.devices.capabilities import observe_capabilities
 from agent.vendors.nvidia.devices.make_nodes import Parameters, parse_parameters
 from agent.vendors.nvidia.driver import observe_module

@@ -8,18 +8,18 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = "loaded:"
-CHILD = f"""
-import sys
-sys.path.insert(0, sys.argv[1])
+PATH = "import sys; sys.path.insert(0, sys.argv[1])\n"
+CHILD = """
 from agent.cli.main import main
 try:
     main(sys.argv[2:])
 except SystemExit:
     pass
-print("{LOADED}", *sys.modules)
 """
 SERVICE = {"agent.host.daemon", "prometheus_client", "http", "inotify_simple"}
 """What only `run` needs."""
+TOOLS = {"sh", "asyncio", "agent.system.tool_runner"}
+"""What only `up` needs, when it downloads."""
 COMMANDS = {
     *(f"agent.cli.{name}" for name in ("plan", "status", "doctor", "apply", "prepare", "load_modules", "service")),
     *(f"agent.cli.{name}" for name in ("gpus", "detach", "forget", "holders")),
@@ -28,7 +28,13 @@ COMMANDS = {
 
 def loaded(*arguments: str) -> set[str]:
     """Return the names of the modules that a fresh interpreter has loaded after this command."""
-    argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), *arguments)
+    return loaded_by(CHILD, *arguments)
+
+
+def loaded_by(code: str, *arguments: str) -> set[str]:
+    """Return the names of the modules that a fresh interpreter has loaded after this code."""
+    whole = f"{PATH}{code}\nprint('{LOADED}', *sys.modules)"
+    argv = (sys.executable, "-I", "-B", "-c", whole, str(REPOSITORY), *arguments)
     finished = subprocess.run(argv, capture_output=True, text=True, check=True)
     *_, names = finished.stdout.rpartition(LOADED)
     return set(names.split())
@@ -61,7 +67,14 @@ def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str]
     names = loaded("--config", str(tmp_path / "config.toml"), *arguments)
     assert names & COMMANDS == {f"agent.cli.{name}" for name in own}
     assert names >= {"agent.host.reconcile", "pydantic"}
-    assert names & SERVICE == set()
+    assert names & (SERVICE | TOOLS | {"ssl"}) == set()
+
+
+@pytest.mark.processes
+def test_the_service_loads_no_tools() -> None:
+    names = loaded_by("import agent.cli.service, agent.cli.wiring")
+    assert names > {"agent.host.daemon.loop", "prometheus_client"}
+    assert names & TOOLS == set()
 
 
 @pytest.mark.processes

@@ -24,7 +24,7 @@ from agent.model.errors import AgentError, ApplyError, ConfigError
 from agent.model.facts import DeviceNode, Driver, Facts, Gpu, Unseen, UserSpace, VendorFacts
 from agent.system.deadlines import bounded
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 
 GPUS = ("0000:01:00.0", "0000:02:00.0")
 

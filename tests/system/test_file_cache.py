@@ -13,7 +13,7 @@ import pytest
 
 from agent.system.file_cache import FRESH, FileCache
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 
 LATER = FRESH + 1
 

@@ -9,8 +9,8 @@ import pytest
 from agent.model.errors import BusError
 from agent.system.copy import Copies
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.process import Completed
-from agent.system.sh_runner import host_runner
 
 
 def no_process(argv: tuple[str, ...], timeout: float) -> Completed:

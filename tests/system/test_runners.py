@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from agent.model.errors import CommandError
+from agent.system.host_runner import host_runner
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, run_checked
-from agent.system.sh_runner import host_runner, tool_runner
 from agent.system.spawn_runner import MachineRunner
+from agent.system.tool_runner import tool_runner
 
 Shell = Callable[..., tuple[int, bytes, bytes]]
 
@@ -95,7 +96,7 @@ def test_a_tool_dies_with_the_agent(tmp_path: Path) -> None:
     """If the tool lived on, it would write files while the next attempt removes them."""
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
-    code = f"from agent.system.sh_runner import tool_runner; tool_runner(('sh', '-c', '{script}'), 60)"
+    code = f"from agent.system.tool_runner import tool_runner; tool_runner(('sh', '-c', '{script}'), 60)"
     agent = subprocess.Popen([sys.executable, "-c", code])
     try:
         while not pid_file.exists() or not pid_file.read_text():
@@ -139,7 +140,8 @@ def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path
 
 AT_A_TERMINAL = """
 import sys
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.host_runner import host_runner
+from agent.system.tool_runner import tool_runner
 from agent.system.spawn_runner import MachineRunner
 runner = {"host": host_runner, "machine": MachineRunner()}[sys.argv[1]]
 open("/dev/tty").close()
@@ -164,8 +166,8 @@ def test_a_program_has_no_terminal_of_ours(half: str) -> None:
 
 
 def test_no_thread_is_available_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When TasksMax= is reached, the threads that the host half's commands need cannot start."""
-    host_runner(("true",), 20)
+    """When TasksMax= is reached, the threads that sh needs for a tool cannot start."""
+    tool_runner(("true",), 20)
     start = threading.Thread.start
 
     def limited(thread: threading.Thread) -> None:
@@ -176,7 +178,7 @@ def test_no_thread_is_available_for_a_program(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(threading.Thread, "start", limited)
     before = children()
     with pytest.raises(CommandError, match="sleep 600: cannot be started: can't start new thread"):
-        run_checked(host_runner, ("sleep", "600"), 20)
+        run_checked(tool_runner, ("sleep", "600"), 20)
     assert children() <= before, "the program runs on"
 
 

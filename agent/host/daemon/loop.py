@@ -33,7 +33,7 @@ from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 
 log = logging.getLogger(__name__)
 

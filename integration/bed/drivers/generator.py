@@ -10,8 +10,8 @@ from pathlib import Path
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import Request
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.process import Completed
-from agent.system.sh_runner import host_runner
 from agent.vendors.nvidia.cdi.command import NVIDIA_CTK
 from integration.bed.drivers.nvml import library_name, nvml
 

@@ -22,8 +22,9 @@ from agent.host.provision.record import make_record
 from agent.model.node import NodeBinary, NodeFile
 from agent.model.paths import machine_root, staged_root
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.network import HostNetwork
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.tool_runner import tool_runner
 from integration.bed import process
 from integration.bed.cluster.empty_host import Mirror
 from integration.bed.cluster.kubernetes import kubernetes

@@ -9,8 +9,8 @@ from agent.host.observe.memory import Memory
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Facts
 from agent.model.paths import machine_unit
+from agent.system.host_runner import host_runner
 from agent.system.process import Completed
-from agent.system.sh_runner import host_runner
 from integration.bed.process import run
 from tests.fakes.host import Host, ScriptedRunner
 

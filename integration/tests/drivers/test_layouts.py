@@ -21,7 +21,7 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import Broken, Library
 from agent.model.goal import MachineGoal
 from agent.model.paths import TREES, spec_directory
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.cache import cache_root

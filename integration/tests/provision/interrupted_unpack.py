@@ -14,8 +14,9 @@ from agent.config.node import ImageSettings
 from agent.host.provision.image import inspect
 from agent.host.provision.unpacking import unpack
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.process import Completed
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.tool_runner import tool_runner
 
 PROGRAMS = ("skopeo", "umoci", "sync")
 STAGES = (*(f"{when} {name}" for name in PROGRAMS for when in ("before", "in")), "before rename", "after rename")

@@ -16,7 +16,8 @@ from agent.host.provision.apply import Tools, run
 from agent.host.provision.binaries import wanted_binaries
 from agent.system.files import System
 from agent.system.network import HostNetwork
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.host_runner import host_runner
+from agent.system.tool_runner import tool_runner
 
 programs = wanted_binaries(NodeSettings.model_validate_json(sys.argv[1]), "amd64")
 tools = Tools(System(host_runner, sys.argv[2], tool_runner=tool_runner), HostNetwork())

@@ -24,8 +24,9 @@ from agent.host.provision.node_files import node_files
 from agent.host.provision.unpacking import unpack
 from agent.model.errors import AgentError
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.root_writer import RootWriter
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.tool_runner import tool_runner
 from integration.bed.cache import REPOSITORY
 from integration.bed.machine.oci_layout import INIT, Entry, Layout, directory, link
 from integration.bed.process import run
@@ -143,7 +144,8 @@ from agent.host.provision.image import inspect
 from agent.host.provision.unpacking import unpack
 from agent.model.node import NodeBinary
 from agent.system.files import System
-from agent.system.sh_runner import host_runner, tool_runner
+from agent.system.host_runner import host_runner
+from agent.system.tool_runner import tool_runner
 
 name, root, program, digest, programs = sys.argv[1:]
 settings, system = ImageSettings(name=name), System(host_runner, tool_runner=tool_runner)

@@ -14,7 +14,7 @@ from agent.model.errors import ApplyError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import STAGING, TREES
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 from tests.fakes.host import Host
 from tests.vendors.nvidia.user_space.test_libraries import MAIN, cache_of, user_space
 from tests.vendors.nvidia.user_space.test_places import VERSION, put

@@ -28,7 +28,7 @@ from agent.host.daemon.loop import Daemon, Timing
 from agent.host.daemon.sd_notify import Notifier
 from agent.host.daemon.wakeups.poller import Wakeups
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 from tests.fakes import reconciler as simulated_reconciler
 
 CHILDREN = multiprocessing.get_context("forkserver")

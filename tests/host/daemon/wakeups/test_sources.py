@@ -316,7 +316,7 @@ E: SUBSYSTEM=usb
 PROGRAM = """
 import ctypes, select, sys
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.host_runner import host_runner
 from agent.host.daemon.wakeups.udev import Udev, matters
 from agent.system.udev import CONTROL
 

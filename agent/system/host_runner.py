@@ -1,0 +1,86 @@
+"""The host half's backend of `agent.system.process`."""
+
+import os
+import resource
+import select
+import signal
+import subprocess
+from contextlib import suppress
+from typing import BinaryIO
+
+from agent.system.deadlines import bounded
+from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError
+
+KILL_MARGIN = 3.0
+"""Seconds in which a killed program has to exit."""
+
+
+def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run a program, as a Runner does. A program that SIGKILL does not end is not run again until it has ended."""
+    # All threads involved are daemon threads, so none of them keeps this process from exiting.
+    return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
+
+
+def _run(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run a program in a new session, without our terminal."""
+    # Output goes to memory: pipes would need threads, and stay open while a program's children run.
+    with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
+        # Without preexec_fn, this is a vfork: a fork would copy the page tables of the whole service.
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+        in_time = False
+        try:
+            _limit_files(process.pid)
+            in_time = ends_within(process.pid, timeout)
+        finally:
+            if not in_time:
+                kill_group(process.pid)
+            status = process.wait()
+        if not in_time:
+            raise TimeLimitError
+        return Completed(status, content(stdout), content(stderr))
+
+
+def _limit_files(pid: int) -> None:
+    # The program's output is a file in memory, which counts towards this unit's memory limit. If the program could
+    # print without end, the kernel might kill the service.
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+
+
+def memory_file(name: str) -> BinaryIO:
+    """Return a new, empty file in memory."""
+    return open(os.memfd_create(name), "w+b", buffering=0)
+
+
+def content(file: BinaryIO) -> bytes:
+    """Return the beginning of what was written to a file: one byte more than OUTPUT_LIMIT at most."""
+    return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0)
+
+
+def ends_within(pid: int, timeout: float) -> bool:
+    """Return whether the process exits within `timeout` seconds. The waits of Popen and sh poll, and take longer."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        # The process has exited, and one of sh's threads has collected its status.
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process and what it started, except processes with their own session or group."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

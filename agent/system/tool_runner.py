@@ -1,0 +1,121 @@
+"""Runs tools that download and unpack, with the sh package: a backend of `agent.system.process`.
+
+Other programs of the host half run without sh, because its import takes 50 ms, and each program 6 ms instead of one.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import BinaryIO
+
+import sh
+
+from agent.system.deadlines import bounded
+from agent.system.host_runner import KILL_MARGIN, content, ends_within, kill_group, memory_file
+from agent.system.process import ENVIRONMENT, Completed, TimeLimitError
+
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+"""Environment variables that a tool inherits."""
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
+
+def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run a program that downloads or unpacks files of any size. This is a Runner.
+
+    Unlike other programs, it inherits the settings of proxies, and is killed if this process dies, because it would go
+    on writing.
+    """
+    environment = {**ENVIRONMENT, **{name: os.environ[name] for name in PROXIES if name in os.environ}}
+    # All threads involved are daemon threads, so none of them keeps this process from exiting.
+    return bounded(" ".join(argv), lambda: _run(argv, timeout, environment), timeout + KILL_MARGIN)
+
+
+def _run(argv: tuple[str, ...], timeout: float, environment: Mapping[str, str]) -> Completed:
+    """Run a program in a new session, without our terminal.
+
+    At the time limit, kill it and what it started, except processes with a session or process group of their own.
+    """
+    with ExitStack() as files:
+        # Output goes to memory: pipes would need threads, and stay open while a program's children run.
+        stdout, stderr, pid_file = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr", "pid"))
+        null = files.enter_context(open(os.devnull, "rb"))
+        running = _start(argv, (null, stdout, stderr, pid_file), environment)
+        in_time = False
+        try:
+            in_time = ends_within(running.process.pid, timeout)
+        finally:
+            if not in_time:
+                kill_group(running.process.pid)
+            status = _status(running)
+        if not in_time:
+            raise TimeLimitError
+        return Completed(status, content(stdout), content(stderr))
+
+
+def _start(
+    argv: tuple[str, ...],
+    files: tuple[BinaryIO, BinaryIO, BinaryIO, BinaryIO],
+    environment: Mapping[str, str],
+) -> sh.RunningCommand:
+    """Start the program, or raise OSError.
+
+    `files` are its input, output and standard error, and the file to which the new process writes its id.
+    """
+    null, stdout, stderr, pid_file = files
+    try:
+        return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
+            *argv[1:],
+            _in=null,
+            _out=stdout,
+            _err=stderr,
+            _env=dict(environment),
+            _cwd="/",
+            _new_session=True,
+            _preexec_fn=_beginning(pid_file),
+            _ok_code=list(range(256)),
+            _return_cmd=True,
+            _bg=True,
+            _bg_exc=False,
+        )
+    except sh.CommandNotFound as error:
+        raise FileNotFoundError(argv[0]) from error
+    except sh.ForkException as error:
+        raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
+    except RuntimeError as error:
+        # sh could not start a thread (the unit's TasksMax=, or the host's limit), but the program is already running.
+        pid = int(content(pid_file))
+        kill_group(pid)
+        os.waitpid(pid, 0)
+        raise OSError(errno.EAGAIN, str(error), argv[0]) from error
+
+
+def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
+    """Return a function for the new process to call before it becomes the program.
+
+    The kernel then kills that process when the thread that made it ends.
+    """
+    parent, prctl = os.getpid(), ctypes.CDLL(None, use_errno=True).prctl
+
+    def begin() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died before the call above; then no signal comes.
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # Python ignores this signal, and programs would inherit that.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.write(pid_file.fileno(), b"%d" % os.getpid())
+
+    return begin
+
+
+def _status(running: sh.RunningCommand) -> int:
+    """Wait until the program exits. Return its exit code, or minus the number of the signal that killed it."""
+    try:
+        running.wait()
+        return int(running.exit_code)
+    except sh.SignalException as error:
+        return -abs(int(error.exit_code))
