@@ -89,6 +89,8 @@ class MachineVendor(ABC):
     """Other files whose change makes the agent generate the specification again."""
     runtime_config = ""
     """The configuration file of the handler's program; empty if there is none."""
+    runtime_settings: Mapping[str, Mapping[str, object]] = {}
+    """The keys that `edit_runtime_config` sets there, by table."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     plugin_sockets: str

@@ -35,6 +35,7 @@ from agent.vendors.cdi.names import device_names
 from agent.vendors.drm.machine import parse_groups
 from agent.vendors.nvidia.cdi import nvidia_ctk
 from agent.vendors.nvidia.cdi import verify as cdi
+from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
 from agent.vendors.nvidia.devices.gpus import parse_information
 from agent.vendors.nvidia.devices.make_nodes import parse_parameters
 from agent.vendors.nvidia.mig import parse_instance
@@ -109,7 +110,7 @@ PARSERS: dict[str, Parser] = {
     "nvidia-ctk-version": _of_text(nvidia_ctk.parse_version),
     "nvidia-information": _of_text(parse_information),
     "nvidia-parameters": _of_text(parse_parameters),
-    "nvidia-runtime-config": _of_text(nvidia_ctk.edit_runtime_config),
+    "nvidia-runtime-config": _of_text(edit_runtime_config),
     "owned": lambda data: OWNED_FILES.parse("owned.json", data),
     "pci-address": _of_text(as_in_sysfs),
     "proc-devices": _of_text(parse_majors),

@@ -27,7 +27,7 @@ def loaded(package: str) -> set[str]:
 @pytest.mark.processes
 def test_the_setup_at_boot_loads_neither_data_classes_nor_openssl() -> None:
     """They took a third of a run that changes nothing: `dataclasses` loads `inspect`, and each class compiles code."""
-    assert loaded("agent.machine") & {"dataclasses", "_hashlib"} == set()
+    assert loaded("agent.machine") & {"dataclasses", "_hashlib", "tomllib"} == set()
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
+from agent.machine.containerd.imports import NotedImports, loaded_files, parsed_imports
 from agent.machine.containerd.tables import MAIN, Configuration, Table
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
@@ -45,7 +46,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     """
     system, notes = context.system, context.notes
     handler, paths = vendor.handler, _drop_in_paths(context, vendor)
-    drop_in, name = paths.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
+    drop_in, name = paths.drop_in, _note(vendor)
     program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
@@ -83,6 +84,11 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
     notes.save(name, result)
     return _condition(faults, drop_in)
+
+
+def _note(vendor: MachineVendor) -> str:
+    """Return the name of the note about a vendor's part of the configuration. Vendors without a runtime share one."""
+    return f"containerd-{vendor.name if vendor.handler else 'cdi'}"
 
 
 def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
@@ -154,15 +160,18 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     needed.
     """
     system, notes = context.system, context.notes
-    name = f"runtime-{vendor.name}"
-    present = files.read_optional(system, vendor.runtime_config)
+    name, settings = f"runtime-{vendor.name}", json.dumps(vendor.runtime_settings)
+    present, noted = files.read_optional(system, vendor.runtime_config), notes.load(name)
+    if present is not None and noted.get("edited") == [settings, sha256(present)]:
+        return
     text = (present or b"").decode(errors="surrogateescape")
     edited = vendor.edit_runtime_config(text)
-    if present is None or edited != text:
-        system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
-        if notes.load(name):
+    content = edited.encode(errors="surrogateescape")
+    if content != present:
+        system.write(vendor.runtime_config, content)
+        if noted:
             record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
-    notes.save(name, {"path": vendor.runtime_config})
+    notes.save(name, {"edited": [settings, sha256(content)]})
 
 
 def _planned_change(
@@ -181,7 +190,8 @@ def _planned_change(
     if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
         text = files.with_import(text, tables.import_pattern(drop_in))
     main = files.parse(MAIN, text)
-    all_loaded = files.loaded_files(system, main, drop_in)
+    contents = loaded_files(system, text, drop_in, parsed_imports)
+    all_loaded = {path: files.parse(path, content) for path, content in contents.items()}
     # Without the former drop-ins, which will be removed.
     order = [path for path in all_loaded if path not in paths.former]
     loaded_later = tuple(order[order.index(drop_in) + 1 :])
@@ -225,9 +235,11 @@ def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_i
     """
     system, default = context.system, context.handoff.default_runtime
     parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
-    main = files.read_optional(system, MAIN)
-    loaded = files.loaded_files(system, files.parse(MAIN, main or b""), drop_in)
-    for path in dict.fromkeys((MAIN, drop_in, *loaded)):
-        content = files.read_optional(system, path)
+    main, own = files.read_optional(system, MAIN), files.read_optional(system, drop_in)
+    imports = NotedImports(context.notes, f"{_note(vendor)}-imports")
+    loaded = loaded_files(system, main or b"", drop_in, imports)
+    imports.save()
+    others = {path: content for path, content in loaded.items() if path != drop_in}
+    for path, content in {MAIN: main, drop_in: own, **others}.items():
         parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]
     return sha256(b"".join(parts))

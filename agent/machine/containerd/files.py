@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
-from agent.machine.containerd.tables import MAIN, Table, covers, imports
+from agent.machine.containerd.tables import MAIN, Table, imports
 from agent.model.errors import DocumentError
-from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT
 
@@ -21,45 +19,6 @@ TOKENS = re.compile(
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
 # Do not reword: at an upgrade, a drop-in with another text counts as changed, and containerd may be restarted.
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
-
-
-def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
-    """Return the files that containerd imports, in the order of loading. Raises DocumentError.
-
-    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers the agent's drop-in, the drop-in is included, as an empty table.
-    """
-    loaded: dict[str, Table] = {}
-    pending = list(imports(MAIN, main))
-    while pending:
-        pattern = pending.pop(0)
-        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
-        if covers(pattern, drop_in):
-            matches.add(drop_in)
-        for path in sorted(matches - {MAIN, *loaded}):
-            loaded[path] = {} if path == drop_in else _load(system, path)
-            pending += imports(path, loaded[path])
-    return loaded
-
-
-def _load(system: System, path: str) -> Table:
-    content = read_optional(system, path)
-    if content is None:
-        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
-    return parse(path, content)
-
-
-def _glob(system: System, pattern: str) -> list[str]:
-    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
-    paths = [""]
-    for part in pattern.split("/")[1:]:
-        wild = any(character in part for character in "*?[")
-        directories = [each for each in paths if system.is_directory(each or "/")]
-        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
-        paths = [
-            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
-        ]
-    return [path for path in paths if system.exists(path)]
 
 
 def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:
@@ -76,6 +35,9 @@ def effective_config(system: System, main: str, version: tuple[int, ...]) -> Tab
 
 def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
+    # Imported here: the import takes a tenth of a run that changes nothing.
+    from agent.model.toml_document import parse_toml
+
     try:
         return parse_toml(text.decode())
     except RecursionError as error:

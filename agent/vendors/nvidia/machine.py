@@ -12,6 +12,7 @@ from agent.vendors.nvidia.cdi import nvidia_ctk
 from agent.vendors.nvidia.cdi import verify as cdi
 from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
+from agent.vendors.nvidia.cdi.runtime_config import RUNTIME_SETTINGS, edit_runtime_config
 
 if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableDevice
@@ -43,6 +44,7 @@ class NvidiaMachine(MachineVendor):
     data_directories = DATA_DIRECTORIES
     tools = (NVIDIA_CTK, HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
+    runtime_settings = RUNTIME_SETTINGS
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
     # Without the first path, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
@@ -52,7 +54,7 @@ class NvidiaMachine(MachineVendor):
     verify = staticmethod(cdi.verify)
     host_paths = staticmethod(cdi.host_paths)
     list_devices = staticmethod(nvidia_ctk.list_devices)
-    edit_runtime_config = staticmethod(nvidia_ctk.edit_runtime_config)
+    edit_runtime_config = staticmethod(edit_runtime_config)
 
     @property
     def cdi_modes(self) -> CdiModes:

@@ -34,8 +34,8 @@ from agent.model.errors import AgentError, DocumentError, UnsupportedError
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.machine_vendor import RuntimeHandler
-from agent.vendors.nvidia.cdi.nvidia_ctk import edit_runtime_config
 from agent.vendors.nvidia.cdi.nvidia_ctk import parse_version as parse_toolkit
+from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
 from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
 from tests.fakes.machine import REQUEST, Machine, containerd, gpu_machine, hang, systemctl
 
@@ -69,9 +69,67 @@ OTHER_DEFAULT = f"""\
 DUMP = {"plugins": {CRI_2: {"containerd": {"runtimes": {"runc": {"runtime_type": "default", "snapshotter": ""}}}}}}
 
 
+IMPORTED = "/etc/containerd/conf.d/10-site.toml"
+RUNTIME_CONFIG = "/etc/nvidia-container-runtime/config.toml"
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return gpu_machine(tmp_path / "machine")
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the texts that are parsed as TOML from now on."""
+    texts, loads = list[str](), tomllib.loads
+
+    def parse(text: str) -> dict[str, Any]:
+        texts.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(tomllib, "loads", parse)
+    return texts
+
+
+def test_a_run_without_changes_parses_no_configuration(machine: Machine, parsed: list[str]) -> None:
+    machine.put(MAIN, MAIN_3)
+    machine.put(IMPORTED, "version = 3\n")
+    run(machine)
+    assert MAIN_3 in parsed
+    parsed.clear()
+    run(machine)
+    assert parsed == []
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+@pytest.mark.parametrize("path", [MAIN, IMPORTED, RUNTIME_CONFIG])
+def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: list[str], path: str) -> None:
+    machine.put(MAIN, MAIN_3)
+    machine.put(IMPORTED, "version = 3\n")
+    run(machine)
+    parsed.clear()
+    text = machine.read(path).decode() + "# changed\n"
+    machine.put(path, text)
+    run(machine)
+    assert text in parsed
+    machine.put(path, "=")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"][0] == "False"
+    machine.put(path, text)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_imports_that_another_release_noted_otherwise_are_found_again(machine: Machine, parsed: list[str]) -> None:
+    machine.put(MAIN, MAIN_3)
+    run(machine)
+    notes = Notes(machine)
+    (name,) = [each.removesuffix(".json") for each in machine.entries(MACHINE_STATE) if "imports" in each]
+    notes.save(name, dict.fromkeys(notes.load(name), 7))
+    parsed.clear()
+    run(machine)
+    assert machine.read_text(MAIN) in parsed
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
 def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
@@ -571,7 +629,7 @@ def test_a_broken_main_file_stays(machine: Machine) -> None:
     assert not machine.exists(DROP_IN)
 
 
-@pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
+@pytest.mark.parametrize("path", [MAIN, RUNTIME_CONFIG])
 @pytest.mark.parametrize("text", ["x = " + "[" * 100_000, f"[a{'.a' * 2000}]\n"])
 def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str) -> None:
     """tomllib raises RecursionError, and so does everything that handles its result; both files are the machine's."""
@@ -768,14 +826,13 @@ def test_a_missing_program_is_named(machine: Machine, missing: str) -> None:
 
 def test_the_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
     """The agent writes only the settings that make `runtimeClassName: nvidia` use the published specification."""
-    path = "/etc/nvidia-container-runtime/config.toml"
     machine.put(
-        path,
+        RUNTIME_CONFIG,
         '#accept = true\n[nvidia-container-cli]\nroot = "/x" # ours\n'
         '[nvidia-container-runtime]\nmode = "auto"\nruntimes = ["crun"]\n',
     )
     run(machine)
-    text = machine.read_text(path)
+    text = machine.read_text(RUNTIME_CONFIG)
     assert "#accept = true" in text
     assert 'root = "/x" # ours' in text
     settings = tomllib.loads(text)["nvidia-container-runtime"]

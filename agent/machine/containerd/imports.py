@@ -1,0 +1,83 @@
+"""Finds the files that containerd's main configuration file imports."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from agent.machine.containerd import files
+from agent.machine.containerd.tables import MAIN, covers, imports
+from agent.machine.notes import Notes
+from agent.model.digest import sha256
+from agent.model.errors import DocumentError
+from agent.system.files import System
+
+
+def loaded_files(
+    system: System, main: bytes, drop_in: str, imports_of: Callable[[str, bytes], Iterable[str]]
+) -> dict[str, bytes]:
+    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError.
+
+    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
+    If an import covers the agent's drop-in, the drop-in is included, as an empty file. `imports_of` returns a file's
+    imports, as `parsed_imports` does.
+    """
+    loaded: dict[str, bytes] = {}
+    pending = list(imports_of(MAIN, main))
+    while pending:
+        pattern = pending.pop(0)
+        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
+        if covers(pattern, drop_in):
+            matches.add(drop_in)
+        for path in sorted(matches - {MAIN, *loaded}):
+            loaded[path] = b"" if path == drop_in else _load(system, path)
+            pending += imports_of(path, loaded[path])
+    return loaded
+
+
+def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
+    """Return a file's imports as absolute patterns. Raises DocumentError."""
+    return imports(path, files.parse(path, content))
+
+
+def _load(system: System, path: str) -> bytes:
+    content = files.read_optional(system, path)
+    if content is None:
+        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
+    return content
+
+
+def _glob(system: System, pattern: str) -> list[str]:
+    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
+    paths = [""]
+    for part in pattern.split("/")[1:]:
+        wild = any(character in part for character in "*?[")
+        directories = [each for each in paths if system.is_directory(each or "/")]
+        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
+        paths = [
+            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
+        ]
+    return [path for path in paths if system.exists(path)]
+
+
+class NotedImports:
+    """Returns what configuration files import, from a note if they have not changed since.
+
+    Parsing them takes a tenth of a run that changes nothing. The note has lists of patterns by path and digest.
+    """
+
+    def __init__(self, notes: Notes, name: str) -> None:
+        """Read the note of this name. Raises OSError."""
+        self._notes, self._name, self._noted = notes, name, notes.load(name)
+        self._used: dict[str, list[str]] = {}
+
+    def __call__(self, path: str, content: bytes) -> list[str]:
+        key = f"{path} {sha256(content)}"
+        # Another release may have noted another type since the boot of the machine.
+        noted = self._noted.get(key)
+        self._used[key] = noted if isinstance(noted, list) else list(parsed_imports(path, content))
+        return self._used[key]
+
+    def save(self) -> None:
+        """Note what was used. An error does not matter."""
+        with contextlib.suppress(OSError):
+            self._notes.save(self._name, self._used)
