@@ -18,7 +18,7 @@ from agent.host.reconcile import Reconciler, read_report
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import pass_lock
-from agent.host.verify.answers import STALE_AFTER
+from agent.host.verify.answers import STALE_AFTER, names_handoff
 from agent.model.errors import AgentError
 from agent.model.facts import DeviceNode, Gpu, MachineFacts
 from agent.model.granted import Granted
@@ -269,4 +269,6 @@ class _Removal(Struct):
 def _has_reported(machine: MachineFacts) -> bool:
     report = read_report(machine)
     granted = machine.granted
-    return isinstance(report, Report) and isinstance(granted, Granted) and report.generation == granted.generation
+    if not isinstance(report, Report) or not isinstance(granted, Granted):
+        return False
+    return names_handoff(report, machine, granted.generation)

@@ -79,7 +79,7 @@ def run(system: System) -> int:
             # Not reported: the host may have bound missing nodes since, and would take this report for the answer to
             # its new handoff.
             continue
-        report(context, outcome, Publication(published.inode, published.ctime_ns))
+        report(context, outcome, Publication(published.inode, published.mtime_ns))
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
         # After all rounds: containerd starts again only when this run ends, and until then pods cannot start.

@@ -2,11 +2,11 @@
 
 The host half publishes a Handoff; the machine half answers with a report: a JSON object with the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `publication` (which file the machine half
-read as its handoff, by Publication), `advertised_gpus` (how many granted GPUs the node offers to pods; left out if
-unknown) and `changed_files` (paths of files that differ from what `up` put into the machine; left out if there are
-none). The last four are also left out if the handoff lacks the key `restart_device_plugin`, because a host half that
-does not write that key refuses reports with unknown keys.
+`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `publication` (the Publication that the
+report answers, as a list), `advertised_gpus` (how many granted GPUs the node offers to pods; left out if unknown) and
+`changed_files` (paths of files that differ from what `up` put into the machine; left out if there are none). The last
+four are also left out if the handoff lacks the key `restart_device_plugin`, because a host half that does not write
+that key refuses reports with unknown keys.
 """
 
 import json
@@ -49,13 +49,15 @@ CHANGED_FILES_LIMIT = 100
 
 
 class Publication(NamedTuple):
-    """A handoff's file as stat(2) shows it, alike on the host and in the machine.
+    """A handoff's file as stat(2) shows it: alike on the host and in the machine, where its directory is mounted.
 
-    It differs from publication to publication, also if the handoff, and so its generation, does not.
+    Each publication makes a new file, even if the handoff, and so its generation, is the same. Links or permissions
+    that a backup changes do not matter.
     """
 
     inode: int
-    ctime_ns: int
+    mtime_ns: int
+    """In nanoseconds since the epoch: more than the 53 bits of a JSON number that some programs read."""
 
 
 class Repair(StrEnum):

@@ -338,7 +338,7 @@ def test_a_running_machine_with_other_settings_needs_a_restart(gpu_host: Host) -
 def publication(host: Host) -> Publication:
     """Return what a machine half now reports as the publication that it answers."""
     status = os.stat(host.full_path(handoff_file(MACHINE)))
-    return Publication(status.st_ino, status.st_ctime_ns)
+    return Publication(status.st_ino, status.st_mtime_ns)
 
 
 def report(
@@ -466,7 +466,7 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
 
 
 def test_a_report_that_was_on_its_way_while_the_nodes_were_bound_is_not_the_answer(gpu_host: Host) -> None:
-    """It is newer than the publication, and yet the machine half saw the nodes before that: `apply` exited with it."""
+    """It is newer than the publication, but the machine half saw the nodes earlier: `apply` exited with status 1."""
     agent, before = with_missing_nodes(gpu_host), publication(gpu_host)
     assert agent.reconcile().machines[0].pending
     report(gpu_host, LACKING, answered=before)
@@ -477,6 +477,22 @@ def test_a_report_that_was_on_its_way_while_the_nodes_were_bound_is_not_the_answ
     outcome = agent.reconcile().machines[0]
     assert not outcome.pending
     assert condition(outcome, ConditionType.READY) == (Status.FALSE, "WrongNode")
+
+
+def test_a_report_on_an_earlier_publication_of_the_same_handoff_is_not_the_answer(gpu_host: Host) -> None:
+    """One of two GPUs went and came back before the machine half could answer: it may still be removing that GPU."""
+    both, one = with_missing_nodes(gpu_host), reconciler(gpu_host, gpus="count=1")
+    report(gpu_host, OPENED, answered=publication(gpu_host))
+    assert not both.reconcile().machines[0].pending
+    before, generation = publication(gpu_host), parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
+    one.reconcile()
+    outcome = both.reconcile().machines[0]
+    assert parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation == generation
+    assert publication(gpu_host) != before
+    assert outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
+    report(gpu_host, OPENED, answered=publication(gpu_host))
+    assert not both.reconcile().machines[0].pending
 
 
 def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_word(gpu_host: Host) -> None:

@@ -128,7 +128,7 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
 def _publication(name: str, system: System) -> Publication | None:
     """Return the last publication of the handoff. Root in the machine can put a link there: it is not followed."""
     found = read_seen(lambda path: system.identity(path, follow=False), handoff_file(name))
-    return Publication(found.inode, found.ctime_ns) if isinstance(found, FileIdentity) else None
+    return Publication(found.inode, found.mtime_ns) if isinstance(found, FileIdentity) else None
 
 
 def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:

@@ -23,25 +23,24 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    A report of missing nodes must also answer the last publication of the handoff, and be newer than the last binding
-    of nodes: the host publishes the same handoff again after it has bound missing nodes.
+    After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes must be newer
+    than both. If the machine half does not say which publication it answers, the files' ages decide, which is wrong for
+    a report that was on its way during the publication.
     """
-    if report.generation != goal.generation:
+    if not names_handoff(report, machine, goal.generation):
         return False
-    return not reports_missing_nodes(goal, report) or (
-        _answers_publication(report, machine) and machine.report_age <= machine.live_age
-    )
+    newer_than = machine.live_age if report.publication else min(machine.live_age, machine.granted_age)
+    return machine.report_age <= newer_than or not reports_missing_nodes(goal, report)
 
 
-def _answers_publication(report: Report, machine: MachineFacts) -> bool:
-    """Return whether the report answers the last publication of the handoff.
+def names_handoff(report: Report, machine: MachineFacts, generation: str) -> bool:
+    """Return whether the report is on the last publication of the handoff of this generation, as far as it says.
 
-    Machine halves of earlier releases do not say what they answer: then the files' ages decide, which is wrong for a
-    report that was on its way during the publication.
+    The generation is not enough: a GPU that comes, goes and comes again makes the first handoff the last one too.
+    Machine halves of earlier releases report only the generation.
     """
-    if report.publication and machine.publication:
-        return report.publication == machine.publication
-    return machine.report_age <= machine.granted_age
+    published = report.publication in (None, machine.publication) or machine.publication is None
+    return published and report.generation == generation
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:
@@ -50,7 +49,7 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
     no report, or the report is malformed or stale, they can be removed at once. `now` is the time by CLOCK_BOOTTIME.
     """
-    if isinstance(report, Report) and report.generation == goal.generation:
+    if isinstance(report, Report) and names_handoff(report, machine, goal.generation):
         return True
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
