@@ -1,18 +1,26 @@
 """The host half's backend of `agent.system.process`."""
 
 import os
-import resource
 import select
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from typing import BinaryIO
 
 from agent.system.deadlines import bounded
-from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError
+from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError, find_program
 
 KILL_MARGIN = 3.0
 """Seconds in which a killed program has to exit."""
+LIMITED = ("/usr/bin/prlimit", f"--fsize={FILE_LIMIT}", "--")
+"""Starts a program with a limit for files (util-linux). Its output is a file in memory, which counts towards this
+unit's memory limit: if it could print without end, the kernel might kill the service."""
+
+if sys.version_info < (3, 11, 6):
+    # Older Pythons, such as Debian 12's, stop all threads until the new process runs its program, which may be on a
+    # disk that does not answer (github.com/python/cpython/issues/104372).
+    subprocess._USE_VFORK = False  # type: ignore[misc]  # its documentation says that it may be set
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
@@ -22,12 +30,16 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _run(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program in a new session, without our terminal."""
+    """Run a program in a new session, without our terminal.
+
+    At the time limit, kill it and what it started, except processes with a session or process group of their own.
+    """
+    program = find_program(argv[0])
     # Output goes to memory: pipes would need threads, and stay open while a program's children run.
     with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
         # Without preexec_fn, this is a vfork: a fork would copy the page tables of the whole service.
         process = subprocess.Popen(
-            argv,
+            (*LIMITED, program, *argv[1:]),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -37,7 +49,6 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
         )
         in_time = False
         try:
-            _limit_files(process.pid)
             in_time = ends_within(process.pid, timeout)
         finally:
             if not in_time:
@@ -46,13 +57,6 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
         if not in_time:
             raise TimeLimitError
         return Completed(status, content(stdout), content(stderr))
-
-
-def _limit_files(pid: int) -> None:
-    # The program's output is a file in memory, which counts towards this unit's memory limit. If the program could
-    # print without end, the kernel might kill the service.
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
 
 
 def memory_file(name: str) -> BinaryIO:
@@ -70,7 +74,7 @@ def ends_within(pid: int, timeout: float) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        # The process has exited, and one of sh's threads has collected its status.
+        # A tool has exited, and one of sh's threads has collected its status.
         return True
     try:
         poll = select.poll()

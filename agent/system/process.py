@@ -1,5 +1,7 @@
 """Defines how programs are run and bus services called, and describes failures in the same words for all backends."""
 
+import errno
+import os
 import signal
 from collections.abc import Callable, Mapping
 
@@ -17,6 +19,18 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """The whole environment of the programs that the agent runs. Nothing is inherited (CVE-2025-23266), except the settings
 of proxies by `System.run_tool`. Messages are not translated."""
+
+
+def find_program(name: str) -> str:
+    """Return the path of the program that has this name in ENVIRONMENT's PATH, or of the one at this path.
+
+    Raises FileNotFoundError if there is none that may be executed.
+    """
+    places = (name,) if "/" in name else tuple(f"{each}/{name}" for each in ENVIRONMENT["PATH"].split(":"))
+    for place in places:
+        if os.access(place, os.X_OK):
+            return place
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
 class Completed:

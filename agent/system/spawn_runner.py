@@ -10,7 +10,7 @@ import signal
 from _thread import allocate_lock
 from collections.abc import Callable
 
-from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError
+from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError, find_program
 
 KILL_LIMIT = 5.0
 """Seconds to wait for a killed program. One that hangs in a driver cannot be killed, and is abandoned."""
@@ -105,10 +105,8 @@ class _Process:
 
 def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
     """Start a program and return its process id. posix_spawnp would search the caller's PATH, not ENVIRONMENT's."""
-    files = [argv[0]] if "/" in argv[0] else [f"{each}/{argv[0]}" for each in ENVIRONMENT["PATH"].split(":")]
-    program = next((file for file in files if os.access(file, os.X_OK)), files[-1])
     return os.posix_spawn(
-        program,
+        find_program(argv[0]),
         argv,
         ENVIRONMENT,
         file_actions=[

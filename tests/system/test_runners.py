@@ -23,9 +23,10 @@ from agent.system.tool_runner import tool_runner
 Shell = Callable[..., tuple[int, bytes, bytes]]
 
 
-@pytest.fixture(params=["host", "machine"])
+@pytest.fixture(params=["host", "tool", "machine"])
 def runner(request: pytest.FixtureRequest) -> Runner:
-    return host_runner if request.param == "host" else MachineRunner()
+    runners: dict[str, Runner] = {"host": host_runner, "tool": tool_runner, "machine": MachineRunner()}
+    return runners[request.param]
 
 
 @pytest.fixture
@@ -69,8 +70,8 @@ def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch:
     assert runner(("env",), 20).stdout.decode().splitlines() == [f"{k}={v}" for k, v in ENVIRONMENT.items()]
     assert shell("cat") == (0, b"", b"")
     with open("/dev/null") as ours:
-        # The host half's runner closes even those that a program would inherit; the machine half has none of these.
-        os.set_inheritable(ours.fileno(), runner is host_runner)
+        # The host half's runners close even those that a program would inherit; the machine half has none of these.
+        os.set_inheritable(ours.fileno(), not isinstance(runner, MachineRunner))
         assert str(ours.fileno()).encode() not in shell("ls /proc/$$/fd")[1].split()
     ignored = int(shell("grep SigIgn /proc/self/status")[1].split()[1], 16)
     assert ignored & (1 << signal.SIGPIPE - 1) == 0
@@ -124,6 +125,16 @@ def test_a_file_that_is_not_a_program(runner: Runner, tmp_path: Path) -> None:
         runner((str(tmp_path / "file"),), 1)
 
 
+def test_a_script_whose_interpreter_is_missing_is_not_called_missing(tmp_path: Path) -> None:
+    """The person would look for a package that contains the script."""
+    script = tmp_path / "script"
+    script.write_text("#!/nonexistent\n")
+    script.chmod(0o755)
+    for runner, reason in ((host_runner, f"failed to execute {script}"), (tool_runner, "cannot be started")):
+        with pytest.raises(CommandError, match=reason):
+            run_checked(runner, (str(script),), 20)
+
+
 def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path: Path) -> None:
     """The program's whole session is killed, and all descriptors are closed."""
     fifo, before = tmp_path / "fifo", os.listdir("/proc/self/fd")
@@ -143,18 +154,18 @@ import sys
 from agent.system.host_runner import host_runner
 from agent.system.tool_runner import tool_runner
 from agent.system.spawn_runner import MachineRunner
-runner = {"host": host_runner, "machine": MachineRunner()}[sys.argv[1]]
+runner = {"host": host_runner, "tool": tool_runner, "machine": MachineRunner()}[sys.argv[1]]
 open("/dev/tty").close()
 print("opened it:", runner(("sh", "-c", ": > /dev/tty"), 20).status == 0)
 """
 
 
-@pytest.mark.parametrize("half", ["host", "machine"])
-def test_a_program_has_no_terminal_of_ours(half: str) -> None:
+@pytest.mark.parametrize("name", ["host", "tool", "machine"])
+def test_a_program_has_no_terminal_of_ours(name: str) -> None:
     """On a terminal that root's shell has too, it could type commands into that shell (TIOCSTI)."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL, half))
+        os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL, name))
     output = b""
     # EIO: the child has closed its side.
     with contextlib.suppress(OSError):
