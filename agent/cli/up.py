@@ -12,7 +12,7 @@ from agent.host.outcome import Outcome
 from agent.host.provision.preflight import Asking, Check
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import locked
+from agent.host.state.locks import PASS_WAIT, locked
 from agent.model.errors import AgentError, ConfigError
 from agent.model.paths import PROVISION_LOCK
 from agent.system.files import System
@@ -20,8 +20,10 @@ from agent.system.https import ask
 from agent.system.network import HostNetwork, NetworkSource
 
 SERVICE = "unbounded-agent.service"
-RELOAD_LIMIT = 30.0
-"""Seconds for systemd to reload the service."""
+RELOAD_LIMIT = PASS_WAIT + 60.0
+"""Seconds for the service to reload: it then makes a pass, for which it may wait for another one."""
+RUNNING = ("active", "reloading", "activating")
+"""The values of ActiveState of a service that reads its configuration when it is reloaded."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 LOCK_WAIT = 5.0
 """Seconds to wait for the lock that only one `up` or `reset` can hold."""
@@ -184,7 +186,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 
 def _reload_service(system: System, output: Output) -> None:
     """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
-    if observe_units([SERVICE], system)[SERVICE].state == "active":
+    if observe_units([SERVICE], system)[SERVICE].state in RUNNING:
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:
         output.remark(f"{SERVICE} is not running, so nothing follows changes: run `systemctl enable --now {SERVICE}`")

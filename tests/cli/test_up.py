@@ -153,6 +153,11 @@ def test_the_service_reads_the_configuration_before_the_machine_has_settings(
     host.tools.before = lambda argv: settings.append(host.exists(nspawn_file(MACHINE))) if argv == reload else None
     assert run(host) == 0
     assert settings == [False]
+    for state in ("reloading", "activating"):
+        # It waits for another pass, perhaps with the configuration from before.
+        host.bus.unit("unbounded-agent.service", state)
+        assert run(host, rebuild=True) == 0
+    assert len(settings) == 3
     host.bus.unit("unbounded-agent.service", "inactive")
     assert run(host, rebuild=True) == 0
     assert "systemctl enable --now unbounded-agent.service" in capsys.readouterr().err

@@ -21,7 +21,8 @@ CONFIGURED = "# As configured (nspawn.extra):"
 MISSING = "\\#missing:"
 """The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20
-"""Seconds to wait for a running pass; then the start continues without the lock. Only staging a driver takes longer."""
+"""Seconds to wait for a running pass; then the start continues without the lock. On an idle host, only staging a driver
+takes longer."""
 REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
 """Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
 

@@ -13,7 +13,7 @@ from agent.system.files import System
 PASS_WAIT = 60.0
 """Seconds to wait for another process's pass to end: it may be staging a driver root."""
 NOTICE = 2.0
-"""Seconds until a waiting process says so. Most passes take less."""
+"""Seconds after which a process says that it waits. Most passes take less."""
 POLL = 0.05
 """Seconds between two attempts to get the lock. Attempts are repeated because flock(2) has no time limit."""
 

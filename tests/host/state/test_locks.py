@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -37,18 +38,34 @@ class AnotherPass:
         self.told.append((self.now - self.begin, sentence))
 
 
-def test_a_long_pass_of_the_service_fails_no_other_pass(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+Begin = Callable[[float], AnotherPass]
+
+
+@pytest.fixture
+def another_pass(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    begun: list[AnotherPass] = []
+
+    def begin(seconds: float) -> AnotherPass:
+        begun.append(AnotherPass(gpu_host, monkeypatch, seconds))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        os.close(each.descriptor)
+
+
+def test_a_long_pass_of_the_service_fails_no_other_pass(gpu_host: Host, another_pass: Begin) -> None:
     """`apply` gave up after 10 seconds, although it waits minutes for machines."""
-    other = AnotherPass(gpu_host, monkeypatch, 59)
+    other = another_pass(59)
     agent = reconciler(gpu_host)
     agent.progress = other.progress
     assert agent.reconcile().failures == ()
     assert other.now >= other.end
 
 
-def test_waiting_is_said_once_and_gives_signs_of_life(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_said_once_and_gives_signs_of_life(gpu_host: Host, another_pass: Begin) -> None:
     """The service's watchdog must not expire while the service waits."""
-    other = AnotherPass(gpu_host, monkeypatch, 30)
+    other = another_pass(30)
     with pass_lock(gpu_host, other.progress):
         pass
     sentences = [each for _, each in other.told if each]
@@ -59,14 +76,14 @@ def test_waiting_is_said_once_and_gives_signs_of_life(gpu_host: Host, monkeypatc
     assert 30 - times[-1] < PROGRESS_INTERVAL
 
 
-def test_a_short_pass_is_not_worth_a_message(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = AnotherPass(gpu_host, monkeypatch, 1)
+def test_a_short_pass_is_not_worth_a_message(gpu_host: Host, another_pass: Begin) -> None:
+    other = another_pass(1)
     with pass_lock(gpu_host, other.progress):
         assert other.told == []
 
 
-def test_a_pass_that_hangs_is_named_with_a_command(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = AnotherPass(gpu_host, monkeypatch, 3600)
+def test_a_pass_that_hangs_is_named_with_a_command(gpu_host: Host, another_pass: Begin) -> None:
+    other = another_pass(3600)
     with (
         pytest.raises(AgentError, match=r"^another pass of unbounded-agent is still running") as raised,
         pass_lock(gpu_host, other.progress),
