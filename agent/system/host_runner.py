@@ -1,6 +1,8 @@
 """The host half's backend of `agent.system.process`."""
 
+import errno
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -13,9 +15,6 @@ from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Complete
 
 KILL_MARGIN = 3.0
 """Seconds in which a killed program has to exit."""
-LIMITED = ("/usr/bin/prlimit", f"--fsize={FILE_LIMIT}", "--")
-"""Starts a program with a limit for files (util-linux). Its output is a file in memory, which counts towards this
-unit's memory limit: if it could print without end, the kernel might kill the service."""
 
 if sys.version_info < (3, 11, 6):
     # Older Pythons, such as Debian 12's, stop all threads until the new process runs its program, which may be on a
@@ -37,18 +36,10 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
     program = find_program(argv[0])
     # Output goes to memory: pipes would need threads, and stay open while a program's children run.
     with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
-        # Without preexec_fn, this is a vfork: a fork would copy the page tables of the whole service.
-        process = subprocess.Popen(
-            (*LIMITED, program, *argv[1:]),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd="/",
-            env=ENVIRONMENT,
-            start_new_session=True,
-        )
+        process = _start(program, argv, stdout, stderr)
         in_time = False
         try:
+            _limit_files(process.pid)
             in_time = ends_within(process.pid, timeout)
         finally:
             if not in_time:
@@ -57,6 +48,37 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
         if not in_time:
             raise TimeLimitError
         return Completed(status, content(stdout), content(stderr))
+
+
+def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start the program, or raise OSError."""
+    try:
+        # Without preexec_fn, this is a vfork, except with the Pythons above. A fork would copy the page tables of the
+        # whole service.
+        return subprocess.Popen(
+            argv,
+            executable=program,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        # The program was there just now: its interpreter, or its loader of libraries, is missing.
+        raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
+
+
+def _limit_files(pid: int) -> None:
+    """Limit the files of a program that has just started, and of what it starts from now on.
+
+    Its output is a file in memory, which counts towards this unit's memory limit: if it could print without end, the
+    kernel might kill the service. A vfork cannot set the limit before the program starts, and prlimit(1), which could,
+    would let a shell run what is not a program.
+    """
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
 
 
 def memory_file(name: str) -> BinaryIO:

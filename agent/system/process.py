@@ -24,12 +24,15 @@ of proxies by `System.run_tool`. Messages are not translated."""
 def find_program(name: str) -> str:
     """Return the path of the program that has this name in ENVIRONMENT's PATH, or of the one at this path.
 
-    Raises FileNotFoundError if there is none that may be executed.
+    Raises FileNotFoundError if there is none, and PermissionError if there are only files that must not be executed.
     """
     places = (name,) if "/" in name else tuple(f"{each}/{name}" for each in ENVIRONMENT["PATH"].split(":"))
-    for place in places:
-        if os.access(place, os.X_OK):
-            return place
+    files = [place for place in places if os.path.isfile(place)]
+    for file in files:
+        if os.access(file, os.X_OK):
+            return file
+    if files:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), files[0])
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
