@@ -22,8 +22,8 @@ from agent.system.network import HostNetwork, NetworkSource
 SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = PASS_WAIT + 60.0
 """Seconds for the service to reload: it then makes a pass, for which it may wait for another one."""
-RUNNING = ("active", "reloading", "activating")
-"""The values of ActiveState of a service that reads its configuration when it is reloaded."""
+POLL = 1.0
+"""Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 LOCK_WAIT = 5.0
 """Seconds to wait for the lock that only one `up` or `reset` can hold."""
@@ -186,7 +186,11 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 
 def _reload_service(system: System, output: Output) -> None:
     """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
-    if observe_units([SERVICE], system)[SERVICE].state in RUNNING:
+    deadline = time.monotonic() + PASS_WAIT
+    # systemd would not reload a service that is starting, which may have read the configuration already.
+    while (state := observe_units([SERVICE], system)[SERVICE].state) == "activating" and time.monotonic() < deadline:
+        time.sleep(POLL)
+    if state in ("active", "reloading"):
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:
         output.remark(f"{SERVICE} is not running, so nothing follows changes: run `systemctl enable --now {SERVICE}`")

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -153,14 +154,31 @@ def test_the_service_reads_the_configuration_before_the_machine_has_settings(
     host.tools.before = lambda argv: settings.append(host.exists(nspawn_file(MACHINE))) if argv == reload else None
     assert run(host) == 0
     assert settings == [False]
-    for state in ("reloading", "activating"):
-        # It waits for another pass, perhaps with the configuration from before.
-        host.bus.unit("unbounded-agent.service", state)
-        assert run(host, rebuild=True) == 0
-    assert len(settings) == 3
+    host.bus.unit("unbounded-agent.service", "reloading")
+    assert run(host, rebuild=True) == 0
+    assert len(settings) == 2
     host.bus.unit("unbounded-agent.service", "inactive")
     assert run(host, rebuild=True) == 0
     assert "systemctl enable --now unbounded-agent.service" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("later", "reloads"), [("active", 1), ("failed", 0), ("activating", 0)])
+def test_a_service_that_starts_is_reloaded_when_it_runs(
+    host: NodeHost, monkeypatch: pytest.MonkeyPatch, later: str, reloads: int
+) -> None:
+    """It may have read the configuration before the machine was added, and systemd reloads no service that starts."""
+    now = time.monotonic()
+    host.bus.unit("unbounded-agent.service", "activating")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        host.bus.unit("unbounded-agent.service", later)
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr("time.sleep", sleep)
+    assert run(host) == 0
+    assert host.runner.calls.count(("systemctl", "reload", "unbounded-agent.service")) == reloads
 
 
 def test_a_finished_node_costs_nothing(host: NodeHost) -> None:
