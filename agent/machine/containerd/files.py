@@ -35,7 +35,7 @@ def effective_config(system: System, main: str, version: tuple[int, ...]) -> Tab
 
 def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
-    # Imported here: the import takes a tenth of a run that changes nothing.
+    # Imported here: a run that changes nothing does not need it (agent.machine.containerd.imports).
     from agent.model.toml_document import parse_toml
 
     try:

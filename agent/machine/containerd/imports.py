@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
+from agent import __version__
 from agent.machine.containerd import files
 from agent.machine.containerd.tables import MAIN, covers, imports
 from agent.machine.notes import Notes
@@ -62,7 +63,7 @@ def _glob(system: System, pattern: str) -> list[str]:
 class NotedImports:
     """Returns what configuration files import, from a note if they have not changed since.
 
-    Parsing them takes a tenth of a run that changes nothing. The note has lists of patterns by path and digest.
+    Loading tomllib and parsing them takes a tenth of a run that changes nothing. The note has lists of patterns.
     """
 
     def __init__(self, notes: Notes, name: str) -> None:
@@ -71,7 +72,8 @@ class NotedImports:
         self._used: dict[str, list[str]] = {}
 
     def __call__(self, path: str, content: bytes) -> list[str]:
-        key = f"{path} {sha256(content)}"
+        # Another release may find other imports in the same file.
+        key = f"{__version__} {path} {sha256(content)}"
         # Another release may have noted another type since the boot of the machine.
         noted = self._noted.get(key)
         self._used[key] = noted if isinstance(noted, list) else list(parsed_imports(path, content))

@@ -102,6 +102,29 @@ def test_a_run_without_changes_parses_no_configuration(machine: Machine, parsed:
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
+@pytest.mark.parametrize(
+    ("importer", "text"),
+    [
+        (MAIN, f'imports = ["{IMPORT}", "/etc/containerd/later.toml"]\n{MAIN_3}'),
+        (IMPORTED, 'version = 3\nimports = ["/etc/containerd/later.toml"]\n'),
+    ],
+)
+def test_a_file_that_is_imported_later_is_read_too(machine: Machine, importer: str, text: str) -> None:
+    """If the note kept the former imports, nobody would notice a change of that file."""
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_3}')
+    machine.put(IMPORTED, "version = 3\n")
+    run(machine)
+    machine.put("/etc/containerd/later.toml", "version = 3\n")
+    machine.put(importer, text)
+    run(machine)
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[-2:] == ("config", "dump")]
+    machine.put("/etc/containerd/later.toml", "version = 3\n# changed\n")
+    run(machine)
+    assert [call for call in machine.calls if call[-2:] == ("config", "dump")]
+
+
 @pytest.mark.parametrize("path", [MAIN, IMPORTED, RUNTIME_CONFIG])
 def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: list[str], path: str) -> None:
     machine.put(MAIN, MAIN_3)

@@ -24,7 +24,7 @@ def edit_runtime_config(text: str) -> str:
 
     All other settings are kept, and comments if tomlkit can edit the text.
     """
-    # Imported here: the import takes a tenth of a run that changes nothing.
+    # Imported here: a run that changes nothing does not need it.
     from agent.model.toml_document import parse_toml
 
     where = "nvidia-container-runtime's config.toml"
@@ -51,6 +51,7 @@ def edit_runtime_config(text: str) -> str:
 
 def _with_settings(text: str, wanted: dict[str, Any]) -> str:
     """Return the `wanted` settings as TOML, with the comments of `text` if tomlkit can keep them."""
+    # Imported here: the import takes longer than a run that changes nothing.
     import tomlkit
 
     from agent.model.toml_document import parse_toml
