@@ -3,6 +3,7 @@
 The processes are synthetic, and exit when a test says so.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ConfigError, ObservationError
 from agent.model.facts import Unseen
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
 from tests.fakes.gpu_host import MACHINE, set_up, units
@@ -76,12 +77,18 @@ class Site:
         if self.meanwhile:
             self.meanwhile.pop(0)()
 
-    def answer(self) -> None:
+    def publication(self) -> Publication:
+        status = os.stat(self.host.full_path(handoff_file(MACHINE)))
+        return Publication(status.st_ino, status.st_mtime_ns)
+
+    def answer(self, answered: Publication | None = None) -> None:
         handoff = parse_handoff(self.host.read(handoff_file(MACHINE)))
         conditions = tuple(
             Condition(kind, Status.TRUE, "Fine", "simulated") for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         )
-        report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
+        report = render_report(
+            handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered or self.publication()
+        )
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 
     def hold(self, device: str = "/dev/nvidia1", **how: object) -> Path:
@@ -354,6 +361,17 @@ def test_attach_returns_a_detached_gpu(site: Site) -> None:
     assert site.granted() == (FIRST, SECOND)
     assert site.permitted()
     assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
+
+
+def test_attach_waits_for_an_answer_to_its_own_publication(site: Site) -> None:
+    """The handoff is the same as before the detachment, and so is what the machine reported on it."""
+    before = site.publication()
+    assert detach(SECOND, site.agent, FAST).done
+    site.answers = False
+    site.meanwhile = [lambda: site.answer(before), site.answer]
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, text(ending)
+    assert site.meanwhile == []
 
 
 def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:

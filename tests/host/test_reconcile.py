@@ -19,7 +19,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.errors import BusAnswerError, UnsupportedError
 from agent.model.handoff import Publication, parse_handoff, render_report
-from agent.model.live import render_live
+from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
     OWNED,
@@ -493,6 +493,24 @@ def test_a_report_on_an_earlier_publication_of_the_same_handoff_is_not_the_answe
     assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     report(gpu_host, OPENED, answered=publication(gpu_host))
     assert not both.reconcile().machines[0].pending
+
+
+def test_a_report_on_an_earlier_publication_releases_no_device(gpu_host: Host) -> None:
+    """The machine half may be setting up what it was handed in between."""
+    one, both = reconciler(gpu_host, gpus="count=1"), with_missing_nodes(gpu_host)
+    one.reconcile()
+    report(gpu_host, OPENED, answered=publication(gpu_host))
+    one.reconcile()
+    permissions = parse_live(gpu_host.read(live_file(MACHINE))).allow
+    both.reconcile()
+    permitted = parse_live(gpu_host.read(live_file(MACHINE))).allow
+    assert len(permitted) > len(permissions)
+    one.reconcile()
+    one.reconcile()
+    assert parse_live(gpu_host.read(live_file(MACHINE))).allow == permitted
+    report(gpu_host, OPENED, answered=publication(gpu_host))
+    one.reconcile()
+    assert parse_live(gpu_host.read(live_file(MACHINE))).allow == permissions
 
 
 def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_word(gpu_host: Host) -> None:

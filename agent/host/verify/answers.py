@@ -5,6 +5,7 @@ from agent.model.conditions import NOT_NEEDED_FOR_READY, ConditionType, Status
 from agent.model.facts import Absent, Broken, MachineFacts, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.granted import Granted
+from agent.model.paths import STATE
 from agent.model.reasons import Reason
 
 REPORT_INTERVAL = 60.0
@@ -29,18 +30,31 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """
     if not names_handoff(report, machine, goal.generation):
         return False
-    newer_than = machine.live_age if report.publication else min(machine.live_age, machine.granted_age)
-    return machine.report_age <= newer_than or not reports_missing_nodes(goal, report)
+    named = report.publication and machine.publication
+    since_change = machine.live_age if named else min(machine.live_age, machine.granted_age)
+    return machine.report_age <= since_change or not reports_missing_nodes(goal, report)
 
 
 def names_handoff(report: Report, machine: MachineFacts, generation: str) -> bool:
     """Return whether the report is on the last publication of the handoff of this generation, as far as it says.
 
-    The generation is not enough: a GPU that comes, goes and comes again makes the first handoff the last one too.
-    Machine halves of earlier releases report only the generation.
+    The generation is not enough: if a GPU goes and comes back, the third handoff equals the first. But it must do for
+    machine halves of earlier releases, which report nothing else, and while the handoff's file cannot be observed.
     """
-    published = report.publication in (None, machine.publication) or machine.publication is None
-    return published and report.generation == generation
+    if report.publication and machine.publication and report.publication != machine.publication:
+        return False
+    return report.generation == generation
+
+
+def why_unanswered(machine: MachineFacts) -> str:
+    """Return the message of the conditions of a machine that has not answered."""
+    if machine.granted_age <= STALE_AFTER:
+        return "the machine has not answered the latest handoff yet"
+    return (
+        f"the machine has not answered the latest handoff within {STALE_AFTER:.0f} s: see "
+        f"`journalctl -M {machine.name} -u unbounded-agent-gpu`; if {STATE} was replaced while the machine ran, the "
+        f"machine still has the old directory: run `machinectl reboot {machine.name}`"
+    )
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.vendors import host_vendor
-from agent.host.verify.answers import STALE_AFTER, answers
+from agent.host.verify.answers import STALE_AFTER, answers, why_unanswered
 from agent.model.conditions import (
     IN_MACHINE,
     Condition,
@@ -281,7 +281,7 @@ def _from_machine(
         case Unseen(why):
             reason, message = Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            reason, message = Reason.HANDOFF_PENDING, "the machine has not answered the latest handoff yet"
+            reason, message = Reason.HANDOFF_PENDING, why_unanswered(machine)
         case _ if machine.report_age > STALE_AFTER:
             reason, message = (
                 Reason.REPORT_STALE,
