@@ -16,7 +16,7 @@ from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.errors import AgentError, DocumentError
-from agent.model.handoff import Handoff, parse_handoff, render_report
+from agent.model.handoff import Handoff, Publication, parse_handoff, render_report
 from agent.model.live import parse_live
 from agent.model.paths import (
     MANIFESTS,
@@ -203,7 +203,9 @@ class HostWorld(HostDevices):
             others = (each for each in IN_MACHINE if each is not kind)
             conditions = (allowed, *(Condition(each, Status.TRUE, "Fine", "simulated") for each in others))
             _wait_for_tick()
-            report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
+            status = (self.tree / handoff_file(MACHINE)[1:]).stat()
+            answered = Publication(status.st_ino, status.st_mtime_ns)
+            report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered)
             place = self.tree / report_directory(MACHINE)[1:] / "report.json"
             place.write_bytes(report)
             _wait_for_tick()

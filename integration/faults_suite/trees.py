@@ -9,6 +9,7 @@ from agent.model.paths import REMOVED
 
 NEW = ".unbounded-agent-new"
 VARYING = (
+    (re.compile(r'(?<="publication": \[\n  )\d+'), "INODE"),
     (re.compile(r"\b1[789]\d{8}(\.\d+)?\b"), "TIME"),
     (re.compile(r"\b1[789]\d{17}\b"), "TIME"),
     (re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"), "TIME"),
