@@ -81,5 +81,7 @@ class NotedImports:
 
     def save(self) -> None:
         """Note what was used. An error does not matter."""
-        with contextlib.suppress(OSError):
-            self._notes.save(self._name, self._used)
+        # `Notes.save` would read the note again before it finds that nothing has changed.
+        if self._used != self._noted:
+            with contextlib.suppress(OSError):
+                self._notes.save(self._name, self._used)
