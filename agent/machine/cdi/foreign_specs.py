@@ -127,7 +127,12 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
     if not shared_names or system.exists(own.spec_path):
         return None
     paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared_names))
-    return collision(Reason.NAMES_COLLIDE, shared_names, paths, own)
+    return false(
+        ConditionType.CDI_SPEC_CURRENT,
+        Reason.NAMES_COLLIDE,
+        f"{own.spec_path} is not published, because pods already get {_shortened(shared_names)} from "
+        f"{', '.join(paths)}; {_removal(own, paths)}",
+    )
 
 
 def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, own: OwnSpec) -> Condition:
@@ -141,7 +146,7 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
         shared_names = [name for name in own_names if name in paths_by_name]
         if shared_names:
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
-            return collision(reason, shared_names, paths, own)
+            return _collision(reason, shared_names, paths, own)
     further = [
         f"{path} has further devices of this kind: {_shortened(names)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
@@ -149,22 +154,21 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
     return condition._replace(message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
-def collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
-    """Return the condition for devices of the agent that other files have too. Pure."""
-    kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
-    stop = _advice(own) if own.rival_spec in paths else f"remove {where} and stop what writes it"
+def _collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
+    """Return the condition for devices that both the agent's published specification and other files define. Pure."""
+    names, where = _shortened(shared_names), ", ".join(paths)
     if reason is Reason.SHADOWED:
-        return false(
-            kind,
-            Reason.SHADOWED,
-            f"{where} takes precedence over {own.spec_path} for {_shortened(shared_names)}: pods get what it "
-            f"contains; {stop}",
-        )
-    return false(
-        kind,
-        Reason.NAMES_COLLIDE,
-        f"{where} and {own.spec_path} both define {_shortened(shared_names)}, so no pod can get them; {stop}",
-    )
+        why = f"pods get {names} from {where} instead of {own.spec_path}, because that directory takes precedence"
+    else:
+        why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
+    return false(ConditionType.CDI_SPEC_CURRENT, reason, f"{why}; {_removal(own, paths)}")
+
+
+def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
+    """Return what to do against these files of other programs."""
+    others = ", ".join(path for path in paths if path != own.rival_spec)
+    steps = [_advice(own)] if own.rival_spec in paths else []
+    return "; ".join([*steps, *([f"remove {others}, and stop what writes it"] if others else [])])
 
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:

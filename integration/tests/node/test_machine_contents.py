@@ -103,7 +103,7 @@ def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("site",)), {2})
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("False", "NamesCollide")
-    assert f"/etc/cdi/site.json and {OURS} both define {KIND}=1, so no pod can get them" in found["message"]
+    assert f"{OURS} and /etc/cdi/site.json define the same names, so no pod can get {KIND}=1;" in found["message"]
     assert "remove /etc/cdi/site.json" in found["message"]
     ready.guest.write(theirs, spec_with(ready.node.spec(), site="2").encode())
     found = settle(ready)["CDISpecCurrent"]
@@ -122,7 +122,7 @@ def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("1",)), {5})
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("False", "Shadowed")
-    assert f"{REFRESHED} takes precedence over {OURS} for {KIND}=1: pods get what it contains" in found["message"]
+    assert f"pods get {KIND}=1 from {REFRESHED} instead of {OURS}, because" in found["message"]
     ready.node.run("rm", REFRESHED)
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("True", "Verified")

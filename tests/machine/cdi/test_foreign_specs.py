@@ -42,7 +42,9 @@ def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
     machine.put(REFRESHED, spec("0", "all"))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
-    assert message.startswith(f"{REFRESHED} takes precedence over {SPEC} for nvidia.com/gpu=0, nvidia.com/gpu=all: ")
+    assert message.startswith(
+        f"pods get nvidia.com/gpu=0, nvidia.com/gpu=all from {REFRESHED} instead of {SPEC}, because"
+    )
     units = "nvidia-cdi-refresh.path nvidia-cdi-refresh.service"
     assert f"`systemctl disable --now {units}; systemctl mask {units}`, then remove" in message
     assert not {"0", "all"} & set(machine.report()["cdi_devices"])
@@ -64,7 +66,8 @@ def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
-    assert "and 1 more: pods get what it contains; remove /var/run/cdi/site.json and stop what writes it" in message
+    assert "and 1 more from /var/run/cdi/site.json instead of" in message
+    assert message.endswith("; remove /var/run/cdi/site.json, and stop what writes it")
 
 
 def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
@@ -73,8 +76,8 @@ def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "NamesCollide")
-    assert f"{OTHER} and {SPEC} both define nvidia.com/gpu=0, so no pod can get them" in message
-    assert f"remove {OTHER} and stop what writes it" in message
+    assert f"{SPEC} and {OTHER} define the same names, so no pod can get nvidia.com/gpu=0;" in message
+    assert f"remove {OTHER}, and stop what writes it" in message
     assert machine.exists(SPEC)
     machine.drop(OTHER)
     assert condition(machine)[:2] == ("True", "Verified")
@@ -93,7 +96,7 @@ def test_names_that_collide_are_generated_once(machine: Machine) -> None:
     assert not generated()
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     assert not generated()
-    assert "both define nvidia.com/gpu=0, so" in condition(machine)[2]
+    assert "because pods already get nvidia.com/gpu=0 from" in condition(machine)[2]
     machine.put("/usr/bin/nvidia-ctk", "another build")
     assert generated()
     machine.drop(OTHER)
@@ -106,7 +109,7 @@ def test_a_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
     machine.put(OTHER.replace("json", "yaml"), theirs)
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "NamesCollide")
-    assert "both define nvidia.com/gpu=all" in message
+    assert f"{SPEC} is not published, because pods already get nvidia.com/gpu=all from" in message
     assert not machine.exists(SPEC)
     assert machine.report()["cdi_devices"] == []
     machine.drop(OTHER.replace("json", "yaml"))
@@ -210,9 +213,7 @@ def test_a_failed_tool_runs_again(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", spec("1"))
     assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
-    assert condition(machine)[2].startswith(
-        f"/var/run/cdi/site.yaml takes precedence over {SPEC} for nvidia.com/gpu=1:"
-    )
+    assert condition(machine)[2].startswith(f"pods get nvidia.com/gpu=1 from /var/run/cdi/site.yaml instead of {SPEC},")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -234,3 +235,11 @@ def test_a_fault_of_our_own_comes_first(machine: Machine) -> None:
     machine.put(REFRESHED, spec("0"))
     machine.drop("/run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01")
     assert condition(machine)[:2] == ("False", "SpecRefused")
+
+
+def test_each_outranking_file_is_to_be_removed(machine: Machine) -> None:
+    """The advice about NVIDIA's units alone would leave the other file."""
+    machine.put(REFRESHED, spec("0"))
+    machine.put("/var/run/cdi/site.yaml", spec("all"))
+    message = condition(machine)[2]
+    assert f"then remove {REFRESHED}; remove /var/run/cdi/site.yaml, and stop what writes it" in message

@@ -359,7 +359,7 @@ def foreign(kind: str) -> str:
 def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
     """If the agent published the same names, runtimes would give those devices to no pod."""
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
-    collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both define nvidia.com/gds=all"
+    collides = "/etc/cdi/nvidia-gds.yaml is not published, because pods already get nvidia.com/gds=all from"
     run(machine)
     for _ in range(2):
         assert not machine.exists(published("gds"))
@@ -373,7 +373,8 @@ def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
     run(machine)
     assert machine.exists(published("gds")), "ours was there first"
-    assert f"; ModeNotServed: gds: {collides}" in machine.message("CDISpecCurrent")
+    both = "/etc/cdi/nvidia-gds.yaml and /etc/cdi/site.yaml define the same names, so no pod can get nvidia.com/gds=all"
+    assert f"; ModeNotServed: gds: {both}" in machine.message("CDISpecCurrent")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
@@ -387,7 +388,8 @@ def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> N
         machine.put(other, foreign("nvidia.com/mofed"))
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
-    expected = f"; ModeNotServed: {mode}: {other} takes precedence over {published(mode)} for {MODES[mode].kind}=all: "
+    name = f"{MODES[mode].kind}=all"
+    expected = f"; ModeNotServed: {mode}: pods get {name} from {other} instead of {published(mode)}, because"
     assert expected in machine.message("CDISpecCurrent")
     machine.drop(other)
     run(machine)
