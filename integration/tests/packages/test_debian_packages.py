@@ -98,6 +98,7 @@ def test_purge_leaves_what_a_running_machine_needs(root: Root) -> None:
         "etc/systemd/nspawn/gpu-node.nspawn": "# Written by unbounded-agent; changes are overwritten.\n",
         "etc/systemd/system/systemd-nspawn@gpu-node.service.d/90-unbounded-agent.conf": "[Service]\n",
         "etc/systemd/system/systemd-nspawn@gpu-node.service.d/95-local.conf": "[Service]\n",
+        "run/systemd/system.control/systemd-nspawn@gpu-node.service.d/50-DeviceAllow.conf": "[Service]\n",
         "var/lib/unbounded-agent/trees/0/library": "",
     }
     for name, text in needed.items():
