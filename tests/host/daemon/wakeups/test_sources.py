@@ -232,6 +232,11 @@ def test_a_machine_cannot_keep_its_host_busy(reports: Reports) -> None:
     assert reports.arrives("later", after=PERIOD)
 
 
+def test_sixteen_gpus_that_come_one_after_another_do_not_wait_for_the_timer(reports: Reports) -> None:
+    """On a real host, reports beyond the limit were noticed 15 s late."""
+    assert all(reports.arrives(str(number), after=PERIOD / 32) for number in range(2 * 16))
+
+
 def test_a_machine_that_writes_much_does_not_delay_another(reports: Reports, host: Host) -> None:
     other = REPORTS.replace("gpu-node", "other")
     assert not reports.reports.matters(other, ""), "none yet"
