@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+STARTED_NOT_READY = "a step failed, the machine or node is not ready, or the node is cordoned"
+NO_CONFIGURATION = "an argument is wrong"
+"""The meaning of exit code 2 for commands that read no configuration."""
+
 
 class Command:
     """One command and its help."""
@@ -40,7 +44,7 @@ COMMANDS = {
         "print what apply would do",
         "Prints each step that `apply` would take. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
-        {0: "the plan is printed, or there is nothing to do", 1: "a machine's settings cannot be written"},
+        {0: "the plan is printed, or there is nothing to do", 1: "`apply` could not write a machine's settings"},
         root=False,
     ),
     "apply": Command(
@@ -116,7 +120,7 @@ COMMANDS = {
         "cordoned the node: with --kubeconfig, uncordons it; without, prints the `kubectl uncordon` command, and exits "
         "with 1 even if the machine is ready.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is ready", 1: "a step failed, the machine is not ready, or its node is still cordoned"},
+        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
     ),
     "stop": Command(
         "drain a machine's node, and stop the machine",
@@ -129,7 +133,7 @@ COMMANDS = {
         "drain, stop and start a machine",
         "Stops a machine as `stop` does, then starts it as `start` does.",
         "sudo unbounded-agent restart gpu-node --no-drain",
-        {0: "the machine is ready", 1: "a step failed, the machine is not ready, or its node is still cordoned"},
+        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
     ),
     "gpus": Command(
         "list, detach and attach GPUs, and show who uses them",
@@ -158,7 +162,7 @@ COMMANDS = {
         "print the version",
         "Prints the version, like --version.",
         "unbounded-agent version",
-        {0: "the version is printed"},
+        {0: "the version is printed", 2: NO_CONFIGURATION},
         root=False,
     ),
     "load-modules": Command(
@@ -180,8 +184,8 @@ COMMANDS = {
 GPU_COMMANDS = {
     "list": Command(
         "list the GPUs, with the machines that have them and the pods that use them",
-        "Lists the GPUs of the host, and those that were lost: address, state, machine, kernel driver, number of pods "
-        "that have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
+        "Lists the GPUs of the host, and those that were lost. For each: address, state, machine, kernel driver, how "
+        "many pods have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
         "search all.",
         ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
         {0: "the GPUs are listed", 1: "some could not be observed"},
@@ -203,7 +207,7 @@ GPU_COMMANDS = {
     "forget": Command(
         "acknowledge that a lost GPU is gone for good",
         "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
-        "longer reports it. Without an address: all lost GPUs.",
+        "longer reports it. Without an address: all lost GPUs, and also damage to the record of granted GPUs.",
         "sudo unbounded-agent gpus forget 0000:01:00.0",
         {0: "the GPU is forgotten, or none is lost", 1: "the record of granted GPUs cannot be read or written"},
     ),
@@ -220,7 +224,7 @@ KUBE_COMMANDS = {
         "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
         "writes them into a directory. Needs no cluster and no configuration.",
         "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
-        {0: "the manifests are printed or written", 1: "a file cannot be written"},
+        {0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
         root=False,
     ),
     "allocation": Command(

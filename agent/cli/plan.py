@@ -15,7 +15,10 @@ from agent.model.facts import Facts, Unseen
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
-    """Print the steps, and for which machines there are none and why. Return 1 if a machine cannot get its settings."""
+    """Print the steps, and why the settings of some machines are not, or perhaps not, written.
+
+    Return 1 if a machine's files are refused, or if systemd's template unit cannot be read.
+    """
     facts, planned, difference = reconciler.preview()
     stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
     exceptions = tuple(_exceptions(planned, difference, facts))

@@ -90,7 +90,7 @@ def _runs(name: str, reconciler: Reconciler) -> bool:
     deadline = time.monotonic() + RETRY_LIMIT
     while time.monotonic() < deadline:
         machines = reconciler.preview()[0].machines
-        state = next((machine.unit_state for machine in machines if machine.name == name), Absent("not observed"))
+        state = next((machine.unit_state for machine in machines if machine.name == name), Absent("no such machine"))
         if not isinstance(state, Unseen):
             return isinstance(state, str) and state not in STOPPED
         time.sleep(POLL)

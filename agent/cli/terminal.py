@@ -7,7 +7,7 @@ from contextvars import ContextVar
 WIDTH = 80
 """Columns for output that does not go to a terminal."""
 NARROWEST, WIDEST = 60, 120
-"""Columns that are used at least and at most. Text in longer lines is hard to read."""
+"""The fewest and the most columns to use. Text in longer lines is hard to read."""
 
 ASKING_TERMINAL: ContextVar[tuple[int, bool] | None] = ContextVar("terminal", default=None)
 """The result of `terminal` in the process that asked the service to run a command; None in a command's own process."""

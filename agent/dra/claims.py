@@ -77,7 +77,7 @@ class NodeClaims:
         with self._lock:
             if claim in self._prepared:
                 self._save({each: devices for each, devices in self._prepared.items() if each != claim})
-                log.info("claim %s is given back", claim)
+                log.info("claim %s is unprepared: its devices are free", claim)
 
     def _save(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
         """Record what is prepared, first on disk."""

@@ -18,8 +18,8 @@ from agent.model.errors import AgentError
 from agent.model.reasons import Reason
 
 NO_TAINTS = (
-    "the API server keeps no taints of devices (feature gate DRADeviceTaints, on since Kubernetes 1.36), so these are "
-    "not offered at all until they are healthy"
+    "the API server drops device taints (feature gate DRADeviceTaints, on since Kubernetes 1.36), so unhealthy devices "
+    "are not offered at all"
 )
 
 

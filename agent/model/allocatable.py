@@ -98,7 +98,7 @@ def _device(where: str, item: dict[str, Any]) -> AllocatableDevice:
     if wrong or not names:
         shown = f"{wrong[0][:80]!a}" if wrong else "an empty list"
         raise DocumentError(
-            f"{where}: key cdi_names must have names of one device, `vendor.com/class=name`, not {shown}"
+            f"{where}: key cdi_names must list names of single devices, `vendor.com/class=name`, not {shown}"
         )
     return AllocatableDevice(address, names, _partition(where, item))
 

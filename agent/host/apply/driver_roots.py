@@ -116,10 +116,10 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # Earlier releases wrote the second record, which says where the files came from.
+    # Earlier versions wrote the second record, which says where the files came from.
     for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(record)
-    # The move to REMOVED comes first: without its manifest, a plain directory would never be found again.
+    # Only after the move: a driver root that is a plain directory is found by its manifest.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 

@@ -37,7 +37,7 @@ def publish_gpu_states(
 
 
 def _update(system: System, path: str, states: tuple[GpuStatus, ...] | None) -> None:
-    """Write the states if they differ from those in the file; remove the file if there are none."""
+    """Write the states if they differ from those in the file; remove the file if `states` is None."""
     if states is None:
         make_way(path, system)
         system.remove(path)

@@ -32,7 +32,7 @@ class Listing(Struct, frozen=True):
 def parse_listing(output: str) -> Listing | Broken:
     """Parse the output of `ldconfig -p`; Broken if it has another format or is cut short.
 
-    Otherwise, the libraries that are missing at the end of an output that was cut short would count as absent.
+    If output that is cut short were accepted, the libraries at its end would count as absent.
     """
     header, _, body = output.partition("\n")
     match = HEADER.fullmatch(header)

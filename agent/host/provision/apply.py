@@ -90,7 +90,7 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
     """Run independent steps at the same time. Raises AgentError for the first that fails.
 
-    The others are completed even then, so that the next attempt finds their results. Ctrl-C ends them too.
+    The others are completed even then, so that the next attempt finds their results. Only Ctrl-C ends them early.
     """
     failures: list[BaseException] = []
 

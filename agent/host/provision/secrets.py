@@ -40,7 +40,8 @@ def secret_file(where: str, system: System, environment: Mapping[str, str] = os.
         raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
     if mode & 0o077:
         raise ConfigError(
-            f"{where}: refused, because users other than root can read this secret (mode {stat.S_IMODE(mode):04o})",
+            f"{where}: refused, because users other than root may have access to this secret "
+            f"(mode {stat.S_IMODE(mode):04o})",
             f"run `chmod 0600 {real}`, and replace the secret: others may have read it",
         )
     return real

@@ -82,7 +82,8 @@ def _check_space(image: NodeImage, partial: str, system: System) -> None:
 
 def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: System) -> None:
     policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
-    # zstd layers are compressed again with gzip, because umoci 0.4 does not know zstd. Other layers stay as they are.
+    # zstd layers are compressed again with gzip, because umoci 0.4 does not know zstd. Layers that
+    # already are gzip's stay as they are.
     compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
     directory = system.full_path(partial)
     try:

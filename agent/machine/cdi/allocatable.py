@@ -1,4 +1,4 @@
-"""Publishes which devices of the verified CDI specifications pods may get by claims.
+"""Publishes which devices pods may get through claims: those in verified CDI specifications.
 
 agent.dra reads the document, and offers only these devices. It exists only while the host's settings ask for Dynamic
 Resource Allocation.

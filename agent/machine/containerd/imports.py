@@ -16,7 +16,7 @@ from agent.system.files import System
 def loaded_files(
     system: System, main: bytes, drop_in: str, imports_of: Callable[[str, bytes], Iterable[str]]
 ) -> dict[str, bytes]:
-    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError.
+    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
     If an import covers the agent's drop-in, the drop-in is included, as an empty file. `imports_of` returns a file's

@@ -207,11 +207,11 @@ def _compare(
     if missing and foreign:
         message = f"the advertised ids have another form ({_names(foreign)}), so {_names(missing)} cannot be found"
         return unknown(KIND, Reason.UNKNOWN_IDS, message)
-    parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
-    parts += [f"{_names(stale)} is advertised, but not in the CDI specification (any longer)"] if stale else []
-    message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # A plugin considers a GPU unhealthy that it once advertised and no longer does. A restarted plugin would offer that
-    # GPU again.
+    parts = [f"not advertised, although granted: {_names(missing)}"] if missing else []
+    parts += [f"advertised, but not (or no longer) in the CDI specification: {_names(stale)}"] if stale else []
+    message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
+    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. A restarted
+    # plugin would offer that GPU again.
     if once_advertised is not None and (missing - once_advertised or stale):
         why = "the plugin started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")

@@ -75,7 +75,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
             KIND,
             Reason.CONFLICT,
             f"in the way of the driver's files, but not made by the agent: {in_the_way}; "
-            f"remove it, or the package that contains it (`dpkg -S {plan.conflicts[0]}`)",
+            f"remove these files, or the package that contains them (`dpkg -S {plan.conflicts[0]}`)",
         )
     if faults.missing:
         unlisted = sorted({posixpath.dirname(path) for path in faults.missing})
@@ -93,7 +93,11 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
             f"programs in this machine load {taken} (see `ldconfig -p`). What they load may be a stub or another "
             f"driver's library: remove it, or remove its directory from {LOADER_CONFIGURATION}, then run ldconfig",
         )
-    return true(KIND, Reason.LINKED, f"{len(wanted)} links into {request.driver_root or 'no driver root'}")
+    return true(
+        KIND,
+        Reason.LINKED,
+        f"{len(wanted)} links into {request.driver_root}" if request.driver_root else "no links are needed",
+    )
 
 
 def _record_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:

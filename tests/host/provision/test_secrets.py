@@ -22,7 +22,7 @@ def test_a_private_file_of_root_is_read(secret: Host) -> None:
 @pytest.mark.parametrize(
     ("mode", "user", "why"),
     [
-        (0o640, 0, "users other than root can read this secret (mode 0640)"),
+        (0o640, 0, "users other than root may have access to this secret (mode 0640)"),
         (0o604, 0, "run `chmod 0600"),
         (0o600, 1000, "belongs to user 1000"),
         (0o620, 0, "somebody else could have written"),

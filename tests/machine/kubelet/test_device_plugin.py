@@ -91,11 +91,11 @@ def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
 def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
     serving.advertise(gpu=[UUIDS[0]])
     assert serving.condition() == ("False", "GPUsMissing")
-    assert serving.message().startswith(f"{UUIDS[1]} is granted, but not advertised")
+    assert serving.message().startswith(f"not advertised, although granted: {UUIDS[1]};")
     assert serving.machine.report()["advertised_gpus"] == 1
     serving.advertise(gpu=[*UUIDS, OTHER])
     assert serving.condition() == ("False", "StaleGPUs")
-    assert serving.message().startswith(f"{OTHER} is advertised, but not in the CDI specification")
+    assert serving.message().startswith(f"advertised, but not (or no longer) in the CDI specification: {OTHER};")
     serving.advertise(gpu=[UUIDS[0], OTHER])
     assert serving.condition() == ("False", "GPUsMissing")
     assert UUIDS[1] in serving.message()

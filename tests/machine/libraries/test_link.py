@@ -111,8 +111,9 @@ def test_a_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: s
     before = (place.lstat().st_ino, place.lstat().st_mtime_ns)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
-    assert f"{CUDA} {expected}; remove it, or the package that contains it (`dpkg -S {CUDA}`)" in machine.message(
-        "LibrariesLinked"
+    assert (
+        f"{CUDA} {expected}; remove these files, or the package that contains them (`dpkg -S {CUDA}`)"
+        in machine.message("LibrariesLinked")
     )
     assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before
     assert machine.read_link(f"{MULTIARCH}/libnvidia-ml.so.1")

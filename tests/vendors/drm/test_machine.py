@@ -627,8 +627,12 @@ def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
     ("ids", "condition", "message"),
     [
         (["card0-0", "card0-1", "card1-0", "card1-1"], ("True", "Advertised"), "gpu.intel.com/i915: 4"),
-        (["card0-0"], ("False", "GPUsMissing"), f"{SECOND} is granted, but not advertised"),
-        (["card0-0", "card1-0", "card2-0"], ("False", "StaleGPUs"), "card2 is advertised, but not in the CDI"),
+        (["card0-0"], ("False", "GPUsMissing"), f"not advertised, although granted: {SECOND};"),
+        (
+            ["card0-0", "card1-0", "card2-0"],
+            ("False", "StaleGPUs"),
+            "advertised, but not (or no longer) in the CDI specification: card2;",
+        ),
     ],
 )
 def test_what_intels_plugin_advertises(

@@ -176,7 +176,7 @@ class Wakeups:
         return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
 
     def _due(self, sources: Iterable[_Tracked]) -> list[str]:
-        """Return the names of sources that need a pass, after an event or after a reopening (events may be missed)."""
+        """Return the names of sources that need a pass: they had an event, or may have missed one until reopened."""
         due = []
         for tracked in sources:
             if not tracked.tally.watching:
