@@ -9,6 +9,7 @@ from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.reasons import Reason
+from agent.model.text import counted
 
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
@@ -71,7 +72,7 @@ def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
         parts.append(ready.reason)
     if ready.last_transition:
         parts.append(f"for {duration(now - ready.last_transition)}")
-    return ", ".join((*parts, f"{len(machine.gpus)} GPU{'' if len(machine.gpus) == 1 else 's'}"))
+    return ", ".join((*parts, counted(len(machine.gpus), "GPU")))
 
 
 def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
@@ -120,7 +121,7 @@ def duration(seconds: float) -> str:
 
 def table(machine: MachineOutcome, since: Sequence[str]) -> Iterator[str]:
     """Yield a line with the machine's GPUs and a table of all its conditions; `since` has their times as text."""
-    yield f"{machine.name}: {len(machine.gpus)} GPUs {' '.join(machine.gpus)}".rstrip()
+    yield f"{machine.name}: {counted(len(machine.gpus), 'GPU')} {' '.join(machine.gpus)}".rstrip()
     rows = [("CONDITION", "STATUS", "SINCE", "REASON", "MESSAGE")]
     rows += [
         (each.type, each.status, time, each.reason, each.message)

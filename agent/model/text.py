@@ -1,4 +1,4 @@
-"""Formats text for people and for the API server: single lines without invisible characters, and times."""
+"""Formats text for people and for the API server: single lines without invisible characters, numbers and times."""
 
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
@@ -30,6 +30,11 @@ def _visible(character: str) -> str:
 def one_line(text: str) -> str:
     """Return text, such as a program's output, on one printable line of at most MESSAGE_LIMIT characters."""
     return printable(" ".join(text.split()))[:MESSAGE_LIMIT]
+
+
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun, such as `1 GPU` or `2 GPUs`. By default, the plural is the singular with an s."""
+    return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def rfc3339(seconds: float) -> str:

@@ -7,6 +7,7 @@ from agent.host.vendors import host_vendor, rank
 from agent.model.facts import Gpu, VendorFacts
 from agent.model.goal import Share
 from agent.model.pci_address import PCI_ADDRESS
+from agent.model.text import counted
 
 
 class Selection(Struct, frozen=True):
@@ -77,8 +78,8 @@ def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     found = f"the host has {len(free)}"
     if len(free) < len(usable):
         others = len(usable) - len(free)
-        found = f"only {len(free)} of the host's {len(usable)} usable GPUs are free: {others} are for other machines"
-    return Selection(chosen, (f"the configuration asks for {count} GPUs, but {found}",))
+        found = f"other machines have {others} of the host's {len(usable)} usable GPUs"
+    return Selection(chosen, (f"the configuration asks for {counted(count, 'GPU')}, but {found}",))
 
 
 def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:

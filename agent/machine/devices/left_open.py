@@ -11,6 +11,7 @@ from agent.machine.context import Context
 from agent.machine.devices.nodes import WITHDRAWN
 from agent.model.conditions import Condition, ConditionType
 from agent.model.handoff import with_remark
+from agent.model.text import counted
 from agent.system.deadlines import bounded
 from agent.system.open_files import Held, Number, find_holders
 
@@ -55,7 +56,7 @@ def name_left_open(
 
 def _remark(held: Held, containers: Mapping[str, object]) -> str:
     """Return the remark on the processes; empty if there are none."""
-    unseen = f"{len(held.unseen)} processes could not be inspected" if held.unseen else ""
+    unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
     if not held.holders:
         return f"; {unseen}, and may have withdrawn nodes open" if unseen else ""
     shown = [each.describe(pod=_pod(containers, each.container)) for each in held.holders[:SHOWN]]

@@ -11,6 +11,7 @@ from agent.model.conditions import Condition, ConditionType, false, not_applicab
 from agent.model.errors import AgentError
 from agent.model.handoff import Handoff, Request
 from agent.model.reasons import Reason
+from agent.model.text import counted
 from agent.system.files import System
 
 KIND = ConditionType.DEVICES_ALLOWED
@@ -36,4 +37,4 @@ def _present(system: System, request: Request) -> Condition:
     wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
     if wrong:
         return false(KIND, Reason.WRONG_NODE, "; ".join(wrong))
-    return true(KIND, Reason.NODES_PRESENT, f"{len(request.devices)} nodes of other devices exist")
+    return true(KIND, Reason.NODES_PRESENT, f"other devices: {counted(len(request.devices), 'node')}")

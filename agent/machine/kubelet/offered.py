@@ -16,7 +16,7 @@ from agent.model.dra_status import SILENT_AFTER, SIZE_LIMIT, DraStatus, parse_dr
 from agent.model.errors import DocumentError
 from agent.model.paths import DRA_STATUS
 from agent.model.reasons import Reason
-from agent.model.text import rfc3339
+from agent.model.text import counted, rfc3339
 from agent.system.files import System
 
 KIND = ConditionType.GPUS_ADVERTISED
@@ -97,7 +97,7 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
         remarks.append(f"without {_names(without)}, which no CDI specification names: see CDISpecCurrent")
     remarks += [status.message] if status.message else []
     count = sum(len(offer.devices) for offer in status.offers)
-    return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {count} devices", *remarks]))
+    return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
 
 
 def _names(names: Iterable[str]) -> str:

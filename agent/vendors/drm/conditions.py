@@ -5,6 +5,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
+from agent.model.text import counted
 from agent.vendors.devices_present import common_fault
 from agent.vendors.drm.description import Description
 
@@ -31,7 +32,7 @@ def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Con
         return false(kind, Reason.MODULE_NOT_LOADED, f"no {vendor.title} GPU has a driver; {_load(vendor, grant.gpus)}")
     if not drivers:
         return not_applicable(kind, f"no {vendor.title} GPU has driver {names}")
-    parts = [f"{name} for {drivers.count(name)} GPUs" for name in dict.fromkeys(drivers)]
+    parts = [f"{name} for {counted(drivers.count(name), 'GPU')}" for name in dict.fromkeys(drivers)]
     return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
 
 
@@ -61,7 +62,7 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
     missing_extras = "".join(
         f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds
     )
-    present = f"{len(grant.nodes)} nodes for {len(grant.gpus)} {vendor.title} GPUs"
+    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), f'{vendor.title} GPU')}"
     if grant.detached:
         detached = f"detached by an administrator: {', '.join(grant.detached)}"
         return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{missing_extras}")

@@ -5,6 +5,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
+from agent.model.text import counted
 from agent.vendors.devices_present import common_fault
 from agent.vendors.nvidia.grant import misbound_gpus
 
@@ -54,7 +55,9 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
                 "see `dmesg`, install the driver's kernel module for this kernel, or reboot",
             )
         case version:
-            return true(kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")
+            return true(
+                kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {counted(len(facts.gpus), 'GPU')}"
+            )
 
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
@@ -80,7 +83,7 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
         if needed not in present_kinds:
             return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
-    present = f"{len(grant.nodes)} nodes for {len(grant.gpus)} GPUs{incomplete}"
+    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), 'GPU')}{incomplete}"
     if grant.detached:
         return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
     return true(kind, Reason.PRESENT, present)

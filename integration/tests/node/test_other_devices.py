@@ -64,7 +64,7 @@ def test_configured_devices_are_present_and_missing_ones_stop_nothing(installed:
     assert "Operation not permitted" in node.run("dd", "if=/dev/zero", f"of={LATENCY}", "count=1", check=False).stderr
     conditions = installed.conditions()
     assert conditions["Ready"]["status"] == "True"
-    assert "1 nodes of other devices exist" in conditions["DevicesAllowed"]["message"]
+    assert "other devices: 1 node" in conditions["DevicesAllowed"]["message"]
     message = conditions["DevicesPresent"]["message"].partition("requested but missing: ")[2]
     assert 'devices "gdrcopy"' in message
     assert "/srv/absent for /mnt/absent" in message

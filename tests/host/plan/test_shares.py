@@ -71,7 +71,7 @@ def test_all_means_all_gpus() -> None:
 def test_too_few_gpus_are_reported_with_the_reason() -> None:
     (_, second) = plan(config(a="count=3", b="count=2"), host("a", "b")).goal.machines
     assert second.grants[0].problems == (
-        "the configuration asks for 2 GPUs, but only 1 of the host's 4 usable GPUs are free: 3 are for other machines",
+        "the configuration asks for 2 GPUs, but other machines have 3 of the host's 4 usable GPUs",
     )
 
 

@@ -296,7 +296,7 @@ def test_a_process_that_cannot_be_inspected_is_counted_once(machine: Machine) ->
     machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
     run(machine)
-    assert "; 1 processes could not be inspected, and may have withdrawn" in machine.message("DevicesAllowed")
+    assert "; 1 process could not be inspected, and may have withdrawn" in machine.message("DevicesAllowed")
     assert not listings(machine)
     assert "could not be inspected" not in machine.message("DevicesAllowed")
 

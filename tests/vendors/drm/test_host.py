@@ -239,7 +239,7 @@ def test_the_conditions_of_a_host_with_intel_only(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     found = conditions(cards.look(), "intel")
     assert {each.reason for each in found.values()} == {"Loaded", "Present", "NotApplicable"}
-    assert found[ConditionType.DRIVER_LOADED].message == "kernel driver i915 for 1 GPUs"
+    assert found[ConditionType.DRIVER_LOADED].message == "kernel driver i915 for 1 GPU"
 
 
 def test_a_gpu_without_a_driver_is_reported_with_advice(cards: Cards) -> None:

@@ -284,7 +284,7 @@ def test_the_machine_half_checks_nodes_but_never_opens_them(machine: Machine) ->
     assert "/dev/nvidia0" in opened
     assert not {"/dev/kvm", "/dev/watchdog"} & set(opened)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    assert machine.message("DevicesAllowed").endswith("; 2 nodes of other devices exist")
+    assert machine.message("DevicesAllowed").endswith("; other devices: 2 nodes")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert machine.read_link("/dev/char/10:232") == "../kvm"
 
