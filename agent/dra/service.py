@@ -182,8 +182,7 @@ class Service:
         self._report(DraStatus(0.0, node, registration.registered, result.offers, reason, message))
 
     def _identity_changed(self, identity: Identity) -> bool:
-        """Return whether the kubelet now has another name, kubeconfig or directory; False while no kubelet with
-        a valid identity runs."""
+        """Return whether the kubelet now has another name, kubeconfig or directory; False while that is unknown."""
         current = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
         if isinstance(current, Condition) or current == identity:
             return False
