@@ -40,8 +40,8 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
     machine = _machine(options.machine, options.to, reconciler)
     if not options.kubeconfig:
-        # The cluster is not observed, so names stand for what the user must fill in: RESOURCE is the device plugin's
-        # resource.
+        # The cluster is not observed, so the user must replace NODE and RESOURCE (the device plugin's resource). A
+        # count of 0 is not printed.
         node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": 0}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0

@@ -1,7 +1,7 @@
 """The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
 
-The order matters. A device plugin does not know which GPUs agent.dra has given to pods, nor the other way round, so
-each would give them to other pods again. So no pod may have a GPU while the node is moved.
+The order matters. A device plugin does not know which GPUs agent.dra has given to pods, and vice versa, so each could
+give the other's GPUs to further pods. Therefore no pod may have a GPU while the node is moved.
 """
 
 import json
@@ -26,11 +26,11 @@ class Node(Struct, frozen=True):
     cordoned_by_agent: bool
     """Whether the agent has cordoned the node."""
     allocatable: Mapping[str, int]
-    """The counts that device plugins offer, by resource. Zeros are left out here and in `capacity`."""
+    """The counts that device plugins offer, by resource."""
     capacity: Mapping[str, int]
     """The counts that the kubelet has from device plugins, even from those that are gone."""
     holders: tuple[str, ...]
-    """Pods that request one of these resources and have no claim for it, as `NAMESPACE/NAME`."""
+    """Pods that request a device plugin's resource and have no claim for it, as `NAMESPACE/NAME`."""
     claimants: tuple[str, ...]
     """Pods with a claim that has a device of the node, as `NAMESPACE/NAME`."""
     slices: tuple[str, ...]
@@ -51,7 +51,7 @@ class Step(Struct, frozen=True):
 
 
 def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) -> dict[str, int]:
-    """Return the counts of extended resources with these prefixes in a Node's `kind`: allocatable or capacity.
+    """Return the nonzero counts of resources with these prefixes in a Node's `kind`: allocatable or capacity.
 
     Raises KeyError or ValueError.
     """
@@ -119,7 +119,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
                 f"systemctl --machine={machine} stop kubelet",
                 f"systemd-run --machine={machine} --wait --quiet rm -f {CHECKPOINT}",
                 f"systemctl --machine={machine} start kubelet",
-                # A kubelet that finds its directory of device plugins empty would do this itself, but it has just made
+                # The kubelet would do this itself if its directory of device plugins were empty, but it has just made
                 # its own socket there (ShouldResetExtendedResourceCapacity in Kubernetes 1.36).
                 *_remove_counts(node),
                 *_configuring(machine, DRA),

@@ -15,7 +15,7 @@ DECLINED = Page(HTTPStatus.CONFLICT, b"run the command yourself\n")
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command like a process of its own, and return its exit code."""
+    """Run a command as a process of its own would, and return its exit code."""
     from agent.cli.main import main
 
     return main(arguments)
@@ -44,7 +44,8 @@ class Answers:
             # An argument is wrong. In the process that asks, argparse prints the message to the user.
             return DECLINED
         if discarded() != before:
-            # A record was damaged. The service would name it in its journal, the command that asks on the terminal.
+            # A record was damaged. The service would name it only in its journal; the process that asks names it to the
+            # user.
             return DECLINED
         document = {"code": code, "output": output}
         return Page(HTTPStatus.OK, json.dumps(document).encode() + b"\n", "application/json")

@@ -17,7 +17,7 @@ ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--j
 nothing that the service's sandbox hides, except that `gpus` needs processes: the process that asks searches those
 (LISTING). `doctor` is missing: it needs the files of kernel modules, and reads libcuda's version as another user."""
 TAKES_NAME = ("status",)
-"""Those of the commands that may also have a machine's name as argument."""
+"""Those commands that may also have a machine's name as an argument."""
 LIMIT = 4.0
 """Seconds to wait for the service. It does not answer while SIGSTOP has stopped it, or without processor time."""
 
@@ -39,7 +39,7 @@ def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | Non
         document = json.loads(_exchange(f"{directory}/{STATUSZ_SOCKET}", json.dumps(request).encode().hex()))
         output = [_completed(stream, text) for stream, text in document["output"]]
     except (OSError, ValueError):
-        # There is no service, or it declines, or its release does not have this page. In any case, run the command
+        # There is no service, it declines or does not answer in time, or processes cannot be listed: run the command
         # here.
         return None
     try:

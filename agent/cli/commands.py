@@ -10,7 +10,7 @@ NO_CONFIGURATION = "an argument is wrong"
 class Command:
     """One command and its help."""
 
-    # Not a data class: `dataclasses` takes as long to load as argparse, and help needs nothing else.
+    # Not a data class: `dataclasses` takes as long to load as argparse, and no other part of the help needs it.
     __slots__ = ("codes", "examples", "hidden", "root", "summary", "text")
 
     def __init__(
@@ -26,8 +26,8 @@ class Command:
         """Define the help.
 
         `summary` is the command's line in the list of commands. `hidden` commands are not listed: only units run them.
-        `codes` are the exit codes except 2 (bad input), which is the same for all commands. `root` commands need root
-        rights; the others work as any user.
+        `codes` has the meanings of the exit codes. Without an entry, 2 means agent.cli.parser.BAD_INPUT. `root`
+        commands need root rights; the others work as any user.
         """
         self.summary, self.codes, self.hidden, self.root = summary, codes, hidden, root
         self.text = f"{text} Run as: {self.user}."

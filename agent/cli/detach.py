@@ -35,7 +35,7 @@ class Timing(Struct, frozen=True):
 
     poll: float = 1.0
     answer: float = STALE_AFTER + 60.0
-    """Limit for the machines' reports. The host withdraws the permission sooner, even from a machine that reports
+    """Limit for the machines' reports. By then, the host has withdrawn the permission even from a machine that reports
     nothing."""
     report_interval: float = 15.0
     """Interval between two progress messages."""
@@ -66,7 +66,10 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
-    """Undo a detachment, and wait until the machines have the GPU. Raises ConfigError for an unknown address."""
+    """Undo a detachment, forget the GPU's last fatal error, and wait until the machines have the GPU.
+
+    Raises ConfigError for an unknown address, or another AgentError.
+    """
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
     recovered = _forget_fault(gpu.pci_address, reconciler)
@@ -80,7 +83,10 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
 
 def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget a fatal error in the kernel log: the administrator knows that the GPU works again. Return a sentence."""
+    """Forget the GPU's last fatal error, because the administrator knows that the GPU works again.
+
+    Return a sentence that says so; nothing if no error was recorded.
+    """
     with pass_lock(reconciler.system, reconciler.progress):
         if not forget_fault(reconciler.system, address):
             return ()

@@ -10,8 +10,8 @@ from agent.cli.asking import ask_service
 def run() -> int:
     """Run the command of this process, and return its exit code."""
     garbage.for_a_command()
-    # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That takes
-    # long, and root must not load code in that way.
+    # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That is
+    # slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     try:
         code = ask_service(sys.argv[1:])

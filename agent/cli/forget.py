@@ -14,11 +14,9 @@ from agent.system.damage import write_record
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the lost GPU at this address. Without an address, forget all of them.
+    """Forget the lost GPU at this address. Without one, forget all lost GPUs and acknowledge damage to the record.
 
-    Without an address, this also acknowledges damage to the record of granted GPUs.
-
-    Returns lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
+    Return lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
     if the record cannot be read.
     """
     with pass_lock(reconciler.system, reconciler.progress):

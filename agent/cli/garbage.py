@@ -1,4 +1,4 @@
-"""Sets how often Python collects garbage. Each time, it searches the hundred thousand objects of all modules."""
+"""Sets how often Python collects garbage. A full collection searches the hundred thousand objects of all modules."""
 
 import gc
 
@@ -14,7 +14,7 @@ def for_a_command() -> None:
 
 
 def for_a_service() -> None:
-    """Collect garbage at Python's defaults, but never search the objects that exist now: they stay."""
+    """Collect garbage as often as Python does by default, but never search the objects that exist now: they stay."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*DEFAULT_THRESHOLDS)

@@ -19,11 +19,11 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 ATTRIBUTE_LIMIT = 200
-"""Characters of an attribute that are shown at most."""
+"""At most this many characters of an attribute are shown."""
 
 
 def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
-    """Print the GPUs as a table, or as JSON. Return 1 if some could not be observed."""
+    """Print the GPUs as a table, or as JSON. Return 1 if anything about them is unknown."""
     facts, planned, _ = reconciler.preview()
     entries = tuple(_entries(facts, planned, reconciler.system))
     listing = Listing(entries, tuple(_unseen(facts, planned)), for_programs)
@@ -36,7 +36,7 @@ def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
 
 
 def _unseen(facts: Facts, planned: Plan) -> Iterator[str]:
-    """Yield sentences on what could not be observed."""
+    """Yield sentences on what is unknown."""
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple | Absent):
             yield vendor.devices.why
@@ -79,13 +79,13 @@ def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...
 
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:
-    """Return an attribute of the GPU in sysfs; empty if its driver has no such attribute."""
+    """Return an attribute of the GPU in sysfs; empty if it is missing or cannot be read."""
     path = f"{PCI_DEVICES}/{gpu.pci_address}/{name}"
     text = read_seen(lambda attribute: read_device_text(system, attribute), path)
     return printable(text.strip())[:ATTRIBUTE_LIMIT] if isinstance(text, str) else ""
 
 
 def _pci_id(system: System, gpu: Gpu) -> str:
-    """Return the PCI vendor and device id, in the form that `lspci -d` accepts; empty if they cannot be read."""
+    """Return `PCI ID VENDOR:DEVICE`, with numbers as `lspci -d` takes them; empty if they cannot be read."""
     numbers = [_attribute(system, gpu, name).removeprefix("0x") for name in ("vendor", "device")]
     return f"PCI ID {':'.join(numbers)}" if all(numbers) else ""

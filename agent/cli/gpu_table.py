@@ -39,7 +39,7 @@ class Listing(NamedTuple):
 
     entries: Sequence[Entry]
     unknown: Sequence[str]
-    """Sentences on what could not be observed."""
+    """Sentences on what is unknown."""
     for_programs: bool
 
     def as_text(self) -> str:
@@ -59,7 +59,7 @@ def _no_program(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def lines(listing: Listing, system: System) -> list[str]:
-    """Search the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed."""
+    """Find the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed."""
     wanted = {(major, minor): path for each in listing.entries for path, major, minor in each.nodes}
     held = find_holders(system, wanted)
     users = [(each, list(_users(each, held.holders))) for each in listing.entries]

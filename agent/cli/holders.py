@@ -11,11 +11,11 @@ from agent.system.files import System
 from agent.system.open_files import Held, Holder, find_holders
 
 UNSEEN_SHOWN = 10
-"""How many processes that could not be inspected are listed; the others are only counted."""
+"""At most this many processes that could not be inspected are listed; the others are only counted."""
 
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Return a line for each process that has the GPU at `address` open; with an empty address, for all GPUs."""
+    """Return one or more lines about the users of the GPU at `address`; without an address, about those of each GPU."""
     facts = reconciler.preview()[0]
     gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
     lines: list[str] = []
@@ -76,7 +76,7 @@ def no_holder(held: Held) -> str:
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """Return a line per process. Of those that cannot be inspected, at most UNSEEN_SHOWN: users may start many."""
+    """Return a line per process. Of those that cannot be inspected, list at most UNSEEN_SHOWN: a pod may have many."""
     more = len(held.unseen) - UNSEEN_SHOWN
     counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)

@@ -28,7 +28,7 @@ def this_host() -> System:
 
 
 def _run_tool(argv: tuple[str, ...], timeout: float) -> Completed:
-    # Imported only for commands that download: sh takes long to import.
+    # Imported only for commands that download, because the package `sh` is slow to import.
     from agent.system.tool_runner import tool_runner
 
     return tool_runner(argv, timeout)

@@ -31,7 +31,10 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
 
 def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
-    """Start a machine and wait for it; let pods run there again if `stop` had cordoned its node."""
+    """Start a machine and wait for it, then uncordon its node if the agent cordoned it. Return the exit code.
+
+    Without a kubeconfig, the node stays cordoned, which counts as a failure.
+    """
     _require_configured(name, reconciler)
     watch = Watch(reconciler, (name,))
     outcome, failures = watch.start()

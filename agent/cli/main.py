@@ -12,7 +12,8 @@ from agent.model.errors import AgentError, ConfigError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. agent.cli.commands has the codes of each command.
 
-    0: done or nothing to do; 1: failed, or not ready; 2: bad input; 130: interrupted.
+    Most have 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) and 130 (interrupted). Raises
+    SystemExit after `--help`, `--version` or a wrong argument.
     """
     options = make_parser().parse_args(arguments)
     if options.command == "version":
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run any command but `version`. Each command imports its own modules; the imports above are cheap."""
-    # To load the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
+    # Loading the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
     # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
     match options.command:
         case "plan":

@@ -38,6 +38,6 @@ def print_no_machines(reconciler: Reconciler) -> None:
 
 
 def report_problems(facts: Facts) -> None:
-    """Report what is wrong with the host, or could not be observed."""
+    """Report what was refused, discarded or not understood."""
     for problem in facts.all_problems():
         report(f"note: {problem}")

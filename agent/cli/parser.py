@@ -29,7 +29,7 @@ JSON = "print JSON (docs/json.md)"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows an optional value as `--wait[=SECONDS]`: after a space, argparse would take the machine for the value."""
+    """Shows an optional value as `--wait[=SECONDS]`: in `--wait MACHINE`, argparse takes the machine for the value."""
 
     def format_help(self) -> str:
         return re.sub(r"(--[a-z-]+) \[([A-Z]+)\]", r"\1[=\2]", super().format_help())
@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands["prepare"].add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
     commands["gpus"].add_argument("--json", action="store_true", help=JSON)
     added = _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False)
-    # After the subcommands are added, because their own usage begins with this one. argparse would show COMMAND as
-    # required.
+    # argparse would show COMMAND as required. This comes after the subcommands are added: otherwise, their usage would
+    # begin with this one.
     commands["gpus"].usage = "%(prog)s [-h] [--json] [COMMAND ...]"
     for name, command in added.items():
         if name == "list":

@@ -1,4 +1,4 @@
-"""`unbounded-agent plan`: prints what a pass would do."""
+"""`unbounded-agent plan`: prints what `apply` would do."""
 
 import time
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from agent.model.facts import Facts, Unseen
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
-    """Print the steps, and why the settings of some machines are not, or perhaps not, written.
+    """Print the steps, and each machine that does not, or may not, get its settings, with the reason.
 
-    Return 1 if a machine's files are refused, or if systemd's template unit cannot be read.
+    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read.
     """
     facts, planned, difference = reconciler.preview()
     stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
@@ -46,7 +46,7 @@ def _steps(
 
 
 def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield each machine whose settings are not written, or perhaps not written, with the reason."""
+    """Yield each machine that does not, or may not, get its settings, with the reason."""
     for machine in facts.machines:
         if isinstance(machine.root, Unseen):
             yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"

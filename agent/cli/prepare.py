@@ -17,7 +17,7 @@ from agent.system.damage import write_record
 from agent.system.files import System
 
 POLL = 1.0
-"""Seconds between two checks for a driver that loads late, or for the unit's state."""
+"""Seconds between two checks for a driver that loads late, or of the unit's state."""
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
 PASSES = 3
@@ -29,9 +29,8 @@ STOPPED = ("inactive", "failed", "activating")
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
     """Wait for the driver, then make up to PASSES passes until the machine's settings are written.
 
-    Return the last outcome.
-
-    If the machine is already running, only make one pass. Raises ConfigError for a machine that is not configured.
+    If the machine is already running, or that stays unknown, make only one pass. Return the last outcome. Raises
+    ConfigError for a machine that is not configured.
     """
     settings = reconciler.config.machines.get(name)
     if settings is None:
@@ -57,7 +56,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
 
 
 def _forget_live(name: str, system: System) -> None:
-    """Remove the record of the machine's live settings. A directory in its place stays until the next record."""
+    """Remove the record of the machine's live settings. A directory in its place stays until the next write."""
     with suppress(IsADirectoryError):
         system.remove(live_file(name))
 

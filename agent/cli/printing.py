@@ -51,7 +51,7 @@ def report(sentence: str) -> None:
 
 
 def progress(sentence: str) -> None:
-    """Report that a step begins. An empty sentence is only a sign of life of a long step, and is not printed."""
+    """Report that a step begins. An empty sentence is only a sign of life from a long step, and is not printed."""
     if sentence:
         report(sentence)
 

@@ -13,7 +13,7 @@ from agent.host.reconcile import Reconciler
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the service until SIGTERM, and return the exit code."""
+    """Run the service until SIGTERM or SIGINT, and return the exit code."""
     system = this_host()
 
     def load_again() -> Loaded:

@@ -28,7 +28,7 @@ class Style(Struct, frozen=True):
     """Columns."""
     colour: bool = False
     whole: bool = True
-    """Print whole messages, on as many lines as they need; otherwise one line for each cause."""
+    """Print full messages, on as many lines as they need; otherwise one line for each cause."""
 
 
 def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> Iterator[str]:

@@ -14,7 +14,10 @@ ASKING_TERMINAL: ContextVar[tuple[int, bool] | None] = ContextVar("terminal", de
 
 
 def terminal() -> tuple[int, bool]:
-    """Return the columns to use, and whether to use colours: not if NO_COLOR is set (no-color.org)."""
+    """Return the columns to use, and whether to use colours.
+
+    Colours are only for a terminal that can show them, and not if NO_COLOR is set (no-color.org).
+    """
     if asking := ASKING_TERMINAL.get():
         return asking
     if not sys.stdout.isatty():

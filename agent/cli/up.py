@@ -21,7 +21,7 @@ from agent.system.network import HostNetwork, NetworkSource
 
 SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = PASS_WAIT + 60.0
-"""Seconds for the service to reload: it then makes a pass, for which it may wait for another one."""
+"""Seconds for the service to reload: it then makes a pass, and may first have to wait for another one to end."""
 POLL = 1.0
 """Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
@@ -187,7 +187,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 def _reload_service(system: System, output: Output) -> None:
     """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
     deadline = time.monotonic() + PASS_WAIT
-    # systemd would not reload a service that is starting, which may have read the configuration already.
+    # systemd would not reload a service that is starting, and that may already have read the older configuration.
     while (state := observe_units([SERVICE], system)[SERVICE].state) == "activating" and time.monotonic() < deadline:
         time.sleep(POLL)
     if state in ("active", "reloading"):

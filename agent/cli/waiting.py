@@ -54,7 +54,7 @@ def _gave_up(check: Check) -> Check:
 
 
 class Watch(Struct, frozen=True):
-    """Some of the configured machines, which are started and waited for."""
+    """The machines that a command starts and waits for."""
 
     reconciler: Reconciler
     names: tuple[str, ...]
@@ -66,11 +66,11 @@ class Watch(Struct, frozen=True):
         return tuple(each for each in outcome.machines if each.name in self.names)
 
     def node(self, name: str) -> str:
-        """Return the name of the Node object as which the machine has joined; empty if it has not."""
+        """Return the name of the machine's Node object; empty if the machine has not joined."""
         return observe_joined(name, self.reconciler.system)
 
     def waiting(self, outcome: Outcome) -> dict[str, str]:
-        """Return the machines that are not finished yet, with the reasons, by name."""
+        """Return why machines are not finished yet, by name; empty if all are."""
         reasons = {}
         for machine in self.machines(outcome):
             if machine.pending or machine.stopped:
@@ -87,7 +87,7 @@ class Watch(Struct, frozen=True):
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
         """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed.
 
-        After any failure, return without waiting.
+        Any failure ends the wait.
         """
         outcome = self.reconciler.reconcile()
         failures = outcome.failures
@@ -126,7 +126,7 @@ class Watch(Struct, frozen=True):
                 last_sentence = sentence
 
     def _joined(self, name: str) -> bool:
-        """Return whether the machine has joined and no longer has a bootstrap token, or has no node settings."""
+        """Return whether the machine has joined and its bootstrap token is removed; True without node settings."""
         if self.reconciler.config.machines[name].node is None:
             return True
         return bool(self.node(name)) and not self.reconciler.system.exists(token_file(name))
@@ -144,7 +144,7 @@ class _Servers(Struct):
     problems: dict[str, Check | None] = field(default_factory=dict)
 
     def problem(self, name: str) -> Check | None:
-        """Return what keeps a machine from joining, as far as this host can see it."""
+        """Return the failed check that keeps a machine from joining; None if this host sees none."""
         node, now = self.reconciler.config.machines[name].node, time.monotonic()
         if node and now - self.asked_at.get(name, now - SERVER_POLL) >= SERVER_POLL:
             checks = check_server(node, self.reconciler.system, self.ask)

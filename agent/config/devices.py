@@ -56,8 +56,8 @@ CDI_MODES = {
     "nvswitch": ("", ""),
     "management": ("", ""),
 }
-"""By mode, the setting that grants its device nodes, and the value that this setting's list must have. Both are empty
-if the mode needs no other setting; the value is empty if the setting is not a list."""
+"""By mode, the setting that grants its device nodes, and the value that this setting's list must contain. Both are
+empty if the mode needs no other setting; the value is empty if the setting is not a list."""
 
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]

@@ -72,7 +72,7 @@ def ip_address(value: str) -> str:
 
 
 def node_addresses(value: str) -> str:
-    """Return the addresses: none, one, or one of IPv4 and one of IPv6, separated by a comma. Raises ValueError."""
+    """Return at most one IPv4 and one IPv6 address, separated by a comma. Raises ValueError for anything else."""
     addresses = [ip_address(each) for each in value.split(",")] if value else []
     if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
         raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")

@@ -43,7 +43,7 @@ def load_or_last_good(system: System) -> Loaded:
 
 
 def save_last_good(config: Config, system: System) -> None:
-    """Save the configuration as the last good one. Errors such as a full disk are ignored: only later starts use it."""
+    """Save the configuration as the last good one. If that fails, remove the previous one; raise no error."""
     # Save only explicit settings, because a later release may read the file and have other defaults.
     content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
     try:

@@ -19,7 +19,10 @@ from agent.system.path_trust import settings_fault
 
 
 def load_config(system: System, path: str = CONFIG_FILE) -> Config:
-    """Return the validated configuration. Raises ConfigError, which names the file and the key."""
+    """Return the validated configuration. If `path` is not CONFIG_FILE, read only that file.
+
+    Raises ConfigError, which names the file and the key.
+    """
     try:
         files = [path] if system.exists(path) else []
         if path == CONFIG_FILE and system.is_directory(CONFIG_DIRECTORY):

@@ -21,7 +21,7 @@ REFUSED_SOURCES = {
         "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
     ),
 }  # fmt: skip
-"""Paths that cannot be a source, nor anything below them, by the reason."""
+"""By reason, the paths that cannot be a source. Nothing below them can be one either."""
 CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
@@ -33,7 +33,7 @@ CONTROL_PATHS = (
     *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
     *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
-    # The same for programs elsewhere, and files that make root's programs load a library, run a program or change any
+    # Programs in other directories, and files that make root's programs load a library, run a program or change any
     # file. Directories of libraries may be mounted read-only, as docs/security.md warns.
     *("/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
     *("/usr/lib/tmpfiles.d", "/run/tmpfiles.d", "/run/udev/rules.d", "/usr/lib/modprobe.d"),
@@ -55,7 +55,7 @@ REFUSED_TARGETS = {
     ),
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
-"""Paths that cannot be a target, nor anything below them, by the reason."""
+"""By reason, the paths that cannot be a target. Nothing below them can be one either."""
 LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
 """Directories in which the machine half makes links. They cannot be targets themselves, but files in them can."""
 

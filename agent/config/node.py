@@ -28,7 +28,7 @@ SysctlName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+([./][A-Za-z0
 SysctlValue = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+([ \t][\x21-\x7e]+)*$", max_length=1024)]
 KernelModule = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=63)]
 SecretFile = Annotated[str, StringConstraints(pattern=r"^(/[^\s]+|credential:[A-Za-z0-9_.-]+)$", max_length=1024)]
-"""Where a secret is: a file that only root may read, or `credential:NAME`, a credential of systemd (systemd.exec(5),
+"""Where a secret is: a file that only root may read, or `credential:NAME`, a systemd credential (systemd.exec(5),
 LoadCredential=). The secret itself is never in the configuration."""
 
 

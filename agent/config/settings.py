@@ -29,7 +29,7 @@ Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-
 PORT_LIMIT = 65535
 
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
-"""A path for containerd's `imports`, in which no character is special in a pattern, and no directory is hidden."""
+"""A path for containerd's `imports`, which are glob patterns: it has no wildcards, and no part of it is hidden."""
 
 
 class Model(BaseModel):

@@ -32,7 +32,7 @@ AbsolutePath = Annotated[str, AfterValidator(absolute)]
 
 
 def plain(value: str) -> str:
-    """Return the path. Raises ValueError if it is too long, or would not be taken literally in a file of systemd."""
+    """Return the path. Raises ValueError if it is too long, or if systemd would not take it literally."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
         raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):

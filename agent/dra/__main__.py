@@ -21,7 +21,7 @@ class Journal(logging.Handler):
 
 
 def main() -> int:
-    """Run the service until SIGTERM, an error, or another identity of the kubelet. Return the exit code.
+    """Run the service until SIGTERM, an error, or a change of the kubelet's identity. Return the exit code.
 
     Unless somebody stopped the unit, systemd then restarts it, whatever the exit code.
     """

@@ -31,8 +31,8 @@ class Allocated:
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
     """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
 
-    Raises AgentError if the object is malformed or has another uid than `reference`, or if the claim is not allocated,
-    has no device of this driver, has parameters for it, or is allocated on another node than `node`.
+    Raises AgentError if the object is malformed or its uid is not that of `reference`, or if the claim is not
+    allocated, has no device of this driver, has parameters for the driver, or is allocated on a node other than `node`.
     """
     where = f"claim {reference}"
     document = dict(claim)

@@ -1,6 +1,6 @@
 """A client of the API server that uses the kubelet's identity, for requests and watches. Both have limits.
 
-Connections are kept, because a TLS handshake takes longer than a request. Proxies and redirects are not followed.
+It keeps connections, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect.
 """
 
 import http.client

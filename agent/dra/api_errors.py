@@ -22,7 +22,7 @@ SHOWN = 600
 
 
 class ApiError(AgentError):
-    """A request failed. `status` is the server's HTTP status; 0 if there was no answer."""
+    """A request failed. `status` is the server's HTTP status; 0 without a usable answer."""
 
     def __init__(self, request: str, problem: str, status: int = 0, hint: str = "") -> None:
         super().__init__(f"{request}: {problem}", hint)

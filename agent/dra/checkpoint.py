@@ -59,7 +59,7 @@ class Checkpoint:
         os.close(self._lock)
 
     def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-        """Return the prepared claims. If the file is missing or damaged, those in the kubelet's record."""
+        """Return the prepared claims: those in the kubelet's record if the file is unusable, none if both are."""
         try:
             return parse_checkpoint(self._system.read(CHECKPOINT, SIZE_LIMIT))
         except FileNotFoundError:
@@ -90,8 +90,8 @@ class Checkpoint:
         """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
         if self._durable.is_set():
             return
-        # Before the sync: a `save` in another thread meanwhile clears it again. After an error it stays set, because a
-        # later fsync(2) of the same data may succeed without writing them. The next `save` writes a new file.
+        # Set before the sync: a `save` in another thread meanwhile clears it again. After an error it stays set,
+        # because a later fsync(2) of the same data may succeed without writing them. The next `save` writes a new file.
         self._durable.set()
         try:
             self._system.sync(CHECKPOINT)

@@ -27,7 +27,7 @@ Fetch = Callable[[ClaimReference], Mapping[str, Any]]
 
 
 class ClaimGoneError(AgentError):
-    """The API server has no such claim, or no pod of this node has it: it then answers 404 or 403."""
+    """The API server has no such claim (404), or no pod of this node has the claim (403)."""
 
 
 class NodeClaims:
@@ -139,7 +139,7 @@ def _prepared_device(claim: ClaimReference, allocated: Allocated, available: Map
 
 
 def _conflicting_device(held: tuple[PreparedDevice, ...], wanted: tuple[PreparedDevice, ...]) -> str:
-    """Return a wanted device that one claim has and another one cannot have too; empty if there is none."""
+    """Return the name of a wanted device that conflicts with a held one; empty if there is none."""
     return next((new.device for new in wanted for old in held if _conflict(old, new)), "")
 
 

@@ -96,7 +96,7 @@ class Credentials:
                 os.close(descriptor)
 
     def _token(self, material: Material) -> str:
-        """Return the token; empty if there is none. Raises AgentError without the token, or UnicodeDecodeError."""
+        """Return the token; empty without one. Raises UnicodeDecodeError, or AgentError, which omits the token."""
         token = self._content(material).decode("ascii").strip() if material else ""
         # http.client refuses headers with line breaks, and its error would quote the token.
         if " " in token or not token.isprintable():

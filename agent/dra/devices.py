@@ -53,14 +53,14 @@ class Device:
     taints: tuple[Taint, ...] = ()
     health: Health = Health.UNKNOWN
     health_message: str = ""
-    """What is wrong with the device; empty if nothing is."""
+    """What is wrong with the device, or that it is being detached; empty otherwise."""
     shared: bool = False
     """Whether several claims may have the device, each with the part of its capacity that it requests. A claim that
     requests no part gets all of it."""
 
 
 def device_name(device: AllocatableDevice) -> str:
-    """Return the device's name: a label of RFC 1123, unique in the node."""
+    """Return the device's name: a label of RFC 1123, unique on the node."""
     address = re.sub("[:.]", "-", device.pci_address)
     return "-".join((f"gpu-{address}", *(("mig", *map(str, device.partition)) if device.partition else ())))
 

@@ -90,7 +90,7 @@ class Evictions:
 
 
 def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ...]:
-    """Return the pods of a claim that the scheduler made for an extended resource; none for another claim. Pure.
+    """Return the pods of a claim that the scheduler made for an extended resource; none for any other claim. Pure.
 
     Raises DocumentError.
     """

@@ -41,7 +41,7 @@ class Calls:
         """How many threads wait for a call."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Calls for idle threads; None ends a thread. A thread is kept for further calls, because most calls take less
-        time than starting one."""
+        time than starting a thread."""
 
     @property
     def unary_running(self) -> bool:
@@ -109,8 +109,8 @@ class Calls:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Before the response is sent, because the client's next call may follow at once. The thread becomes idle
-            # before it is released, so that there are never more than `limit` threads.
+            # Before the response is sent, because the client's next call may follow at once. `_idle` comes first:
+            # otherwise, there could be more than `limit` threads.
             self._idle.release()
             self._unused.release()
 

@@ -143,7 +143,7 @@ class Server:
         return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
 
     def _run_guarded(self, connection: Connection, action: Callable[[], None]) -> None:
-        """Run an action for a connection, unless that is closed. An error closes it."""
+        """Run an action for a connection, unless it is closed. An error closes it."""
         if connection not in self._peers:
             return
         try:

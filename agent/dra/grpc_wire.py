@@ -21,7 +21,7 @@ Headers = list[tuple[str, str]]
 
 
 class Code(IntEnum):
-    """The status codes that this server sends."""
+    """The status codes with which a call can end."""
 
     OK = 0
     UNKNOWN = 2
@@ -51,7 +51,7 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """A method with a stream of responses. The handler's iterator is closed if the client no longer listens."""
+    """A method with a stream of responses. If the client is gone, the iterator is closed after its next response."""
 
     handle: Callable[[bytes], Iterator[bytes]]
 

@@ -31,7 +31,7 @@ def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[st
 
 
 def is_zero(count: str) -> bool:
-    """Return whether a quantity such as `0`, `0k` or `8` is zero: whether it has no other digit than 0."""
+    """Return whether a quantity such as `0`, `0k` or `8` is zero: whether it has no digit other than 0."""
     return not any(each in "123456789" for each in count)
 
 

@@ -123,7 +123,10 @@ def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
 
 
 def _named(where: str, document: dict[str, Any], kind: str, name: str, key: str) -> dict[str, Any]:
-    """Return the entry with this name in a list such as `clusters`. `key` has the name. Raises DocumentError."""
+    """Return the entry with this name in a list such as `clusters`. Raises DocumentError.
+
+    `key` says where the name comes from.
+    """
     if not name:
         raise DocumentError(f"{where}: {key} is not set")
     listed = document.get(f"{kind}s")

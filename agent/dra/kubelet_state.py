@@ -31,7 +31,7 @@ def read_record(system: System, kubelet: str) -> bytes:
 
 
 def mentions(record: bytes, claim: ClaimReference) -> bool:
-    """Return whether the kubelet's record has a claim. This works with any format, because uids are unique."""
+    """Return whether the kubelet's record has the claim. This works with any format, because uids are unique."""
     return claim.uid.encode() in record
 
 

@@ -69,7 +69,7 @@ class DeviceHealth:
     device: str
     health: HealthStatus
     message: str = ""
-    """Why the device is not healthy. The kubelet puts this text into the pod's status."""
+    """What is wrong with the device, or that it is being detached. The kubelet puts this text into the pod's status."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from agent.dra.slices import (
 from agent.model.paths import DRA_DRIVER
 
 SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
-"""A node may list only slices with its own name in the selector (authorizeResourceSlice of node_authorizer.go)."""
+"""A node may list slices only if the selector has the node's name (authorizeResourceSlice of node_authorizer.go)."""
 ATTEMPTS = 3
 """How often to try to publish if others write the slices at the same time."""
 
@@ -51,7 +51,7 @@ class Publisher:
         self._newest = 0
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Make the slices offer these devices. Raises ApiError; ConflictError if somebody else keeps writing them."""
+        """Make the slices offer these devices. Raises AgentError; ConflictError if somebody else keeps writing them."""
         published = self._publish_with_retries(node, devices)
         if self._keeps_taints or not published.written:
             return published

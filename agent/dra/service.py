@@ -1,7 +1,7 @@
 """The service: publishes the node's slices, prepares the kubelet's claims, and reports the devices' health.
 
-One thread makes passes: when the documents of either half, or the objects at the API server, have changed. Other
-threads serve the kubelet.
+One thread makes passes: when the documents of either half, or the objects at the API server, have changed, and once a
+minute. Other threads serve the kubelet.
 """
 
 import contextlib
@@ -43,17 +43,17 @@ GAP = 0.1
 RESYNC = 60.0
 """Seconds after which a pass is made although nothing has changed."""
 IDENTITY_CHECK = 30.0
-"""Seconds between checks whether the kubelet has another name or kubeconfig."""
+"""Seconds between checks whether the kubelet's identity has changed."""
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
 SETUP = "unbounded-agent-gpu.service"
 """The unit that reports the status to the host, once a minute."""
 SETUP_AGAIN = "unbounded-agent-gpu-again.service"
-"""The unit that makes it report once more. It is started when what GPUsAdvertised shows has changed."""
+"""The unit that starts SETUP once more. It is started when the condition GPUsAdvertised may have changed."""
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
-"""Seconds to wait after a failed pass. The time doubles with each further failure."""
+"""Seconds to wait after a failed pass: twice the first value, doubled with each further failure, up to the second."""
 
 
 @dataclass(frozen=True, slots=True)

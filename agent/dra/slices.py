@@ -169,7 +169,7 @@ def _capacity(number: int, shared: bool) -> Object:
 
 
 def _attribute(value: Attribute) -> Object:
-    """Return the value by its type; an empty object for a text that is empty or longer than the server accepts."""
+    """Return the value by its type; an empty object for an empty string, or for a text that is too long."""
     match value:
         # A bool is an int too.
         case bool():

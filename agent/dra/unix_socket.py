@@ -11,13 +11,13 @@ from agent.system import opening
 
 DIRECTORY_MODE = 0o700
 BACKLOG = 128
-"""How many connections may wait to be accepted. Further clients get the error EAGAIN (unix(7))."""
+"""How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
 CREDENTIALS = struct.Struct("=iII")
 """struct ucred of linux/socket.h: process id, user id, group id."""
 
 
 class ListeningSocket:
-    """A socket that listens at a path. It replaces a socket that an earlier process left there."""
+    """A socket that listens at a path. It replaces any file there, such as a socket that an earlier process left."""
 
     def __init__(self, path: str) -> None:
         """Listen at `path`. Creates the directory if it is missing. Raises AgentError."""

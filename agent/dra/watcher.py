@@ -15,7 +15,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 """Seconds from the end of one attempt to the next. After each failure the pause doubles, up to the longest."""
 
 LOGGED_FAILURE = 2
-"""The failure in a row that is logged. A single one is usual: servers and load balancers end watches."""
+"""How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
 
 
 class Watcher(threading.Thread):

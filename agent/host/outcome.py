@@ -33,7 +33,7 @@ class MachineOutcome(Struct, frozen=True):
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """The machine ran since the host booted, and is not running now."""
+    """The machine has stopped, or failed to start, since the host booted, and is not running now."""
     expected: int = 0
     """How many GPUs the settings ask for. If they ask for all: how many the machine has, and has lost."""
     advertised: int | None = None
@@ -78,7 +78,7 @@ class Outcome(Struct, frozen=True):
     machines: tuple[MachineOutcome, ...]
     actions: tuple[Done, ...] = ()
     failures: tuple[str, ...] = ()
-    """Steps that failed, one sentence each."""
+    """Steps that failed and unexpected errors, one sentence each."""
     duration: float = 0.0
     """Seconds that the pass took."""
     finished: float = 0.0

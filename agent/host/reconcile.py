@@ -70,7 +70,7 @@ class Reconciler(Struct):
     system: System
     devices: DeviceSource
     progress: Callable[[str], None] = lambda _: None
-    """Called with a sentence when a step begins, and with an empty text after an observation or a part of a step."""
+    """Called with a sentence when a step or a wait begins, and with an empty text as a further sign of life."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
     memory: Memory = field(default_factory=Memory)
@@ -111,7 +111,8 @@ class Reconciler(Struct):
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
-        A machine that has run since the host booted is started only with `by_hand`, because a user may have stopped it.
+        A machine that has stopped, or failed to start, since the host booted is started only with `by_hand`, because a
+        user may have stopped it.
         """
         outcome = self.reconcile()
         failures = outcome.failures
@@ -248,7 +249,7 @@ class Reconciler(Struct):
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         """Make the directories that machines bind, then perform the steps, except removals that failed recently."""
         failures, names = [], [machine.name for machine in planned.goal.machines]
-        # Before a machine starts, its unit also mounts a file system on the last of its directories.
+        # Before each start, the machine's unit makes them too, and mounts a file system on the report directory.
         directories = [make(name) for name in names for make in (handoff_directory, report_directory)]
         for directory in [HOST_NVIDIA, *directories] if names else []:
             try:

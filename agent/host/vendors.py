@@ -14,8 +14,8 @@ from agent.vendors.other_devices.host import OTHER
 HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL, OTHER)
 
 Loader = Callable[[System, Callable[[], Seen[tuple[PciDevice, ...]]], Set[str], Callable[[str], None]], None]
-"""Loads a vendor's kernel modules. Takes the system, a function that lists PCI devices, the addresses of detached GPUs,
-and a function that reports progress. Raises AgentError."""
+"""Loads a vendor's kernel modules and makes its device nodes. Takes the system, a function that lists PCI devices, the
+addresses of detached GPUs, and a function that reports progress. Raises AgentError or OSError."""
 
 LOADERS: tuple[Loader, ...] = (load,)
 """Loaders of kernel modules, used if `driver.load_modules` is set. Only NVIDIA's modules need one: AMD's and Intel's

@@ -1,4 +1,4 @@
-"""The context that is passed to all steps of a run."""
+"""The context that is passed to all steps that settle one handoff."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Once:
-    """Results that several steps of a run need, some of them in threads."""
+    """Results that several steps need, some of them in threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class Context(NamedTuple):
     generation: str
     """The handoff's generation, a digest of its content. It is computed only once."""
     once: Once
-    """What was asked of the machine in this run."""
+    """Results that are computed only once for this handoff."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":

@@ -29,9 +29,9 @@ class Outcome(NamedTuple):
     devices: tuple[str, ...] = ()
     """Names of the CDI devices that pods can request."""
     allocatable: "AllocatableVendor | None" = None
-    """The devices that claims can have; None if the host's settings ask for no such allocation."""
+    """Only for one request of GPUs: the devices that claims can have; None without Dynamic Resource Allocation."""
     accepts_new_keys: bool = True
-    """Whether the host half accepts keys in the report that its first release did not know, such as `repairs`."""
+    """Only for all requests: whether the host half accepts report keys newer than its first release (`repairs`)."""
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
@@ -75,7 +75,7 @@ def _settle_gpus(
     removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
         # Tried again: the generator lists every GPU that has a node, so it omits a withdrawn GPU only after the GPU's
-        # node is gone. The first attempt may also have failed because a note could not be written.
+        # node is gone. If the removal could not be noted, nodes may be gone although `removed` is empty.
         spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]

@@ -56,7 +56,7 @@ def main(runner: Runner) -> int:
 
 
 def run(system: System) -> int:
-    """Settle the machine until the report answers the last published handoff, and return exit code 0.
+    """Settle the machine until a report answers the newest handoff, in at most ROUNDS rounds. Return exit code 0.
 
     Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
     """
@@ -76,8 +76,8 @@ def run(system: System) -> int:
         outcome = settle(context)
         _log(context, outcome)
         if rounds_left and _is_outdated(published, system):
-            # Not reported: the host may have bound missing nodes since, and would take this report for the answer to
-            # its new handoff.
+            # Not reported: the host may have bound missing nodes since, and an older host half would take this report
+            # for the answer to its new handoff.
             continue
         report(context, outcome, Publication(published.inode, published.mtime_ns))
         reported = published

@@ -31,7 +31,7 @@ class AllocatableDevice(NamedTuple):
     pci_address: str
     """The GPU's address, as sysfs writes it. A partition has the address of the GPU that it belongs to."""
     cdi_names: tuple[str, ...]
-    """The qualified CDI names that a container needs to use the device, with UUIDs or PCI addresses: indices change."""
+    """The qualified CDI names that a container needs to use the device: with UUIDs or PCI addresses, not indices."""
     partition: tuple[int, ...] = ()
     """The numbers that identify a partition in its GPU: GPU instance and compute instance. Empty for a whole GPU."""
 

@@ -15,7 +15,7 @@ class Cluster(Struct, frozen=True):
 
     nodes: Sequence[KubernetesObject] = ()
     pods: Sequence[KubernetesObject] = ()
-    """Pods on these nodes, and pods that wait for a node. For many nodes, the pods of all nodes."""
+    """Pods on these nodes (or on all nodes, if these are many), and pods that wait for a node."""
     daemon_sets: Sequence[KubernetesObject] = ()
     events: Sequence[KubernetesObject] = ()
     """Events of type Warning."""
@@ -57,7 +57,7 @@ def environment(container: KubernetesObject) -> Mapping[str, str]:
 
 
 def limited_resources(item: KubernetesObject) -> set[str]:
-    """Return the names of the resources that any of a pod's containers limits."""
+    """Return the names of the resources for which any container of a pod or DaemonSet has a limit."""
     return {resource for each in containers(item) for resource in (each.get("resources") or {}).get("limits") or {}}
 
 

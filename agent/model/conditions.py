@@ -76,12 +76,12 @@ class Condition(NamedTuple):
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
     losses: tuple[float, ...] = ()
-    """Only for Ready: when a condition that it needs recently became False, in seconds since the epoch.
+    """Only for Ready: the recent times at which a condition that it needs became False, in seconds since the epoch.
 
     See agent.host.verify.flapping.
     """
     good_since: float = 0.0
-    """Only for Ready: when the conditions that it needs were first all met since one of them was False; otherwise 0."""
+    """Only for Ready: when all conditions that it needs were first met after its last loss; 0 until then."""
     advertised: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 

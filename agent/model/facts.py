@@ -178,7 +178,7 @@ class VendorFacts(Struct, frozen=True):
     """Refused or broken nodes and entries, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
-    """Whether GPUs without a driver are expected to get one. If not, a machine gets one only by name, or keeps it."""
+    """Whether GPUs without a driver are expected to get one. If not, machines get them only by name, or keep them."""
 
 
 UNSTAGED = -1
@@ -230,7 +230,7 @@ class MachineFacts(Struct, frozen=True):
     live_unseen: str = ""
     live_age: float = float("inf")
     started: tuple[bytes, bytes] | None = None
-    """The .nspawn file and drop-in at the machine's start; observed only if `live` is missing or lacks `fixed`."""
+    """The .nspawn file and drop-in at the machine's start; observed only if `live` is None or has no `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
     """Indices of driver roots that handoffs have named since the machine's start. The current one may be missing."""
     publication: Publication | None = None

@@ -15,13 +15,13 @@ class Share(Struct, frozen=True):
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs that other machines have, except those with `all`, or that settings name. Only `count=N` depends on them."""
+    """GPUs that settings name, or that other machines have without requesting `all`. Only `count=N` depends on them."""
     current: frozenset[str] = frozenset()
     """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
     """Detached GPUs in `current`: no machine is granted them, but processes may use them until they exit."""
     reserved: Mapping[str, str] = field(default_factory=dict)
-    """GPUs kept for other machines, whose work failed with an internal error. The values complete "GPU X is ..."."""
+    """GPUs kept for other machines that have an internal error. The values complete "GPU X is ..."."""
 
 
 class DriverRoots(Struct, frozen=True):

@@ -5,7 +5,7 @@ The host half publishes a Handoff; the machine half answers with a report: a JSO
 `cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `publication` (the Publication that the
 report answers, as a list), `advertised_gpus` (how many granted GPUs the node offers to pods; left out if unknown) and
 `changed_files` (paths of files that differ from what `up` put into the machine; left out if there are none). The last
-four are also left out if the handoff lacks the key `restart_device_plugin`, because a host half that does not write
+four are also left out if the handoff has no key `restart_device_plugin`, because a host half that does not write
 that key refuses reports with unknown keys.
 """
 
@@ -49,7 +49,7 @@ CHANGED_FILES_LIMIT = 100
 
 
 class Publication(NamedTuple):
-    """A handoff's file as stat(2) shows it: alike on the host and in the machine, where its directory is mounted.
+    """A handoff's file as stat(2) shows it: the same on the host and in the machine, where its directory is mounted.
 
     Each publication makes a new file, even if the handoff, and so its generation, is the same. Links or permissions
     that a backup changes do not matter.
@@ -57,7 +57,7 @@ class Publication(NamedTuple):
 
     inode: int
     mtime_ns: int
-    """In nanoseconds since the epoch: more than the 53 bits of a JSON number that some programs read."""
+    """In nanoseconds since the epoch. It needs more than the 53 bits of a JSON number that some programs keep."""
 
 
 class Repair(StrEnum):
@@ -109,7 +109,7 @@ class Request(NamedTuple):
     sockets: tuple[str, ...] = ()
     """Names of daemons on the host whose sockets pods may use. Since version 2."""
     environment: tuple[Variable, ...] = ()
-    """Variables for pods with any device. Since version 2."""
+    """Variables for pods with any of the vendor's devices. Since version 2."""
     cdi_modes: tuple[str, ...] = ()
     """Modes in which the vendor's generator makes further CDI specifications. Since version 2."""
     cdi_hooks: tuple[str, ...] = ()
@@ -123,9 +123,9 @@ class Handoff(NamedTuple):
     architecture: str
     requests: tuple[Request, ...]
     default_runtime: bool = False
-    """Whether the vendor's runtime handler is to be containerd's default."""
+    """Whether the runtime handler `nvidia` is to be containerd's default."""
     restart_device_plugin: bool | None = False
-    """Whether the vendor's device plugin may be restarted; None if an older host half left this key out."""
+    """Whether a vendor's device plugin may be restarted; None if an older host half left this key out."""
     containerd_drop_in: str = ""
     """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
     validation_markers: bool = False

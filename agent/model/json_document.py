@@ -1,6 +1,6 @@
 """Parses JSON documents with the standard library: those that the two halves exchange, and the host half's records.
 
-The input is not trusted: every function raises DocumentError, which names the document and, if one is wrong, the key.
+The input is not trusted. Invalid input raises DocumentError, which names the document and, if one is wrong, the key.
 """
 
 import json

@@ -28,7 +28,7 @@ class NodeBinary:
 
     name: str
     source: str
-    """A URL, or an absolute path of an offline bundle."""
+    """A URL, or an absolute path in an offline bundle."""
     sha256: str
     path: str
     """The program's path in the machine. For an archive of several programs, their directory."""
@@ -54,12 +54,12 @@ class HostSettings:
     modules: tuple[str, ...]
     swap_off: bool
     files: tuple[NodeFile, ...]
-    """Files on the host that make the settings above survive a reboot."""
+    """Files on the host that make the settings above survive a reboot, and one that configures needrestart."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of the host before the first change."""
+    """A file of the host as it was observed."""
 
     # Its content need not be text, and records are JSON.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}

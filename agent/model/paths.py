@@ -36,7 +36,7 @@ NODES = f"{STATE}/nodes"
 NODE_FILES = f"{STATE}/node-files.json"
 """In a machine: what `up` put into its root file system (agent.model.node_files)."""
 BINARIES = f"{STATE}/binaries"
-"""Kubernetes' programs that were downloaded and verified, by digest."""
+"""Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"

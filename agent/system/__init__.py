@@ -1,1 +1,1 @@
-"""All access to files, processes, the network, D-Bus and udev. Importing one module does not load the others."""
+"""All access to files, processes, the network, D-Bus and udev. Importing a module loads only those that it needs."""

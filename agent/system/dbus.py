@@ -59,7 +59,7 @@ class SystemBus:
             try:
                 return self._exchange(self._connection, call, deadline)
             except (ConnectionError, _TooLargeError):
-                # The bus was restarted since the last call, or a process has flooded this connection: any user of the
+                # The bus has restarted since the last call, or a process has flooded this connection: any user of the
                 # host may send signals to any connection.
                 pass
         self._connection = _Connection(self._path, deadline)

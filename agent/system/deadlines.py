@@ -109,6 +109,8 @@ def bounded(
 ) -> T:
     """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs.
 
+    Raises OSError (EAGAIN) if no thread can be started.
+
     If the call has parts, `part` returns the name of the current one, and when it began, by time.monotonic(). Each part
     gets `seconds`, and one that hangs is recorded by its own name.
     """
@@ -194,7 +196,7 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
             bounded(batch[0][1], reading.run, limit, part=reading.part)
         except OSError as error:
             reading.abandoned = True
-            # The error names the file. The worker may have ended reading it by now.
+            # The error names the file. The worker may have finished reading it by now.
             failed = [place for _, place in batch].index(str(error.filename))
             yield from reading.texts[:failed]
             yield error

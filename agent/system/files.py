@@ -185,7 +185,7 @@ class System(Rooted):
         self._write(path, content, mode, durable=True)
 
     def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Replace a file atomically. A crash of the kernel may leave the old file or a damaged one, until `sync`."""
+        """Replace a file atomically. Until `sync`, a crash of the kernel may leave the old file or a damaged one."""
         self._write(path, content, mode, durable=False)
 
     def _write(self, path: str, content: bytes, mode: int, *, durable: bool) -> None:

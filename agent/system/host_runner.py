@@ -14,7 +14,7 @@ from agent.system.deadlines import bounded
 from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError, find_program
 
 KILL_MARGIN = 3.0
-"""Seconds in which a killed program has to exit."""
+"""Seconds that a killed program gets to exit."""
 
 if sys.version_info < (3, 11, 6):
     # Older Pythons, such as Debian 12's, stop all threads until the new process runs its program, which may be on a

@@ -25,7 +25,7 @@ class Answer:
 
     status: int
     date: float | None
-    """The server's clock, in seconds since the epoch."""
+    """The server's clock, in seconds since the epoch; None if the header Date is missing or invalid."""
     body: bytes = field(repr=False, default=b"")
 
 

@@ -28,7 +28,7 @@ class KernelLog:
         self.overruns = 0
         """How often records were overwritten before they were read; skipped records do not count."""
         self.sequence = after
-        """Sequence number of the last record that was read; None before the first. It grows until the host reboots."""
+        """Sequence number of the last record that was read; at first `after`. It grows until the host reboots."""
         self.behind = True
         """Whether records that the log already had at the start are still unread."""
         self._descriptor, self._read, self._after = descriptor, read, after

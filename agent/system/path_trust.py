@@ -16,7 +16,7 @@ ROOT = 0
 def untrusted_component(
     system: System, path: str, *, any_last_owner: bool = False, trusted: Collection[int] = (ROOT,)
 ) -> str:
-    """Say which component of a path, the first from / on, users other than root control; empty if there is none.
+    """Return a sentence on the first component of a path that users other than root control; empty if there is none.
 
     Links are followed. The check ends at a missing component, and at a file: `file_fault` checks files. With
     `any_last_owner`, any user may own the last component, if only root can replace it. `trusted` has the ids of users

@@ -11,7 +11,7 @@ OUTPUT_LIMIT = 16 << 20
 """Bytes that a program may print. One more byte is read, to detect that there were more."""
 FILE_LIMIT = 4 * OUTPUT_LIMIT
 """Bytes of the largest file that a program of the host half may write, including the file in memory for its output. The
-machine half's unit sets the same limit (LimitFSIZE=)."""
+machine half's unit sets the same limit (LimitFSIZE=). Programs of `System.run_tool` have no limit."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

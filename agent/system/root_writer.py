@@ -52,7 +52,7 @@ class RootWriter:
         self.stream(path, (content,), mode)
 
     def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
-        """Replace a file as `write` does, by content in chunks. If the iterable raises an error, the old file stays."""
+        """Replace a file as `write` does, in chunks. If the iterable raises an error, the old file stays."""
 
         def fill(writing: int) -> None:
             for chunk in chunks:
@@ -61,7 +61,7 @@ class RootWriter:
         self._replace(path, mode, fill)
 
     def copy(self, source: str, path: str, mode: int) -> None:
-        """Replace a file by a copy of `source`, a file on the host. The caller ensures that only root can write it."""
+        """Replace a file with a copy of the host's file `source`. The caller ensures that only root can write it."""
         with opening.plain(source) as reading:
             self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
 

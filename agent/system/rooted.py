@@ -93,7 +93,7 @@ class Rooted:
     def real_path(self, path: str) -> str:
         """Return the path with its links resolved below the root. Raises OSError if it does not exist.
 
-        Links of a process in /proc are not resolved, because they lead to what that process sees (OSError, EXDEV).
+        Raises OSError (EXDEV) for links of a process in /proc, because they lead to what that process sees.
         """
         resolved = self._resolve(path, of_processes=False)
         os.lstat(self._noted(self._below_root(resolved), follow=False))

@@ -1,6 +1,6 @@
 """The machine half's backend of `agent.system.process`, which uses system calls only.
 
-Importing subprocess would take as long as everything else that is loaded before a machine's generator starts.
+Importing subprocess would take as long as everything else that is loaded before the CDI generator starts.
 """
 
 import errno
@@ -28,7 +28,7 @@ class MachineRunner:
         """Start a program before its result is needed.
 
         A later call with the same arguments returns the result. If `is_current` returns False at any later call, what
-        the program depends on has changed: it is killed, and its result is not used.
+        the program depends on has changed: it is killed, and its result is not used. Raises OSError.
         """
         self._early[argv] = (_Process(argv), is_current)
 

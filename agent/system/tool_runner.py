@@ -1,6 +1,6 @@
 """Runs tools that download and unpack, with the sh package: a backend of `agent.system.process`.
 
-Other programs of the host half run without sh, whose import takes 40 ms, and with which each program takes 6 ms to run.
+Other programs of the host half run without sh: its import takes 40 ms, and it takes 6 ms to run a program.
 """
 
 import ctypes

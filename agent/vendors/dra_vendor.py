@@ -28,7 +28,7 @@ class DeviceFacts:
     """What a vendor knows about one device. Unknown facts are left out, never guessed."""
 
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    """Attributes by name: `uuid`, `productName`, `driverVersion`; for a partition also `profile` and `parentUUID`."""
+    """Attributes by name, such as `uuid` and `driverVersion`; for a partition also `profile` and `parentUUID`."""
     capacity: Mapping[str, int] = field(default_factory=dict)
     """Capacities by name, such as `memory` in bytes."""
     complete: bool = True

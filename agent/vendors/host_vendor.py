@@ -27,7 +27,7 @@ class Sources(Struct, frozen=True):
     pci: Seen[tuple[PciDevice, ...]]
     drm: Seen[tuple[DrmDevice, ...]]
     loader_cache: Callable[[str], Seen[tuple[CacheEntry, ...]]]
-    """Returns the loader cache of a root: `/`, or a directory with a whole system in it."""
+    """Returns the loader cache of a root file system: `/`, or a directory such as a driver container's root."""
     units: Mapping[str, Seen[str]]
     """ActiveState of the units that vendors name in `services`, by name; Absent if the unit does not exist."""
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -119,12 +119,12 @@ class HostVendor(ABC):
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode. Pure.
 
-        A vendor without GPUs returns none. The message of a False condition says what to do next.
+        The vendor of non-GPU devices returns none. The message of a False condition says what to do next.
         """
         return ()
 
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
-        """Return the driver whose user space pods get from the host; None if they get none."""
+        """Return the driver whose user space pods get from the host; None if they get none, or if that is unknown."""
         return None
 
     def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:

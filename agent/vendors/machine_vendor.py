@@ -23,7 +23,7 @@ EDIT_LIMIT = 1 << 17
 
 
 class RuntimeHandler(NamedTuple):
-    """A runtime of containerd: the name that a RuntimeClass uses, and the program that replaces runc."""
+    """A runtime handler of containerd: the name that a RuntimeClass uses, and the program that replaces runc."""
 
     name: str
     binary: str
@@ -72,7 +72,7 @@ class MachineVendor(ABC):
 
     name: str
     handler: RuntimeHandler | None = None
-    """The runtime that pods name in a RuntimeClass; None if pods need none."""
+    """The runtime handler that pods select by a RuntimeClass; None if they need none."""
     driver_files = False
     """Whether the vendor's devices are useless without a driver root."""
     spec_kind: str
@@ -135,8 +135,8 @@ class MachineVendor(ABC):
     ) -> Verdict:
         """Check the specification against what was granted, and return the verdict. Pure.
 
-        `live` maps the paths of the machine's device nodes to their numbers. `present` contains those `hostPath`s of
-        the specification's mounts that exist in the machine, which is the host in CDI's sense.
+        `live` maps the paths of the granted nodes that exist in the machine to their numbers. `present` contains those
+        `hostPath`s of the specification's mounts that exist in the machine, which is the host in CDI's sense.
         """
 
     @abstractmethod

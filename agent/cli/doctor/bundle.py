@@ -1,4 +1,4 @@
-"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without known secrets."""
+"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without recognised secrets."""
 
 import io
 import json

@@ -14,7 +14,7 @@ QUERY_LIMIT = 60.0
 LOGS = 5
 """Number of failing pods whose logs are read."""
 LOG_LINES = 50
-"""Last lines of each log that are read."""
+"""Lines that are read from the end of each log."""
 NODES_QUERIED = 20
 """For up to this number of nodes, pods are listed node by node; for more, the pods of all nodes are listed at once."""
 
@@ -22,7 +22,7 @@ NODES_QUERIED = 20
 def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Cluster:
     """Return what matters for these nodes, or for all nodes if `nodes` is empty.
 
-    What the kubeconfig's user may not read is left out, and named in `unknown`.
+    Objects that cannot be read are left out, and named in `unknown`.
     """
     kubectl = _Kubectl(system, kubeconfig)
     found_nodes = kubectl.items("nodes", *nodes, "--show-managed-fields")
@@ -66,7 +66,7 @@ class _Kubectl:
         return [each for each in items if isinstance(each, dict)]
 
     def log(self, pod: KubernetesObject) -> str:
-        """Return the end of the logs of the pod's failed containers; kubectl's error if they cannot be read."""
+        """Return the ends of the logs of the containers' previous runs; kubectl's error if they cannot be read."""
         namespace, _, pod_name = name(pod).rpartition("/")
         try:
             return self._run(

@@ -19,7 +19,7 @@ from agent.host.reconcile import Reconciler
 def doctor(
     reconciler: Reconciler, *, for_programs: bool = False, kubeconfig: str = "", bundle: str | None = None
 ) -> int:
-    """Print the diagnoses as text, or as JSON for programs. Return 1 if there is a fault or a machine is not ready.
+    """Print the diagnoses as text, or as JSON for programs. Return 0 if the report is sound, otherwise 1.
 
     With `bundle`, write an archive to that path instead, and return 0. An empty path means a new file in the current
     directory.

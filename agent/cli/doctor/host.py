@@ -40,9 +40,9 @@ class HostDiagnosis(Struct, frozen=True):
     drivers: tuple[DriverForPods, ...] = ()
     """The drivers that pods get. Users need their versions to choose the pods' images."""
     image: str = PLAIN_IMAGE
-    """The image in containerfiles/ that machines of this host need."""
+    """The image in containerfiles/ that machines of this host need; several are joined with ` and `."""
     remarks: tuple[str, ...] = ()
-    """Sentences on what was refused, discarded or not understood. These are not faults: somebody may want it so."""
+    """Sentences on what was refused, discarded or not understood. These are not faults: they may be intended."""
 
 
 def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis:

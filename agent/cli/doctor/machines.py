@@ -110,7 +110,7 @@ def _finding(group: Sequence[Condition], machine: str, environment: Environment)
 
 
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
-    """Return the symptoms that vendors list for these conditions with this reason, or with any reason.
+    """Return the symptoms that vendors list for these conditions with this reason or, if none, with any reason.
 
     On a host without GPUs, those of all vendors.
     """

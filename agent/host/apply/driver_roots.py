@@ -136,8 +136,9 @@ def remove_all(system: System) -> None:
 def protect(indices: tuple[int, ...], system: System) -> None:
     """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
 
-    Their content is not used again: root in a machine may have changed it, or still have a file open. If the agent is
-    killed before the mount, or PID 1 does not answer, the next pass stages the roots again.
+    Their content is not used again: root in a machine may have changed it, or still have a file open. They are moved
+    back only if their parent cannot be mounted. If the agent is killed before the mount, or PID 1 does not answer, the
+    next pass stages the roots again.
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]

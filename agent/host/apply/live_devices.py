@@ -18,7 +18,7 @@ from agent.system.files import System
 
 
 def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Change permissions, bind nodes, and record what succeeded. Raises AgentError, or OSError for the record.
+    """Change permissions, bind nodes, and record what succeeded. Raises AgentError; OSError if it cannot be recorded.
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
     killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the

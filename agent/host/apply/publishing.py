@@ -56,7 +56,7 @@ TimeoutSec=15
 def publish(index: int, system: System) -> None:
     """Mount driver root `index`. Raises AgentError, OSError.
 
-    If the kernel cannot mount the root, or other roots are plain directories already, publish it as a plain directory.
+    If HOST_NVIDIA cannot be mounted, or other roots are plain directories already, publish it as a plain directory.
     """
     staged = observe_staged(system)
     if staged.mounted or not staged.plain:
@@ -95,7 +95,7 @@ def unpublish(index: int, system: System) -> None:
 
 
 def unpublish_parent(system: System) -> None:
-    """Unmount HOST_NVIDIA, below which no driver root may be mounted any longer. Raises AgentError, OSError."""
+    """Unmount HOST_NVIDIA. No driver root may still be mounted in it. Raises AgentError, OSError."""
     if HOST_NVIDIA in mounted(system, OVERLAY):
         failure = _run_job("StopUnit", mount_unit(HOST_NVIDIA), system)
         if HOST_NVIDIA in mounted(system, OVERLAY):

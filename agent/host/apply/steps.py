@@ -49,7 +49,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     done: list[Action] = []
     failed_cleanups: dict[Cleanup, str] = {}
     failed: list[Action] = []
-    # Without an ownership record, no settings are written, but devices that are no longer granted are still forbidden.
+    # If the record cannot be updated, no settings are written, but devices that are no longer granted are forbidden.
     record_failures = _update_record(actions, system, finished=False) if actions else ()
     failures = [*record_failures]
     for action in actions:
@@ -172,5 +172,5 @@ def _read_record(system: System) -> dict[str, str]:
     found = OWNED_FILES.read_seen(OWNED, system)
     if isinstance(found, Unseen):
         raise OSError(found.why)
-    # Without the record, the next pass takes over the files whose content is as the agent would write it.
+    # Without the record, a pass takes over the files whose content is as the agent would write it.
     return {} if isinstance(found, Absent | Broken) else found.files

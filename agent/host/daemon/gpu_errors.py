@@ -110,7 +110,7 @@ class GpuErrors:
         position = LogPosition(sequence=self._sequence, bindings=bound)
         if position == self._last_saved:
             return
-        # Also if saving fails: otherwise each pass would log the same error.
+        # Set this before saving: if saving fails, each pass would otherwise log the same error.
         self._last_saved = position
         try:
             save_log_position(self._system, position)

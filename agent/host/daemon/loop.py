@@ -42,8 +42,8 @@ Progress = Callable[[str], None]
 PROGRESS_INTERVAL = 1.0
 """Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains:
-systemd does not kill a process that was suspended for that long."""
+"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains,
+so systemd does not kill a process that was suspended for a minute."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's interval is equally long."""
 

@@ -154,7 +154,7 @@ def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
 
 
 def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
-    """Return copies of the .nspawn file and the drop-in with which the machine was started; None if one is missing."""
+    """Return copies of the .nspawn file and the drop-in from the machine's start; None if one cannot be read."""
     nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
     return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
 

@@ -28,7 +28,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
-    """Return the state of the machines' files, the record of granted GPUs, and the files in the ownership record."""
+    """Return the states of the machines' files, of the copies of the record of granted GPUs, and of all owned files."""
     of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
     wanted = {*REMEMBERED_GPUS, *of_machines}
     if isinstance(owned, Unseen):

@@ -23,8 +23,8 @@ LIMIT = 30.0
 CHUNK = 1 << 20
 """Bytes to compare at a time."""
 _different: set[int] = set()
-"""Hashes of comparisons that found a difference or took too long. Passes do not repeat them while staging the driver
-keeps failing."""
+"""Hashes of comparisons that found a difference, failed or took too long. Without them, each pass would repeat the
+comparison while staging the driver keeps failing."""
 
 
 @dataclass(frozen=True)

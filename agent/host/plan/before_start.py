@@ -17,7 +17,7 @@ from agent.model.paths import (
 )
 
 CONFIGURED = "# As configured (nspawn.extra):"
-"""The comment before the lines from nspawn.extra. They are never commented out: nspawn fails if a source is missing."""
+"""The comment before the lines from nspawn.extra. These stay as they are, so nspawn fails if a source is missing."""
 MISSING = "\\#missing:"
 """The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20

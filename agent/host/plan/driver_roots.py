@@ -73,15 +73,15 @@ def without_plain(facts: Facts) -> Facts:
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories with mounts; none if the last attempt to mount has failed."""
+    """Return the step that replaces plain directories with mounts, if mounts can replace them now."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
 def _replaceable(facts: Facts) -> bool:
     """Return whether there are plain directories that mounts can replace now.
 
-    For that, the last attempt to mount may not have failed, no machine may be running (one may be starting),
-    everything relevant must have been observed, and the host must have the drivers, which are staged again.
+    The last attempt to mount must not have failed, no machine may run (machines may be starting), everything relevant
+    must have been observed, and the host must have the drivers, which are staged again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
@@ -110,7 +110,7 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
-    # Staging removes these leftovers itself.
+    # Staging itself removes leftovers of staging. Leftovers of removals wait until nothing is to be staged.
     leftovers = () if staging else facts.stale_staging
     actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
     used = _used_roots(goal, facts)

@@ -1,4 +1,4 @@
-"""Plans the goal, from configuration and facts alone. Pure: the same facts in any order give the same bytes."""
+"""Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
 import dataclasses
 import hashlib
@@ -94,7 +94,7 @@ def _faults(facts: Facts) -> dict[str, Fault]:
 
 
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
-    """Return running machines that are no longer configured, with the reason why they keep their settings.
+    """Return machines that may run but are no longer configured, with the reason why they keep their settings.
 
     Without the agent's settings, the template's -U would apply at the next start, and change the owners of the
     machine's files.
@@ -261,7 +261,7 @@ def _request(grant: Grant) -> Request:
     """Return what the machine half sets up for a grant.
 
     A GPU without a node, as before its driver is loaded, is granted: no other machine gets it. But no pod can use it
-    yet, so the machine half is not told to look for it.
+    yet, so the handoff does not name it.
     """
     root = grant.driver_root
     with_node = {node.pci_address for node in grant.nodes}

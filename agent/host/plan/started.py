@@ -50,7 +50,8 @@ def _completed(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
 def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     """Return the live settings that follow from the files that the machine started with; None if they are unknown.
 
-    `fixed` is empty if these files differ from the goal in settings that only a restart can change.
+    `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, comments and the
+    commands before the start.
     """
     if machine.started is None:
         return None
@@ -75,7 +76,7 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     by_agent = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(by_agent))
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
-    # Unsure, because no record says which of these permissions are in force: the next pass sets the whole list again.
+    # Unsure, because no record says which of these permissions are in force: this pass sets the entire list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
 
 

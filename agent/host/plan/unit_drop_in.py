@@ -40,7 +40,7 @@ def node_by_number(number: DeviceNumber) -> str:
 def render_drop_in(
     machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
 ) -> bytes:
-    """Return the drop-in with `allow`, the list from `device_allow`. If not `whole`, omit the commands before start."""
+    """Return the drop-in with the DeviceAllow= list `allow`. If not `whole`, omit the commands before each start."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",

@@ -208,7 +208,7 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
 
 
 def _publish(action: PublishRoot, system: System) -> None:
-    """Record and sync the node, then rename its root file system: what has the final name is complete and recorded."""
+    """Record the node, sync its root file system, then rename it: what has the final name is complete and recorded."""
     inode = system.link_inode(action.staged)
     if inode is None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")

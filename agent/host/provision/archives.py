@@ -55,8 +55,8 @@ class _Metered:
 def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
     """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
-    Returns the digests and sizes by the programs' paths in the root. Raises ApplyError for an archive that is damaged,
-    too large or lacks the programs, and OSError.
+    Returns the digests and sizes by the programs' paths in the root. Raises OSError, and ApplyError if the
+    archive is damaged or too large, or does not contain the programs.
     """
     found: dict[str, tuple[str, int]] = {}
     try:

@@ -93,7 +93,7 @@ def check_source(binary: NodeBinary, system: System) -> None:
 
 
 def fetch(binary: NodeBinary, directory: str, system: System) -> str:
-    """Return the path of a file in the cache `directory` that has the program's digest. Raises ApplyError, OSError."""
+    """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises ApplyError, OSError."""
     path = cached(binary, directory)
     if _digest_of(path, system) == binary.sha256:
         return path

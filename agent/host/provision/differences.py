@@ -6,8 +6,8 @@ from agent.model.node import HostState
 def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     """Return what differs from the host as it was found, one sentence each.
 
-    Modules with their parameters, and directories, are not compared: `reset` leaves modules that are in use, and
-    directories in which others have put files.
+    Modules, the parameters that they brought, and directories are not compared: `reset` leaves modules that are in use,
+    and directories in which others have put files.
     """
     differences = [
         f"{name} is {now.sysctls.get(name)}, and was {value}"

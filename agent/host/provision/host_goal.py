@@ -1,4 +1,4 @@
-"""Plans the settings of a host with nodes: kernel parameters, modules, swap, and files that keep them at boot. Pure."""
+"""Plans the settings of a host with nodes: kernel parameters, modules, swap, and the files that nodes need. Pure."""
 
 from collections.abc import Iterable, Mapping
 

@@ -57,7 +57,10 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
 
 
 def undo_host(found: HostState, system: System) -> None:
-    """Set everything back to what was found. Raises ApplyError at the end if some of it failed."""
+    """Set the host back to what was found, except files that others have replaced and modules that are in use.
+
+    Raises ApplyError at the end if some of it failed.
+    """
     steps: list[Callable[[], object]] = []
     changed = [path for path, file in found.files.items() if _file(path, system) != file]
     steps += [partial(_restore, path, found.files[path], system) for path in changed]

@@ -34,7 +34,10 @@ QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 
 
 def explained(error: CommandError, what: str) -> AgentError:
-    """Return a program's error as one sentence about `what` and the next step, without the program's arguments."""
+    """Return a program's error as one sentence about `what`, and the next step.
+
+    The sentence has the program's arguments only if the program printed no error.
+    """
     text = _last_message(error.stderr)
     if not text:
         return ApplyError(f"{what}: {error.message}", error.hint or "run the command again")

@@ -1,7 +1,7 @@
 """Compares the host's network with the network as it was found, and decides what a node left. Pure.
 
-Only what was not there before counts. Interfaces and rules of other programs may have been added since, so an interface
-must also be virtual and have a name that CNI plugins or kube-proxy use; other new ones are only reported.
+Only what was not there before counts. Other programs may have added interfaces since, so an interface must also be
+virtual and have a name that CNI plugins or kube-proxy use; other new ones are only reported.
 """
 
 import re

@@ -33,7 +33,7 @@ class NodeFacts(Struct, frozen=True):
     enabled: Mapping[str, bool]
     """Whether the host starts the units at each boot."""
     joined: str
-    """Name of the running machine's Node object; empty if its kubelet has not joined the cluster."""
+    """Name of the machine's Node object; empty if its kubelet has not joined since the machine's last start."""
     has_token: bool = False
     """Whether the machine has a bootstrap token, which is removed once the kubelet has joined."""
 

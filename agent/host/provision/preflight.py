@@ -129,7 +129,7 @@ def _programs(system: System) -> str | Problem:
 
 
 def check_disk(size: int, system: System) -> str | Problem:
-    """Check the free space for root file systems from images of this compressed size, in total."""
+    """Check the free space for root file systems. `size` is the compressed size of all their images, in bytes."""
     needed, directory = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
     while not system.is_directory(directory):
         directory = directory.rpartition("/")[0] or "/"

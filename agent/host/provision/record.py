@@ -26,7 +26,7 @@ OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_tain
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
 UNSET = json.dumps("")
-"""The value of settings that the record of an older release lacks: new settings are empty unless somebody sets them."""
+"""The value of settings that are missing in the record of an older release: a new setting must be empty by default."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, .
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
-        # Maps of the user, such as labels, are one value each: their keys may contain dots.
+        # Tables whose keys the user chooses, such as labels, are one value each: these keys may contain dots.
         if isinstance(value, dict) and not prefix:
             yield from _flat(f"{key}.", value)
         else:

@@ -50,7 +50,7 @@ class Reset(Struct, frozen=True):
     remove_files: Callable[[], tuple[str, ...]]
     """Makes a pass as if the machine were not configured, and returns failures."""
     only_machine: bool
-    """Whether no other machine is configured, which would need the host's drivers."""
+    """Whether no other machine is configured. Another one would need the staged drivers."""
     progress: Progress = lambda _: None
 
     def run(self) -> Ending:

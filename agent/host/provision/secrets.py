@@ -18,7 +18,7 @@ DIRECTORY = "CREDENTIALS_DIRECTORY"
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
 """A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
 LIMIT = 1 << 16
-"""The most bytes that `read_secret` reads. A bootstrap token has 23."""
+"""Bytes of the largest secret that is read. A bootstrap token has 23."""
 
 
 def secret_file(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:

@@ -65,7 +65,7 @@ def unpack(
 
 
 def _make_private(directory: str, system: System) -> None:
-    """Make a directory that other users may not enter, because programs in it may be setuid and vulnerable."""
+    """Make a missing directory, which other users may not enter: programs in it may be setuid and vulnerable."""
     if not system.is_directory(directory):
         system.make_directory(directory)
         os.chmod(system.full_path(directory), 0o700)

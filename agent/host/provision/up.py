@@ -97,7 +97,7 @@ class Provisioner(Struct, frozen=True):
     """Machines whose root file system is made again."""
 
     def work(self, names: tuple[str, ...], facts: Facts) -> Work:
-        """Observe the nodes, make all checks, and return what has to be done. Changes nothing."""
+        """Observe the nodes, run all checks, and return what has to be done. Changes nothing."""
         facts = _as_if_made(names, facts)
         planned = plan(self.config, facts)
         nodes = tuple(self._node(name, facts, planned) for name in names)
@@ -141,7 +141,7 @@ class Provisioner(Struct, frozen=True):
             self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
 
     def late(self, work: Work) -> tuple[Check, ...]:
-        """Repeat the checks of API servers that failed but may soon pass. Return those that failed so again."""
+        """Repeat the checks of API servers that did not answer. Return those of servers that still do not answer."""
         waiting = {check.machine for check in work.failed if check.late}
         nodes = [node for node in work.nodes if node.machine in waiting]
         return tuple(check for node in nodes for check in self._server_checks(node) if check.late)
@@ -166,7 +166,7 @@ class Provisioner(Struct, frozen=True):
         return replace(work, remarks=tuple(self._remarks(work)))
 
     def _with_checks(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
-        """Make the checks for a node whose root file system has to be made."""
+        """Run the checks for a node whose root file system has to be made."""
         settings, name = work.settings, work.machine
         image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
         image: list[NodeImage] = []
@@ -192,7 +192,7 @@ class Provisioner(Struct, frozen=True):
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
 
     def _with_token_checks(self, work: NodeWork) -> NodeWork:
-        """Make the checks for a node that was made, but has not joined its cluster."""
+        """Run the checks for a node that was made, but has not joined its cluster."""
         checks = tuple(self._server_checks(work))
         if any(check.required and not check.passed for check in checks):
             return replace(work, checks=checks)
@@ -247,7 +247,7 @@ def _grants(machine: str, planned: Plan) -> list[Grant]:
 
 
 def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
-    """Return a failed check for each problem with the drivers of the machine's GPUs. The node joins without them."""
+    """Return a failed check for each problem with the drivers of the machine's GPUs. The node joins anyway."""
     goals = [goal for goal in planned.goal.machines if goal.name == machine]
     report = Absent("the machine is not made yet")
     conditions = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]

@@ -1,4 +1,4 @@
-"""Reads the record of the GPUs that machines were last granted, from the first intact one of its two copies."""
+"""Reads the record of the GPUs that machines were last granted, from the first intact copy of two."""
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Broken, Seen, Unseen
@@ -10,7 +10,7 @@ from agent.system.seen import read_seen
 
 
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
-    """Return the record, and a problem; empty if there is none.
+    """Return the record, and what is wrong with its copies (empty if nothing is).
 
     Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and empty if
     both are missing.

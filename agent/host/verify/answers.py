@@ -11,7 +11,7 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds after which a report is stale: by then, three later ones are overdue, the last by 30 s for a slow run."""
+"""Seconds after which a report is stale: three later ones are then overdue, the third by 30 s, to allow a slow run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -24,9 +24,9 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes must be newer
-    than both. If the machine half does not say which publication it answers, the files' ages decide, which is wrong for
-    a report that was on its way during the publication.
+    After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes answers it
+    only if it is newer than the binding and this publication. If the machine half does not say which publication it
+    answers, the files' ages decide, which is wrong for a report that was on its way during the publication.
     """
     if not names_handoff(report, machine, goal.generation):
         return False
@@ -36,10 +36,11 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
 
 
 def names_handoff(report: Report, machine: MachineFacts, generation: str) -> bool:
-    """Return whether the report is on the last publication of the handoff of this generation, as far as it says.
+    """Return whether the report names the handoff of this generation and, if known, its last publication.
 
-    The generation is not enough: if a GPU goes and comes back, the third handoff equals the first. But it must do for
-    machine halves of earlier releases, which report nothing else, and while the handoff's file cannot be observed.
+    The generation alone is not enough: if a GPU goes and comes back, the third handoff equals the first. Only the
+    generation counts for machine halves of earlier releases, which report nothing else, and while the handoff's file
+    cannot be observed.
     """
     if report.publication and machine.publication and report.publication != machine.publication:
         return False

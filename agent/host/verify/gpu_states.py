@@ -1,4 +1,4 @@
-"""Evaluates the state of each GPU of a machine, for its offer by Dynamic Resource Allocation. Pure."""
+"""Evaluates the state of each GPU that a machine offers by Dynamic Resource Allocation. Pure."""
 
 from collections.abc import Iterator
 

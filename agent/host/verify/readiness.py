@@ -63,7 +63,7 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that the plan holds, because it is missing or the observation failed."""
+    """Return the conditions of a machine in `Plan.held`: it is missing, or an observation failed."""
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
@@ -90,8 +90,8 @@ def evaluate(
 ) -> tuple[Condition, ...]:
     """Return the conditions in the order of ConditionType, Ready last.
 
-    GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` is the reason why the machine's
-    settings cannot be written; empty if they can.
+    GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` says why the machine's settings
+    must not be written: empty if they may be, Unseen if the present ones could not be read.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):

@@ -13,8 +13,8 @@ NOT_RUNNING = ("inactive", "failed")
 def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
     """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
 
-    That is so for users who may not read /var/lib/machines. A machine whose unit has stopped since the host booted
-    counts as one that exists.
+    That is so for users who may not read /var/lib/machines. A machine whose unit has stopped, or failed to start,
+    since the host booted counts as one that exists.
     """
     if not isinstance(machine.root, Unseen) or machine.has_run or machine.unit_state not in NOT_RUNNING:
         return tuple(conditions)

@@ -186,7 +186,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     else:
         # The file is copied into a directory of its own, so that the listed devices are only those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
-        # As in Go's filepath.Ext, a name can consist only of a suffix.
+        # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))
         for each in SUFFIXES:
             system.remove(f"{directory}/spec{each}")
@@ -201,10 +201,10 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
 
 
 def _content(system: System, path: str) -> bytes:
-    """Return the file's content. A link is followed only to a world-readable file. Raises OSError.
+    """Return the file's content. Raises OSError.
 
-    Otherwise a pod that may write in the directory could link to a secret, and the tool's error, which the report
-    contains, would quote it.
+    A link is followed only to a world-readable file. Otherwise a pod that may write in the directory could link to a
+    secret, and the tool's error, which the report contains, would quote it.
     """
     if system.read_link(path) is None:
         return system.read_untrusted(path)[0]
@@ -218,7 +218,7 @@ def _content(system: System, path: str) -> bytes:
 def _file_type(system: System, path: str) -> int | None:
     """Return the type (stat.S_IFMT) of the file that a path leads to; None for a dangling link, which runtimes ignore.
 
-    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of its own may hang. The
+    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of the pod may hang. The
     type of such a link is S_IFLNK.
     """
     try:

@@ -1,6 +1,6 @@
 """Publishes a vendor's CDI specification. It is generated in another directory, verified, and published by a rename.
 
-A specification that serves fewer GPUs never replaces one that serves more, unless that one is faulty.
+A specification that serves fewer GPUs never replaces one that serves more, unless the published one is faulty.
 """
 
 import json
@@ -31,8 +31,8 @@ from agent.vendors.machine_vendor import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
 UNPARTITIONED_FOR = 600.0
-"""Seconds for which a GPU that is usable only by partitions, but has none, does not count as missing. The time is
-limited, because no event shows that the GPU has become usable as a whole."""
+"""Seconds for which a GPU that is usable only in partitions, but has none, does not count as missing. The time is
+limited, because no event shows that the GPU has become usable without partitions."""
 
 
 class Published(NamedTuple):

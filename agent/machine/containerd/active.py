@@ -59,7 +59,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # The agent's drop-in for containerd's unit has this service started by ExecStartPost=. In that state, start-post,
+    # The agent's drop-in for containerd's unit starts this service by ExecStartPost=. In that state, start-post,
     # containerd has already sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
     config_path = config_argument(unit.get("ExecStart", ""))
@@ -93,9 +93,10 @@ def config_argument(exec_start: str) -> str:
 
 
 def unit_properties(context: Context) -> dict[str, str]:
-    """Return PROPERTIES of containerd's unit, by name, as they were when a step of this run first asked for them.
+    """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
 
-    Asking takes as long as a tenth of a CDI generator, and one step asks after the generator. Raises CommandError.
+    Asking takes a tenth of a CDI generator's time, so the step that asks after the generator reuses the answer. Raises
+    CommandError.
     """
 
     def show() -> dict[str, str]:

@@ -48,9 +48,9 @@ def write_and_read_back(
 ) -> tuple[str, str]:
     """Write the files that differ. Return what is wrong with the result (empty if it is right), and the inputs' digest.
 
-    `before` has the present contents of all these files by path; None for one that does not exist. The digest is taken
-    between writing and reading back, because somebody may change the files at any time. If the result is wrong or
-    unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because of a
+    `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. The digest
+    is taken between writing and reading back, because somebody may change the files at any time. If the result is wrong
+    or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because of a
     full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in

@@ -121,7 +121,7 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
     It may be enabled by the agent's drop-in for a vendor's runtime, which stays when that vendor's last GPU is
-    withdrawn. That file is loaded after the drop-in for CDI: in containerd 1.x, its table replaces the drop-in's.
+    withdrawn. That file is loaded after the drop-in for CDI: in containerd 1.x, only its table counts.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)

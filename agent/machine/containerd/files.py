@@ -17,7 +17,7 @@ TOKENS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
-# Do not reword: at an upgrade, a drop-in with another text counts as changed, and containerd may be restarted.
+# After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
 
@@ -35,7 +35,7 @@ def effective_config(system: System, main: str, version: tuple[int, ...]) -> Tab
 
 def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
-    # Imported here: a run that changes nothing does not need it (agent.machine.containerd.imports).
+    # Imported here: a run that changes nothing does not need it (see NotedImports).
     from agent.model.toml_document import parse_toml
 
     try:

@@ -115,7 +115,7 @@ def covers(pattern: str, path: str) -> bool:
 def render(
     configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
 ) -> Table:
-    """Return the drop-in's content. Raises UnsupportedError if containerd or its configuration does not allow CDI.
+    """Return the drop-in's content. Raises UnsupportedError if it cannot work with this containerd or its other files.
 
     `containerd` is the program's version. `default` says whether the handler becomes the default runtime.
     """
@@ -137,7 +137,7 @@ def render(
                 f"{path} disables containerd's CRI plugin, so no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
-    # containerd 1.x replaces a plugin's whole table by that of the last file; 2.0 merges the tables deeply.
+    # For each plugin, containerd 1.x uses only the table of the last file that has one; 2.0 merges the tables deeply.
     last_file_wins = containerd < (2, 0, 0)
     later = [
         path for path in configuration.loaded_later if _at(configuration.imported[path], "plugins", cri_table(version))

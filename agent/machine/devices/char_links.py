@@ -18,7 +18,7 @@ DIRECTORY = "/dev/char"
 def link_nodes(context: Context, request: Request) -> None:
     """Make missing links, and remove the agent's links to nodes that are no longer granted.
 
-    Raises OSError if the note about its links cannot be read. Other errors are only logged.
+    Raises OSError if the note about these links cannot be read. Other errors are only logged.
     """
     system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"

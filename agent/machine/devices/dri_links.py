@@ -20,7 +20,7 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     }
     name = f"dri-links-{request.vendor}"
     noted = notes.load(name)
-    # A correct link that the agent did not make is udev's, for example if the whole of /dev/dri is bound.
+    # A correct link that the agent did not make is udev's, for example if all of /dev/dri is bound.
     own = {
         link: target for link, target in wanted.items() if noted.get(link) == target or system.read_link(link) != target
     }

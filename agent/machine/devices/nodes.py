@@ -107,7 +107,8 @@ def withdraw_nodes(
 
     The host cannot remove nodes: machinectl(1) can bind into a machine, but not unbind. `newest` is the current
     handoff, which may be newer than this run's. Its nodes are kept, because the host may have bound them already. If
-    `newest` is None, because the handoff cannot be read, nothing is removed.
+    `newest` is None, because the handoff cannot be read, nothing is removed. If a removal cannot be noted, no path is
+    returned, although nodes may be gone.
     """
     try:
         return _withdraw_nodes(context, request, newest)
@@ -154,7 +155,7 @@ def _withdraw_nodes(
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
-    """Unmount nodes whose source was removed on the host, so that the host can bind new ones.
+    """Unmount nodes and directories whose source was removed on the host, so that the host can bind new ones.
 
     systemd before 255 mounts on top of the old mount, but the kernel refuses that if the old mount's source was removed
     (ENOENT, cant_mount() in fs/namespace.c). The host cannot unmount anything in a machine.

@@ -33,7 +33,7 @@ NAMES_SHOWN = 16
 FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
 """Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet.plugin_spec."""
 MONITORING_ID = "all"
-"""Id of the device that monitors all GPUs, as `gpu.intel.com/i915_monitoring` has it. It is not a GPU."""
+"""Id of the device with which a pod monitors all GPUs, in `gpu.intel.com/i915_monitoring`. It is not a GPU."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -210,8 +210,8 @@ def _compare(
     parts = [f"not advertised, although granted: {_names(missing)}"] if missing else []
     parts += [f"advertised, but not (or no longer) in the CDI specification: {_names(stale)}"] if stale else []
     message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
-    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. A restarted
-    # plugin would offer that GPU again.
+    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. That is no reason
+    # for a restart, after which the plugin would offer the GPU again.
     if once_advertised is not None and (missing - once_advertised or stale):
         why = "the plugin started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
@@ -223,7 +223,7 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Return several vendors' conditions of one type. If any plugin is used, leave out those for unused plugins."""
+    """Return several vendors' conditions of one type. For GPUsAdvertised, leave out unused plugins if any is used."""
     used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
     return used if conditions[0].type is KIND and used else conditions
 

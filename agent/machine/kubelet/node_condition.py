@@ -30,7 +30,7 @@ HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 NOTE = NODE_CONDITION
 AGAIN_WITHIN = 60.0
-"""Seconds after its start within which this program begins to set a later condition too."""
+"""Seconds after the program's start in which it may start another run."""
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def run_until_current(system: System) -> None:
-    """Call `run` until the host has not evaluated the machine again meanwhile, but start no run after AGAIN_WITHIN.
+    """Call `run` until the host status does not change during a run, but start no further run after AGAIN_WITHIN.
 
     systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). The timer covers a change
     after the last look. Raises OSError.
@@ -202,8 +202,7 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
     If another Node is recorded, its condition stays, because this kubelet may not change it. Then only the record is
-    removed.
-    Return the condition that the Node then has (None if it has none), and NodeConditionSet.
+    removed. Return the condition that the Node then has (None if it has none), and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     recorded = _recorded_node(system)

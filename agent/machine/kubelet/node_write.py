@@ -35,7 +35,7 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
     """Set the agent's condition on the Node, or remove it if `condition` is None.
 
     Tries again if others change the Node at the same time. Returns None, or NodeConditionSet with the reason why it
-    failed.
+    failed. Raises OSError.
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
@@ -53,9 +53,10 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
 
 
 def _change_once(system: System, identity: Identity, condition: dict[str, str] | None) -> None:
-    """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
+    """Read the Node, and write its status with this one condition changed.
 
-    If others changed the Node in between, the API server refuses the write (CHANGED_MEANWHILE).
+    If others changed the Node in between, the API server refuses the write (CHANGED_MEANWHILE). Raises CommandError,
+    DocumentError or OSError.
     """
     # kubectl, because it can read every kind of kubeconfig. Not `kubectl patch`: it reads nodes/status first, which the
     # Node authorizer does not let a kubelet do. Not server-side apply: when it removes our only condition, it also

@@ -29,7 +29,7 @@ UNIT = "unbounded-agent-restart-device-plugin"
 SHOWN = 13
 """Characters of a container's id that a message shows, as in crictl's tables."""
 CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
-"""The last part of the path of a container's cgroup: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
+"""The part of a cgroup's path that names a container: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
 
 
 def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:

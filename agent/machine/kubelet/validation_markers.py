@@ -24,7 +24,8 @@ def settle_markers(
 ) -> tuple[Condition, ...]:
     """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    Return an empty tuple if markers are not configured, or if the vendor has none.
+    If markers are no longer configured, remove the agent's. Return an empty tuple if none are configured, or if the
+    vendor has none.
     """
     configured = context.handoff.validation_markers
     if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:

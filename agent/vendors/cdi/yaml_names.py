@@ -1,8 +1,8 @@
 """Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
 A pod may have written the file. With events, no alias is expanded, and nothing here recurses. A file that is not plain
-YAML is refused, because it could have devices that this module overlooks, but that take precedence over those of the
-agent's specification, or conflict with them.
+YAML is refused: it could hide devices that conflict with those of the agent's specification, or take precedence over
+them.
 
 Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
 use a translation of libyaml into Go (go.yaml.in/yaml/v2).

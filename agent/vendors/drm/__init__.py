@@ -1,1 +1,4 @@
-"""Code for vendors whose GPUs need only device nodes of the kernel's Direct Rendering Manager from the host."""
+"""Code for vendors whose GPUs need only device nodes from the host.
+
+These are nodes of the Direct Rendering Manager (DRM), and nodes that all GPUs of a vendor share, such as /dev/kfd.
+"""

@@ -1,4 +1,4 @@
-"""Writes and verifies the CDI specification of a vendor whose GPUs need only their DRM nodes. Pure.
+"""Writes and verifies the CDI specification of a vendor whose GPUs need only device nodes. Pure.
 
 The format is that of specs-go/config.go of the Container Device Interface. Nodes, `cardN` as a name, and mounts are as
 in Intel's cdi-specs-generator (pkg/gpu/cdihelpers); the index as a name and the attributes of nodes are as in AMD's
@@ -29,11 +29,11 @@ class MachineState(NamedTuple):
     """The state of the machine on which a specification depends."""
 
     live: Mapping[str, DeviceNumber]
-    """Numbers, modes and owners of the machine's nodes, by path."""
+    """Numbers, modes and owners of the granted nodes that exist in the machine, by path."""
     groups: Mapping[str, int]
     """The ids of the machine's groups, by name."""
     links: Collection[str]
-    """The existing links in /dev/dri/by-path."""
+    """The existing links in /dev/dri/by-path that pods get."""
 
 
 def render(kind: str, names: Mapping[str, str], request: Request, machine: MachineState) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that may make nodes gives them the specification's group. One that may not bind-mounts the machine's own
+    # A runtime that may make nodes gives them the specification's group. Any other runtime bind-mounts the machine's
     # nodes, which have the host's group. With both groups, a non-root process can open the node in either case.
     restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
     groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
@@ -100,7 +100,10 @@ def _mount(link: str) -> dict[str, Any]:
 def verify(
     kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Verdict:
-    """Verify a specification against one request. For a malformed one, the only problem names the malformed part."""
+    """Verify a specification against one request.
+
+    If the specification is malformed, the only problem names the malformed part.
+    """
     try:
         document = object_of(spec, "the specification")
         devices = devices_of(document)

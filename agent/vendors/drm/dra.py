@@ -1,4 +1,4 @@
-"""Reads from sysfs the facts that agent.dra publishes about GPUs that need only their DRM nodes."""
+"""Reads from sysfs the facts that agent.dra publishes about GPUs that need only device nodes."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor, semantic
 
 
 class DrmDra(DraVendor):
-    """The base class of vendors whose GPUs need only DRM nodes. The files are in the GPU's directory in PCI_DEVICES."""
+    """The base class of vendors whose GPUs need only device nodes. Files are in the GPU's directory in PCI_DEVICES."""
 
     product_file = ""
     """The file with the product's name; empty if the driver has none."""

@@ -1,4 +1,4 @@
-"""The host half of a vendor whose GPUs need only their DRM nodes."""
+"""The host half of a vendor whose GPUs need only device nodes."""
 
 from agent.config.settings import MachineSettings
 from agent.model.conditions import Condition, ConditionType

@@ -1,4 +1,4 @@
-"""The machine half of a vendor whose GPUs need only their DRM nodes. The agent itself writes the CDI specification."""
+"""The machine half of a vendor whose GPUs need only device nodes. The agent itself writes the CDI specification."""
 
 import re
 from abc import abstractmethod

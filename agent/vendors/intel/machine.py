@@ -34,7 +34,7 @@ class IntelMachine(DrmMachine):
     def gpu_of(self, name: str, request: Request) -> str:
         """Return the GPU's PCI address, or `cardN` for a card that is not granted. Empty for any other name.
 
-        A card that was withdrawn has a name of its own, because the plugin may still advertise it.
+        A withdrawn card keeps an id, because the plugin may still advertise it.
         """
         if PCI_ADDRESS.fullmatch(name):
             return name

@@ -35,7 +35,7 @@ def observe_driver(
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
-    """Return the directories of daemons' sockets that exist, except links and directories that could not be observed.
+    """Return the existing directories for daemons' sockets, except links and those that could not be observed.
 
     A directory in which clients may write must also be a mount point: otherwise clients could fill the host's /run.
     """

@@ -13,7 +13,7 @@ from agent.vendors.nvidia.user_space.places import HOST_CACHE, PLACES
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
-"""Kinds of nodes that every user of a GPU needs. Alone, they give access to no GPU."""
+"""Kinds of nodes that every machine with a GPU gets. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
 """Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances do."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
@@ -100,7 +100,7 @@ def _directories(root: StagedRoot) -> set[str]:
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """Return the root to use now, and the root that waits until the module of its version is loaded; None for none.
+    """Return the root to use now, and the root that waits until the module of its version is loaded. Each may be None.
 
     The waiting root has the host's current files.
     """
@@ -125,6 +125,6 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
         # If no root has the module's version, the machine keeps its root until one has.
         serving = serving or (kept[0] if kept else None)
     else:
-        # The module is not loaded (yet), for example during a reload or just after boot: its version is unknown.
+        # The version is unknown: the module is not loaded (during a reload, just after boot) or cannot be observed.
         serving = next(iter((*kept, *reversed(staged))), new)
     return serving, new if new != serving else None

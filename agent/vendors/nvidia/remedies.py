@@ -55,7 +55,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
 
 
 def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-    """Return the commands that fix this fault; none if it does not concern the driver.
+    """Return the commands that fix this fault; none if there are no special ones.
 
     `modules` are the loaded kernel modules.
     """

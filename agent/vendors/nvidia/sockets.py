@@ -21,7 +21,7 @@ DIRECTORIES: Mapping[str, str] = {
 """The directory on the host and in machines, by the daemon's name in the configuration. All of them are in /run,
 where only root can make links."""
 WRITABLE: Set[str] = frozenset({"mps"})
-"""Daemons whose clients lock files in the directory. Clients of the other daemons only connect."""
+"""Daemons whose clients must be able to lock files in the directory. Clients of the other daemons only connect."""
 MOUNTS: Mapping[str, Mapping[str, str]] = {
     "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
     # The Fabric Manager SDK's socket (FM_CMD_UNIX_SOCKET_PATH), and, on newer NVSwitch systems, the one of the NVLink

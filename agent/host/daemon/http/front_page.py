@@ -58,7 +58,7 @@ def front_page(host: str, known: Knowledge, machines: Iterable[MachineOutcome], 
 
 
 def _text(text: object) -> str:
-    """Return a text on one line with HTML's characters escaped."""
+    """Return a text on one line, with HTML's special characters escaped."""
     return escape(one_line(str(text)))
 
 

@@ -36,7 +36,7 @@ class Versions:
 
 
 def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
-    """Yield the metrics that are shown even without fresh evidence: all conditions are then Unknown, none is ready."""
+    """Yield the metrics that are shown even without fresh evidence. All conditions, also Ready, are then Unknown."""
     ready = gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
     states = gauge(
         "machine_condition",

@@ -30,7 +30,7 @@ TEXT = "text/plain; version=0.0.4"
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
-    """Return the machine with all conditions Unknown, because an old observation proves nothing."""
+    """Return the machine with all conditions Unknown and no other facts: an old observation proves nothing."""
     conditions = tuple(unknown(kind, Reason.STALE_EVIDENCE, why) for kind in ConditionType)
     return MachineOutcome(machine.name, conditions)
 

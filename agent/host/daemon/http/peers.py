@@ -1,4 +1,4 @@
-"""Manages a server's connection slots. A new connection takes the slot of an idle one."""
+"""Manages a server's connection slots. If none is free, a new connection takes the slot of an idle one."""
 
 import contextlib
 import socket

@@ -19,7 +19,7 @@ NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.
 FILES = NODES | flags.CLOSE_WRITE
 """Events of regular files."""
 ANY = ""
-"""Stands for any name: the directory was replaced, or events were lost."""
+"""Stands for any name: the directory itself appeared, changed or disappeared, or events were lost."""
 MOUNTS = "/proc/self/mountinfo"
 """poll(2) reports POLLERR and POLLPRI for this file after mounts in this mount namespace have changed (proc(5))."""
 

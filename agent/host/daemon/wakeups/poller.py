@@ -63,12 +63,12 @@ class Settling(Struct, frozen=True):
     """
 
     quiet: float = 0.02
-    """Time without a further event before a pass, because related events come together. A longer time would delay
-    a new GPU: nvidia-modprobe sets the mode of a node directly after it has made the node."""
+    """Time without a further event before a pass, because related events come together. It is short, so as not to delay
+    a new GPU, but long enough: nvidia-modprobe sets the mode of a node directly after it has made the node."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
-    """The mean time between the starts of passes that events cause, at least. A second pass may follow directly on one
+    """The minimum mean time between the starts of passes that events cause. A second pass may follow directly on one
     that came after a silence: a change of the host often comes in two steps, such as a device and then its mode."""
 
 
@@ -176,7 +176,7 @@ class Wakeups:
         return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
 
     def _due(self, sources: Iterable[_Tracked]) -> list[str]:
-        """Return the names of sources that need a pass: they had an event, or may have missed one until reopened."""
+        """Return the names of sources that need a pass: they had an event, or may have missed one while lost."""
         due = []
         for tracked in sources:
             if not tracked.tally.watching:

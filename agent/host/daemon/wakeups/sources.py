@@ -30,7 +30,7 @@ NONE = b""
 def host_sources(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
 ) -> tuple[Source, ...]:
-    """Return all event sources. `driver` returns the current settings of the driver."""
+    """Return all event sources except the kernel log. `driver` returns the current settings of the driver."""
     return (
         Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
         device_nodes(system, vendors),
@@ -87,7 +87,7 @@ def machined(system: System) -> Directories:
 
 
 def commands(system: System) -> Directories:
-    """Return a source that watches for commands of the agent that change what the service reports."""
+    """Return a source that watches for WAKE, which `gpus forget` writes to make the service start a pass."""
 
     def matters(_: str, name: str) -> bool:
         return f"{RUNTIME}/{name}" == WAKE
@@ -115,7 +115,7 @@ class NewReports:
     def matters(self, directory: str, name: str) -> bool:
         """Return whether the report in this directory has changed, or is the first one after a long silence.
 
-        Even if it has, return False if the machine's reports have caused too many passes lately.
+        Even then, return False if the machine's reports have caused too many passes lately.
         """
         if name not in (REPORT_NAME, ANY):
             return False

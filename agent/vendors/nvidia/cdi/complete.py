@@ -1,7 +1,7 @@
 """Adds to a CDI specification the files of a driver root that nvidia-ctk leaves out. Pure.
 
-nvidia-ctk lists libraries of the native architecture that end in the driver's version, and a fixed set of other files
-(those of `user_space/file_groups.py` whose source is CTK). Added entries look like those of nvidia-ctk, and are
+nvidia-ctk lists libraries of the native architecture whose names end in the driver's version, and a fixed set of other
+files (those of `user_space/file_groups.py` with the source CTK). Added entries look like those of nvidia-ctk, and are
 verified in the same way.
 """
 

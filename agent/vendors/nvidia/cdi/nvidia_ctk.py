@@ -69,7 +69,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
 
 
 def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return which of these GPUs (PCI addresses) are in MIG mode; none if nvidia-smi does not answer."""
+    """Return which of these GPUs (PCI addresses) are in MIG mode; none if nvidia-smi fails."""
     if not gpus:
         return ()
     try:

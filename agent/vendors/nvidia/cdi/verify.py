@@ -35,7 +35,10 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
-    """Verify a specification against one request. For a malformed one, the only problem names the malformed part."""
+    """Verify a specification against one request.
+
+    If the specification is malformed, the only problem names the malformed part.
+    """
     try:
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")

@@ -117,9 +117,9 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
 def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
     """Return the specification without incomplete MIG devices, and their names.
 
-    A MIG device is incomplete if it lacks the node of one of its two capabilities, because nvidia-ctk only warns if it
-    does not find a node; or if it has a node that is not granted, because NVML may list MIG devices that were made
-    after the handoff. A malformed specification is returned as it is: `verify` reports it.
+    A MIG device is incomplete if the node of one of its two capabilities is missing: nvidia-ctk only warns if it does
+    not find a node. It is also incomplete if it has a node that is not granted: NVML may list MIG devices that were
+    made after the handoff. A malformed specification is returned as it is: `verify` reports it.
     """
     try:
         document = object_of(spec, "the specification")

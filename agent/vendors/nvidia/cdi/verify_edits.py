@@ -50,8 +50,9 @@ class Expectations:
     def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
         """Prepare the comparison.
 
-        `live` maps the paths of the machine's device nodes to their numbers, modes and owners. `present` contains those
-        `hostPath`s of the specification's mounts that exist in the machine, which is the host in CDI's sense.
+        `live` maps the paths of the granted nodes that exist in the machine to their numbers, modes and owners.
+        `present` contains those `hostPath`s of the specification's mounts that exist in the machine, which is the host
+        in CDI's sense.
         """
         self.live, self.present = live, present
         self.driver_root = request.driver_root

@@ -52,7 +52,7 @@ class GpuList(Struct, frozen=True):
 
     gpus: tuple[Gpu, ...]
     unseen: str = ""
-    """Why the list may lack minors and drivers, so that nothing may be withdrawn; empty if it is complete."""
+    """Why the list may be incomplete, so that nothing may be withdrawn; empty if it is complete."""
     problems: tuple[str, ...] = ()
 
 
@@ -98,7 +98,7 @@ def observe_gpus(
 
 
 def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:
-    """Return whether the PCI bus has an NVSwitch."""
+    """Return whether the PCI bus has an NVSwitch; False if the bus could not be listed."""
     return isinstance(pci, tuple) and any(
         each.vendor_id == VENDOR_ID and each.class_id >> 8 == BRIDGE_OTHER for each in pci
     )

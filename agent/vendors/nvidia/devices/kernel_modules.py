@@ -50,7 +50,7 @@ def load(
         for module in WANTED:
             _load(system, module, report)
     except (ApplyError, CommandError) as error:
-        # Do not try the next module: it depends on this one, and would load it even if it is blacklisted.
+        # Do not try the next module: modprobe would load this one as its dependency, even if this one is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
     make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in for_nvidia], report)
 

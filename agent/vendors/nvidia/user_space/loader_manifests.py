@@ -2,8 +2,8 @@
 
 NVIDIA's files name libraries without directories. RPM packages put /usr/lib64 before the names (negativo17,
 nvidia-driver.spec; RPM Fusion), and NixOS a directory in /nix/store. Each such path becomes the library's path in pods.
-It does not become a bare name: in the manifest of the 32-bit libraries, too, that would lead a 64-bit program to the
-64-bit driver, and it would load the driver twice.
+It does not become a bare name: a 64-bit program also reads the manifest of the 32-bit libraries. A bare name there
+would lead it to the 64-bit driver, which it would then load twice.
 """
 
 import json

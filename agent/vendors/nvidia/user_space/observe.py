@@ -63,7 +63,8 @@ class _Found(Struct, frozen=True):
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
     """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown.
 
-    The search runs again only if a file or directory has changed that the last one accessed.
+    A final result is reused until one of the things that it depends on changes: a file or directory that the search
+    accessed, the configured place, `module`, or the kernel's settings for firmware.
     """
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
@@ -113,8 +114,9 @@ def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Fo
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """Return the first place with a driver of the module's version, otherwise the first with any content.
 
-    The search ends at a place that could not be observed, and returns that place: it may be the right one, so a later
-    place must not replace it. If all places are empty, the first one is returned.
+    If `module` is empty, any version fits. The search ends at a place that could not be observed, and returns that
+    place: it may be the right one, so a later place must not replace it. If all places are empty, the first one is
+    returned.
     """
     with_content = []
     for each in candidates:

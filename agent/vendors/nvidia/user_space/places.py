@@ -94,7 +94,7 @@ PLACES = (
 
 
 def with_prefix(place: Place, libraries: str) -> Place:
-    """Return the place with the programs and data next to the directory `libraries`, if it is lib64 or lib of a prefix.
+    """Return the place extended by the programs and data next to `libraries`, if that is lib64 or lib of a prefix.
 
     A loader cache may lead to a driver in a prefix of its own: some hosts name /usr/local/nvidia/lib64 in ld.so.conf.
     """
