@@ -9,6 +9,7 @@ import pytest
 
 from agent import __version__
 from agent.cli.allocation import allocation
+from agent.cli.allocation_steps import Node, to_dra
 from agent.cli.kube import DIRECTORY
 from agent.cli.parser import make_parser
 from agent.config.settings import Config
@@ -123,6 +124,13 @@ def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: py
     assert [line for line in lines if "kubectl patch node" in line and '"RESOURCE":null' in line][1:]
     assert cluster.changes() == []
     assert cluster.run("device-plugin", kubeconfig="") == 0
+
+
+def test_a_node_without_gpus_has_no_device_classes_to_make() -> None:
+    """`kubectl apply` without a file fails."""
+    node = Node(NODE, True, True, {}, {}, (), (), ())
+    steps = to_dra(MACHINE, node, "dra", (), advertised=True)
+    assert [step.what for step in steps if not step.done] == [steps[-1].what], "only to let new pods on the node"
 
 
 def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -531,12 +531,16 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
     assert host.entries(REMOVED) == ()
 
 
-def test_staging_removes_leftovers_itself() -> None:
-    path = f"{STAGING}/1"
-    found = with_handoff(replace(seen(OLD), stale_staging=(path,)), OLD)
-    assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, RemoveStaleStaging)]
+def test_staging_removes_its_own_leftovers_and_comes_after_the_others() -> None:
+    """If removed roots fill the disk, staging fails as long as they are there."""
+    path, removed = f"{STAGING}/1", f"{REMOVED}/0"
+    found = with_handoff(replace(seen(OLD), stale_staging=(path, removed)), OLD)
+    kinds = (RemoveStaleStaging, StageDriverRoot)
+    first, second = (each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, kinds))
+    assert first == RemoveStaleStaging((removed,))
+    assert isinstance(second, StageDriverRoot)
     done = replace(found, staged=(OLD, NEW))
-    assert RemoveStaleStaging((path,)) in diff(plan(CONFIG, done), done).actions
+    assert RemoveStaleStaging((path, removed)) in diff(plan(CONFIG, done), done).actions
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"version": 2, "indices": []}', b'{"version": 1, "indices": [-1]}'])

@@ -40,7 +40,9 @@ class MachineFinding(Struct, frozen=True):
 
     @property
     def prevents_ready(self) -> bool:
-        return self.status is not Status.TRUE and any(each not in NOT_NEEDED_FOR_READY for each in self.conditions)
+        # Ready itself has causes of its own, such as Settling.
+        needed = (each is ConditionType.READY or each not in NOT_NEEDED_FOR_READY for each in self.conditions)
+        return self.status is not Status.TRUE and any(needed)
 
 
 class Diagnosis(Struct, frozen=True):

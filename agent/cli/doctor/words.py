@@ -73,7 +73,7 @@ def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
 
 
 def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
-    aside = "" if finding.prevents_ready else " (not needed for Ready)"
+    aside = "" if finding.prevents_ready or finding.status is Status.TRUE else " (not needed for Ready)"
     yield from _paragraph("  - ", f"{', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}", width)
     yield from _paragraph("    evidence: ", finding.message, width)
     if finding.symptoms:

@@ -82,6 +82,13 @@ def test_faults_come_in_order_with_their_symptoms() -> None:
     assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
 
 
+def test_a_cause_of_ready_itself_is_needed_for_ready() -> None:
+    settling = false(ConditionType.READY, Reason.SETTLING, "it becomes True in a minute")
+    diagnosis = diagnose(MachineOutcome("gpu-node", (*conditions()[:-1], settling)))
+    assert [each.prevents_ready for each in diagnosis.findings] == [True]
+    assert "  - Ready: False, Settling" in words(diagnosis)
+
+
 def test_conditions_not_needed_for_ready_are_listed_but_are_not_faults() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
     assert len(diagnosis.findings) == 1

@@ -346,6 +346,16 @@ def test_an_unchanged_note_is_not_written_again(
     assert gpu_host.exists(KERNEL_LOG_READ)
 
 
+def test_a_binding_that_cannot_be_read_does_not_end_the_service(
+    follow: Callable[[], GpuErrors], kernel_log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    found.save_position(["x" * 300])
+    assert "cannot save the read position of /dev/kmsg: " in caplog.text
+
+
 def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:

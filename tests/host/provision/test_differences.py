@@ -23,6 +23,11 @@ def test_each_difference_is_a_sentence() -> None:
     )
 
 
+def test_a_parameter_that_no_longer_exists() -> None:
+    gone = dataclasses.replace(FOUND.host, sysctls={**FOUND.host.sysctls, "kernel.panic": None})
+    assert since_found(FOUND.host, gone) == ("kernel.panic does not exist, and was 0",)
+
+
 def test_modules_that_were_loaded_and_their_parameters_may_stay() -> None:
     sysctls = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}
     assert (

@@ -104,6 +104,7 @@ def test_without_evidence_nothing_is_claimed() -> None:
     assert {row[2] for row in page.rows[1:]} == {"StaleEvidence"}
     assert "Machine gpu-node: not ready" in page.text
     assert not {row[0] for row in page.rows} & set(eight_gpus.ADDRESSES)
+    assert "granted" not in page.text
 
 
 def test_a_host_without_machines_or_gpus() -> None:

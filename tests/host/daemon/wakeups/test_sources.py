@@ -275,6 +275,9 @@ def test_a_command_needs_a_pass_and_the_service_itself_does_not(gpu_host: Host) 
         assert source.needs_pass()
         forget("", agent)
         assert not source.needs_pass(), "nothing changed"
+        Path(gpu_host.root, "run/unbounded-agent").rename(Path(gpu_host.root, "run/elsewhere"))
+        Path(gpu_host.root, "run/unbounded-agent").mkdir()
+        assert source.needs_pass(), "a command may have run while the old directory was watched"
     finally:
         source.close()
 
