@@ -127,7 +127,8 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
         ),
         Step(
             "make the DeviceClasses",
-            False,
+            # A node without GPUs has none.
+            not files,
             tuple(f"kubectl apply --filename={file}" for file in files),
             ("apply", *(f"--filename={file}" for file in files)),
         ),
