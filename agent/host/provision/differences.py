@@ -10,9 +10,9 @@ def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     and directories in which others have put files.
     """
     differences = [
-        f"{name} is {now.sysctls.get(name)}, and was {value}"
+        f"{name} {'does not exist' if current is None else f'is {current}'}, and was {value}"
         for name, value in found.sysctls.items()
-        if value is not None and now.sysctls.get(name) != value
+        if value is not None and (current := now.sysctls.get(name)) != value
     ]
     swaps = {swap.path for swap in now.swaps}
     differences += [f"{swap.path} is no longer used as swap" for swap in found.swaps if swap.path not in swaps]

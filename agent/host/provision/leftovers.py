@@ -20,6 +20,8 @@ PROTOCOLS = (0, 3, 4, 12)
 the host's own daemons, such as DHCP clients and routing daemons."""
 MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
+NO_TABLE = 0
+"""The table of rules that lead to none, such as `unreachable` and `goto`. They may belong to anybody, too."""
 
 
 class Leftovers(Struct, frozen=True):
@@ -43,7 +45,7 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     node_routes = [each for each in other_routes if each.destination and each.protocol in PROTOCOLS]
     # A new rule is a node's if it names a node's interface, or leads to a table in which no route will stay.
     staying = (each for each in (*found.routes, *routes) if each not in node_routes and each.device not in node_devices)
-    used = {each.table for each in staying} | MAIN_TABLES
+    used = {each.table for each in staying} | MAIN_TABLES | {NO_TABLE}
     rules = [each for each in now.rules if each not in found.rules]
     node_rules = [each for each in rules if node_devices & {each.incoming, each.outgoing} or each.table not in used]
     kept: list[Leftover] = [each for each in links if each not in node_links]
