@@ -19,7 +19,7 @@ from agent.model.actions import (
 from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
 from agent.model.faults import Fault
 from agent.model.goal import Goal, MachineGoal
-from agent.model.paths import handed_roots_file
+from agent.model.paths import STAGING, handed_roots_file
 
 ENDED = ("inactive", "failed")
 """Values of ActiveState. If a machine's unit has one of them, no process runs in the machine."""
@@ -110,8 +110,8 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
-    # Staging itself removes leftovers of staging. Leftovers of removals wait until nothing is to be staged.
-    leftovers = () if staging else facts.stale_staging
+    # Staging itself removes leftovers of staging. Those of removals come first, because they may fill the disk.
+    leftovers = tuple(path for path in facts.stale_staging if not (staging and path.startswith(f"{STAGING}/")))
     actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
     used = _used_roots(goal, facts)
     if used is None:
