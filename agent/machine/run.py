@@ -156,12 +156,12 @@ def _node_condition(context: Context) -> Condition | None:
     try:
         if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
             return None
+        # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
+        from agent.machine.kubelet.node_condition import reported
+
+        return reported(context.system, context.notes, time.time())
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
-    # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
-    from agent.machine.kubelet.node_condition import reported
-
-    return reported(context.system, context.notes, time.time())
 
 
 def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:

@@ -102,17 +102,17 @@ class GpuErrors:
         """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
         if self._sequence is None:
             return
-        if self._log is None or self._log.behind:
-            # Keep the saved bindings, because unread records may be older than the current bindings.
-            bound = self._last_saved.bindings if self._last_saved else {}
-        else:
-            bound = bindings(self._system, addresses)
-        position = LogPosition(sequence=self._sequence, bindings=bound)
-        if position == self._last_saved:
-            return
-        # Set this before saving: if saving fails, each pass would otherwise log the same error.
-        self._last_saved = position
+        # Unread records may be older than the current bindings.
+        keep = self._log is None or self._log.behind
+        last = self._last_saved.bindings if self._last_saved else {}
         try:
+            position = LogPosition(
+                sequence=self._sequence, bindings=last if keep else bindings(self._system, addresses)
+            )
+            if position == self._last_saved:
+                return
+            # Set this before saving: if saving fails, each pass would otherwise log the same error.
+            self._last_saved = position
             save_log_position(self._system, position)
         except OSError as problem:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
@@ -129,9 +129,11 @@ class GpuErrors:
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address
         saved = self._last_saved.bindings.get(address) if self._last_saved else None
-        if not (error.lost or error.fault) or (behind and saved != binding(self._system, address)):
+        if not (error.lost or error.fault):
             return False
         try:
+            if behind and saved != binding(self._system, address):
+                return False
             # Record both, whatever the first call returns.
             fault = GpuFault(error.fault, error.meaning, time.time())
             new = bool(error.fault) and record_fault(self._system, address, fault)

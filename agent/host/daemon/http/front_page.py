@@ -13,6 +13,7 @@ from agent.host.daemon.http.statusz import Knowledge
 from agent.host.outcome import NO_MACHINES, MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_list import listed_gpus
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.reasons import Reason
 from agent.model.text import one_line, rfc3339
 
 HTML = "text/html; charset=utf-8"
@@ -83,12 +84,15 @@ def _heading(known: Knowledge, machines: Sequence[MachineOutcome]) -> Iterator[s
 
 def _machine(machine: MachineOutcome) -> Iterator[str]:
     yield f"<h2>Machine {_text(machine.name)}: {_ready(machine)}</h2>\n"
-    counts = [f"{len(machine.gpus)} of {machine.expected} GPUs granted"]
+    # Without evidence, nothing is known about them.
+    stale = machine.conditions and machine.ready.reason == Reason.STALE_EVIDENCE
+    counts = [] if stale else [f"{len(machine.gpus)} of {machine.expected} GPUs granted"]
     counts += [f"{machine.advertised} advertised"] if machine.advertised is not None else []
     counts += [f"{len(machine.lost)} lost"] if machine.lost else []
     counts += [f"its agent is {machine.agent_version}"] if machine.agent_version else []
     counts += [f"last report at {rfc3339(machine.reported)}"] if machine.reported else []
-    yield f'<p class="note">{_text("; ".join(counts))}.</p>\n'
+    if counts:
+        yield f'<p class="note">{_text("; ".join(counts))}.</p>\n'
     yield _table(("Condition", "Status", "Reason", "Since", "Message"), map(_condition, _sorted(machine.conditions)))
 
 

@@ -90,7 +90,7 @@ def commands(system: System) -> Directories:
     """Return a source that watches for WAKE, which `gpus forget` writes to make the service start a pass."""
 
     def matters(_: str, name: str) -> bool:
-        return f"{RUNTIME}/{name}" == WAKE
+        return name == ANY or f"{RUNTIME}/{name}" == WAKE
 
     return Directories("commands", system, lambda: (RUNTIME,), matters, FILES)
 
