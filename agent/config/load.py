@@ -119,7 +119,7 @@ MESSAGES = {
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "int_type": "must be a whole number",
-    "string_type": "must be a string, or a list of strings if the documentation says so",
+    "string_type": "must be a string (some keys also accept a list of strings)",
 }
 """What is wrong, by pydantic's type of error; for other types, pydantic's own message is used."""
 

@@ -119,7 +119,9 @@ class Inventory:
             self._devices = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
-            self._note_failure(listed.vendor, f"attributes of {names} are not known, so they are left out{why}")
+            self._note_failure(
+                listed.vendor, f"attributes of {names} are unknown, and left out of its ResourceSlice{why}"
+            )
         else:
             self._failed.pop(listed.vendor, None)
 

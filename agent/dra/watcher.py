@@ -38,7 +38,7 @@ class Watcher(threading.Thread):
             except AgentError as error:
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
-                    log.warning("changes of %s are noticed up to a minute late: %s", self._path, error)
+                    log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
                 pause = min(2 * pause, LONGEST_PAUSE)
             # All nodes lose the API server at the same moment. They should not all return at the same moment.
             self._stopped.wait(pause * random.uniform(0.5, 1.0))
@@ -58,7 +58,7 @@ class Watcher(threading.Thread):
             # The first event is empty: the server has accepted the watch. It counts as a change, because the caller may
             # have read the objects before.
             if self._failures >= LOGGED_FAILURE:
-                log.info("changes of %s are noticed at once again", self._path)
+                log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
             # A bookmark is no change: it only has a newer resourceVersion.
             if event.get("type") != "BOOKMARK" and not self._stopped.is_set():

@@ -174,9 +174,9 @@ def test_a_watch_that_keeps_failing_is_logged_once(
     joined.grant(GPUS[0])
     joined.start()
     until("it has failed often", lambda: sum(path == NODES for _, path, _, _ in api.requests) > 4)
-    assert caplog.text.count(f"changes of {NODES} are noticed up to a minute late: GET {NODES}: 403 Forbidden") == 1
+    assert caplog.text.count(f"changes to {NODES} are noticed up to a minute late: GET {NODES}: 403 Forbidden") == 1
     api.answer = None
-    until("the log says so", lambda: f"changes of {NODES} are noticed at once again" in caplog.text)
+    until("the log says so", lambda: f"changes to {NODES} are noticed at once again" in caplog.text)
 
 
 def test_a_node_that_is_not_registered_yet_is_waited_for(api: ApiServer, joined: DraMachine) -> None:

@@ -125,7 +125,7 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
         return
     cause = "driver roots are plain directories, so root in one machine can change them for all others"
     if STATE_IS_LINKED in facts.staged_problems:
-        yield Finding(cause, STATE_IS_LINKED, ("do what is written above while no machine is running",))
+        yield Finding(cause, STATE_IS_LINKED, ("do this while no machine is running",))
         return
     yield Finding(
         cause,

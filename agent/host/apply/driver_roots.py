@@ -148,7 +148,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     if not mount_parent(system):
         for plain, removed in moves:
             _move(removed, plain, system)
-        raise ApplyError("they stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
+        raise ApplyError("driver roots stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
         # The next pass tries again if a root cannot be removed now.
         with contextlib.suppress(AgentError):

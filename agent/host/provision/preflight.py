@@ -71,7 +71,11 @@ def checked(name: str, check: Callable[[], str | Problem], machine: str = "") ->
     except AgentError as error:
         found = Problem(name, error.message, error.hint or "correct this, then run `unbounded-agent preflight` again")
     except OSError as error:
-        found = Problem(name, f"{error.filename or ''}: {error.strerror or error}".strip(": "), "correct this first")
+        found = Problem(
+            name,
+            f"{error.filename or ''}: {error.strerror or error}".strip(": "),
+            "correct this, then run `unbounded-agent preflight` again",
+        )
     if isinstance(found, Problem):
         return Check(found.check, found.message, found.advice, machine)
     return Check(name, found, machine=machine)
@@ -90,7 +94,7 @@ def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]
 def _systemd(facts: Facts) -> str | Problem:
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        return Problem("systemd", template.why, "no machine can start without it")
+        return Problem("systemd", template.why, "no machine can start without it: run `apt install systemd-container`")
     if not isinstance(facts.systemd_version, int):
         return Problem("systemd", facts.systemd_version.why, "run this on the host itself, with systemd as its init")
     return f"systemd {facts.systemd_version} with systemd-nspawn"
@@ -116,7 +120,11 @@ def _memory(system: System) -> str | Problem:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        return Problem("memory", f"the host has {size // 10**6} MB of memory", "give it 2 GiB or more")
+        return Problem(
+            "memory",
+            f"the host has {size // 10**6} MB of memory",
+            f"give it at least {MEMORY_MINIMUM >> 30} GiB, better 2 GiB",
+        )
     return f"{size // 10**6} MB of memory"
 
 
@@ -172,7 +180,7 @@ def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> 
     except OSError as error:
         advice = "check the address, routes and firewalls between this host and the API server"
         return [Check("server", f"{server} does not answer: {error.strerror or error}", advice, late=True)]
-    answers = Check("server", f"{server} answers with a certificate of {settings.ca_file}")
+    answers = Check("server", f"{server} answers with a certificate that a CA in {settings.ca_file} has signed")
     return [answers, *_answer_checks(answer, token, settings.bootstrap_token)]
 
 

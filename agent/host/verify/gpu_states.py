@@ -36,7 +36,7 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator detaches it with `unbounded-agent gpus detach`"
+            message = "an administrator is detaching it with `unbounded-agent gpus detach`"
     placement = gpu_facts.placements.get(gpu.pci_address) or Placement()
     return GpuStatus(
         gpu.pci_address,

@@ -90,7 +90,7 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
         message = f"{_names(missing)} can be given to pods, but is not in {where} yet"
         return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
     if stale := offered - granted:
-        message = f"{_names(stale)} is in {where}, but not granted (any longer)"
+        message = f"{_names(stale)} is in {where}, but not (or no longer) granted"
         return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
     remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_names(tainted)}"] if tainted else []
     if without := granted - allocatable:

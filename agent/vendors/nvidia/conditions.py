@@ -35,7 +35,7 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
         case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, Reason.MODULE_BROKEN, why)
+            return false(kind, Reason.MODULE_BROKEN, f"{why}; reinstall the driver's kernel module, then reboot")
         case Absent() if misbound_gpus(facts.gpus):
             others = ", ".join(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
             return false(

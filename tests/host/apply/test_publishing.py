@@ -262,7 +262,7 @@ def test_a_failed_replacement_is_tried_only_once(plain: Host) -> None:
     plain.bus.mounts.no_overlay = True
     units(plain, "inactive")
     first = reconciler(plain).reconcile()
-    assert [each for each in first.failures if "they stay plain directories" in each]
+    assert [each for each in first.failures if "driver roots stay plain directories" in each]
     assert (first.actions, staged(first)) == ((), (Status.TRUE, "PlainCopy")), (
         "nor is it staged at each start of the host"
     )

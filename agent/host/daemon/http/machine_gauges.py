@@ -40,7 +40,7 @@ def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     ready = gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
     states = gauge(
         "machine_condition",
-        "Constant 1, with the condition's present status (True, False, Unknown) and its reason.",
+        "Constant 1, with the condition's current status (True, False, Unknown) and its reason.",
         "machine",
         "condition",
         "status",
@@ -77,7 +77,7 @@ def machine_families(outcome: Outcome, versions: Versions) -> Iterator[Metric]:
     yield from _gpu_counts(outcome.machines)
     stopped = gauge(
         "machine_stopped",
-        "1 if the machine ran since the host's boot and then ended without a failure: somebody stopped it.",
+        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed.",
         "machine",
     )
     # A machine whose unit failed does not count as stopped: no user stopped it.

@@ -85,7 +85,7 @@ def observe_gpus(
         drivers = {each.address: each.driver for each in pci if _is_gpu(each)}
         if known and not drivers:
             # A GPU leaves the driver's list before it leaves the bus.
-            unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver has {', '.join(known)}")
+            unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver lists {', '.join(known)}")
     else:
         drivers = dict.fromkeys(known, KERNEL_DRIVER)
         unseen.append(pci.why)

@@ -156,7 +156,7 @@ class _NodeChecker:
         if gpu is None and self._by_address and not self._by_minor:
             # sysfs shows a bound GPU, but the driver's list has none. No GPU is being unbound: sysfs would show that
             # first. So the list is wrong, or not complete yet.
-            raise OSError(errno.EAGAIN, f"lists no GPU, but the driver has {', '.join(self._by_address)}", GPUS)
+            raise OSError(errno.EAGAIN, f"lists no GPU, but the driver is bound to {', '.join(self._by_address)}", GPUS)
         if gpu is None:
             self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
             return None
