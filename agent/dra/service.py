@@ -81,6 +81,8 @@ class Service:
         self._wake, self._stopping = threading.Event(), False
         self._status = DraStatus(0.0)
         self._written = 0.0
+        self._not_written = ""
+        """Why the last status could not be written; empty if it was."""
         """When the status was last written, by time.monotonic()."""
 
     def stop(self) -> None:
@@ -197,8 +199,13 @@ class Service:
         try:
             self._system.write(DRA_STATUS, render_dra_status(status._replace(at=time.time())))
         except OSError as error:
-            log.error("cannot write %s: %s", DRA_STATUS, error.strerror)
+            # Once for each cause: the status is tried again several times a second.
+            why = error.strerror or str(error)
+            if why != self._not_written:
+                log.error("cannot write %s: %s", DRA_STATUS, why)
+            self._not_written = why
             return
+        self._not_written = ""
         before, self._status, self._written = self._status, status, now
         # Not before the kubelet runs: the unit runs at boot anyway, and the kubelet's start would wait for another run.
         if status.node and _advertised_part(status) != _advertised_part(before):

@@ -257,6 +257,21 @@ def test_the_status_is_renewed(running: DraMachine, monkeypatch: pytest.MonkeyPa
     until("it is there again", lambda: running.status.at > 0)
 
 
+def test_a_status_that_cannot_be_written_is_logged_once(
+    running: DraMachine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    until("the offers are reported", lambda: running.status.offers)
+    place = Path(running.full_path(DRA_STATUS))
+    place.unlink()
+    place.mkdir()
+    monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
+    until("the log says so", lambda: "cannot write" in caplog.text)
+    time.sleep(0.5)
+    assert caplog.text.count("cannot write") == 1
+    place.rmdir()
+    until("it is there again", lambda: running.status.at > 0)
+
+
 def test_the_sockets_are_there_while_the_service_runs(running: DraMachine) -> None:
     sockets = [
         f"{running.kubelet}/plugins/gpu.unbounded-agent.io/dra.sock",
