@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from agent.model.cluster import Cluster, KubernetesObject, crashes, name
+from agent.cli.doctor.cluster_symptoms import waits_for_gpu
+from agent.model.cluster import Cluster, KubernetesObject, crashes, name, node_selector
 from agent.model.errors import CommandError
 from agent.system.files import System
 
@@ -15,6 +16,8 @@ LOGS = 5
 """Number of failing pods whose logs are read."""
 LOG_LINES = 50
 """Lines that are read from the end of each log."""
+SELECTORS = 10
+"""At most this many nodeSelectors of waiting pods are looked up. Each lookup is a request."""
 NODES_QUERIED = 20
 """For up to this number of nodes, pods are listed node by node; for more, the pods of all nodes are listed at once."""
 
@@ -37,9 +40,16 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
         daemon_sets=kubectl.items("daemonsets.apps", "--all-namespaces"),
         events=kubectl.items("events", "--all-namespaces", "--field-selector=type=Warning"),
         logs={name(pod): kubectl.log(pod) for pod in _failing(pods)},
+        unmatched=_unmatched(kubectl, pods),
         unknown=tuple(kubectl.unknown),
         now=time.time(),
     )
+
+
+def _unmatched(kubectl: "_Kubectl", pods: Iterable[KubernetesObject]) -> Set[str]:
+    # Asked of the API server, because the pods may be meant for nodes of other hosts, which are not read here.
+    wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})
+    return frozenset(each for each in wanted[:SELECTORS] if not kubectl.matches_node(each))
 
 
 def _failing(pods: Iterable[KubernetesObject]) -> list[KubernetesObject]:
@@ -64,6 +74,14 @@ class _Kubectl:
         # For a single name, kubectl prints the object itself instead of a list.
         items = answer.get("items", [answer] if answer.get("metadata") else [])
         return [each for each in items if isinstance(each, dict)]
+
+    def matches_node(self, selector: str) -> bool:
+        """Return whether any node has the labels of a nodeSelector; True if that is unknown."""
+        try:
+            return bool(self._run("get", "nodes", f"--selector={selector}", "--output=name").strip())
+        except CommandError as error:
+            self.unknown.append(f"nodes of the cluster: {error}")
+            return True
 
     def log(self, pod: KubernetesObject) -> str:
         """Return the ends of the logs of the containers' previous runs; kubectl's error if they cannot be read."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from agent.host.vendors import HOST_VENDORS
-from agent.model.cluster import Cluster, KubernetesObject, labels, name, pod_spec, seconds
+from agent.model.cluster import Cluster, KubernetesObject, name, node_selector, pod_spec, seconds
 from agent.model.finding import Finding
 
 RECENT = 1200.0
@@ -66,26 +66,23 @@ def _last(event: KubernetesObject) -> float:
 
 
 def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
-    """Yield a finding for each pod that asks for a GPU and waits, if it selects a label that none of the nodes has."""
-    if not cluster.nodes:
-        return
+    """Yield a finding for each pod that waits for a GPU, and selects labels that no node of the cluster has."""
     for pod in cluster.pods:
-        selector = pod_spec(pod).get("nodeSelector") or {}
-        waits = (pod.get("status") or {}).get("phase") == "Pending" and not pod_spec(pod).get("nodeName")
-        missing = [
-            f"{key}={value}"
-            for key, value in selector.items()
-            if all(labels(each).get(key) != value for each in cluster.nodes)
-        ]
-        if waits and missing and _asks_for_gpu(pod):
+        if waits_for_gpu(pod) and node_selector(pod) in cluster.unmatched:
             yield Finding(
-                "a pod selects labels that no node with GPUs has",
-                f"pod {name(pod)} is Pending; its nodeSelector has {', '.join(missing)}",
+                "a pod selects labels that no node has",
+                f"pod {name(pod)} is Pending; its nodeSelector is {node_selector(pod)}",
                 (
                     "kubectl get nodes --show-labels",
                     "correct the nodeSelector of what makes the pod, or label the node",
                 ),
             )
+
+
+def waits_for_gpu(pod: KubernetesObject) -> bool:
+    """Return whether the pod requests a GPU and is not scheduled yet."""
+    waits = (pod.get("status") or {}).get("phase") == "Pending" and not pod_spec(pod).get("nodeName")
+    return waits and _asks_for_gpu(pod)
 
 
 def _asks_for_gpu(pod: KubernetesObject) -> bool:
