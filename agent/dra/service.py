@@ -81,9 +81,9 @@ class Service:
         self._wake, self._stopping = threading.Event(), False
         self._status = DraStatus(0.0)
         self._written = 0.0
+        """When the status was last written, by time.monotonic()."""
         self._not_written = ""
         """Why the last status could not be written; empty if it was."""
-        """When the status was last written, by time.monotonic()."""
 
     def stop(self) -> None:
         """Make `run` return soon. A signal handler may call this."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from agent.host.vendors import HOST_VENDORS
-from agent.model.cluster import Cluster, KubernetesObject, name, node_selector, pod_spec, seconds
+from agent.model.cluster import Cluster, KubernetesObject, limited_resources, name, node_selector, pod_spec, seconds
 from agent.model.finding import Finding
 
 RECENT = 1200.0
@@ -87,8 +87,5 @@ def waits_for_gpu(pod: KubernetesObject) -> bool:
 
 def _asks_for_gpu(pod: KubernetesObject) -> bool:
     spec = pod_spec(pod)
-    resources = [
-        key for each in spec.get("containers") or () for key in ((each.get("resources") or {}).get("limits") or {})
-    ]
-    words = [*resources, *(spec.get("nodeSelector") or {}), str(spec.get("runtimeClassName") or "")]
+    words = [*limited_resources(pod), *(spec.get("nodeSelector") or {}), str(spec.get("runtimeClassName") or "")]
     return any("gpu" in each or each in {vendor.name for vendor in HOST_VENDORS} for each in words)

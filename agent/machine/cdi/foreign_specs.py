@@ -166,9 +166,10 @@ def _collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ..
 
 def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
     """Return what to do against these files of other programs."""
-    others = ", ".join(path for path in paths if path != own.rival_spec)
     steps = [_advice(own)] if own.rival_spec in paths else []
-    return "; ".join([*steps, *([f"remove {others}, and stop what writes it"] if others else [])])
+    if others := ", ".join(path for path in paths if path != own.rival_spec):
+        steps.append(f"remove {others}, and stop what writes it")
+    return "; ".join(steps)
 
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:

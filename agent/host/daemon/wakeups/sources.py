@@ -21,7 +21,7 @@ HEARTBEAT = 90.0
 """Seconds of silence after which a report needs a pass even if its content is unchanged. A report is due every 60 s."""
 MANY, PERIOD = 40, 60.0
 """One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass.
-Sixteen GPUs that come one after another cause about two reports each."""
+Each of sixteen GPUs that come one after another may cause two."""
 
 NONE = b""
 """Stands for the digest of a missing report."""
