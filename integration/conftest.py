@@ -1,6 +1,7 @@
 """The bed for the end-to-end tests: one virtual machine, booted once, and restored to a snapshot before most tests."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -136,6 +137,12 @@ def pytest_runtest_makereport(
         host = found[0] if isinstance(found[0], SimulatedHost) else found[0].host
         report.sections += evidence(host.guest)
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: with several processes, pytest prints it at the end, which a stopped run never reaches."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"{report.nodeid} failed ({report.when}):\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
 def prepare(host: SimulatedHost) -> None:
