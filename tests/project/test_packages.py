@@ -16,8 +16,9 @@ REQUIRED = re.compile(r'^#(\w+) = ""  # required$', re.MULTILINE)
 
 def test_the_sample_has_every_key_with_its_default() -> None:
     """Without the comments' marks it is a valid file, except for values that only the user knows."""
-    assert tomllib.loads(sample()) == {}, "as it is, it sets nothing"
-    text = REQUIRED.sub("", sample())
+    packaged = sample()
+    assert tomllib.loads(packaged) == {}, "as it is, it sets nothing"
+    text = REQUIRED.sub("", packaged)
     for prefix in ("extra_devices", "extra_mounts", "node"):
         # Optional tables: some of their keys are required.
         text = re.sub(rf"^#\[+machines\.NAME\.{prefix}.*?(?=^#\[|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -26,7 +27,7 @@ def test_the_sample_has_every_key_with_its_default() -> None:
     assert found == Config.model_validate({"machines": {"gpu-node": {}}})
     tables = {name for table in TABLES for name in (table, table.rpartition(".")[2])}
     keys = {f"{table}.{key}" for table, model in TABLES.items() for key in model.model_fields}
-    shown = {key for key in keys if f"\n#{key.rpartition('.')[2]} = " in sample()}
+    shown = {key for key in keys if f"\n#{key.rpartition('.')[2]} = " in packaged}
     assert {key.rpartition(".")[2] for key in keys - shown - set(OPTIONAL)} <= tables
 
 
