@@ -8,7 +8,7 @@ from agent.cli.waiting import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
-from agent.model.errors import ConfigError, ExitCodeError
+from agent.model.errors import CommandError, ConfigError, ExitCodeError
 from agent.model.facts import Absent
 from agent.model.paths import cordoned_file, machine_unit
 
@@ -95,7 +95,7 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
     except ExitCodeError as error:
         hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `kubectl uncordon {node}`"
-        raise ExitCodeError(error.argv, "the node's pods could not be moved", error.stderr, hint) from error
+        raise CommandError(error.argv, "the node's pods could not be moved", error.stderr, hint) from error
 
 
 def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str) -> tuple[str, ...]:

@@ -45,18 +45,21 @@ class ObservationError(AgentError):
 class CommandError(AgentError):
     """A program failed, was not found, or ran out of time.
 
-    The message has the program's arguments, how the program ended, and the last part of its standard error.
+    The message has the program's arguments, how the program ended (`ended`), and the last part of its standard error.
     """
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
         tail = " ".join(stderr.split())[-1000:]
         super().__init__(f"{' '.join(argv)}: {ended}" + (f": {tail}" if tail else ""), hint)
-        self.argv = argv
-        self.stderr = stderr
+        self.argv, self.ended, self.stderr = argv, ended, stderr
 
 
 class ExitCodeError(CommandError):
     """A program ran to its end, and its exit code means failure. Other CommandErrors leave its result unknown."""
+
+    def __init__(self, argv: tuple[str, ...], status: int, stderr: str = "") -> None:
+        super().__init__(argv, f"exit code {status}", stderr)
+        self.status = status
 
 
 class BusError(AgentError):

@@ -7,7 +7,7 @@ import pytest
 from agent.cli.lifecycle import restart, start, stop
 from agent.cli.up import up
 from agent.host.reconcile import Reconciler
-from agent.model.errors import ConfigError, ExitCodeError
+from agent.model.errors import CommandError, ConfigError
 from agent.model.paths import cordoned_file
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -65,7 +65,7 @@ def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agen
 
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
     host.command(*DRAIN, stderr="Cannot evict pod as it would violate the pod's disruption budget.", status=1)
-    with pytest.raises(ExitCodeError, match="disruption budget") as error:
+    with pytest.raises(CommandError, match="disruption budget") as error:
         stop(MACHINE, agent, ADMIN, drain=True)
     assert f"kubectl uncordon {NODE}" in error.value.hint
     assert STOP not in host.runner.calls

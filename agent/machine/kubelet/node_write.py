@@ -77,7 +77,7 @@ def _answer(error: CommandError | DocumentError) -> str:
     """Return what kubectl printed, on one line."""
     if not isinstance(error, CommandError):
         return error.message
-    return " ".join(error.stderr.split()) or error.message.removeprefix(f"{' '.join(error.argv)}: ")
+    return " ".join(error.stderr.split()) or error.ended
 
 
 def _failure(identity: Identity, answer: str) -> Condition:

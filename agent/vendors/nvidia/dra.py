@@ -16,8 +16,8 @@ from agent.vendors.nvidia.device_plugin import RESOURCE_PREFIX, gpu_of
 NVIDIA_SMI = "nvidia-smi"
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
 """The fields to query. Drivers before 510 do not know the last one."""
-INVALID = "exit code 2"
-"""How nvidia-smi ends if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
+INVALID = 2
+"""nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
 LINE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
@@ -98,7 +98,7 @@ def _rows(system: System, deadline: float, *options: str) -> dict[str, dict[str,
     try:
         text = _run(system, deadline, *options, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
     except ExitCodeError as error:
-        if INVALID not in error.message:
+        if error.status != INVALID:
             raise
         text = _run(system, deadline, *options, f"--query-gpu={','.join(FIELDS[:-1])}", "--format=csv,noheader,nounits")
     rows = [dict(zip(FIELDS, (each.strip() for each in row), strict=False)) for row in csv.reader(text.splitlines())]

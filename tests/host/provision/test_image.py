@@ -185,14 +185,14 @@ FATAL = 'time="2026-01-02T03:04:05Z" level=fatal msg="{}"\n'
     ],
 )
 def test_what_a_program_said(stderr: str, message: str, hint: str) -> None:
-    error = explained(ExitCodeError(("umoci", "raw"), "exit code 1", stderr), "image")
+    error = explained(ExitCodeError(("umoci", "raw"), 1, stderr), "image")
     assert error.message.startswith(message)
     assert hint in error.hint
 
 
 def test_a_signed_url_is_not_told() -> None:
     url = r"https://bucket.example.com/blob?X-Amz-Signature=s3cret&X-Amz-Date=1"
-    error = explained(ExitCodeError(("skopeo",), "exit code 1", FATAL.format(rf"Get \"{url}\": timeout")), "image")
+    error = explained(ExitCodeError(("skopeo",), 1, FATAL.format(rf"Get \"{url}\": timeout")), "image")
     assert error.message == 'image: Get "https://bucket.example.com/blob": timeout'
 
 

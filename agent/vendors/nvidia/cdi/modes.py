@@ -165,9 +165,8 @@ def _driver_libraries(request: Request) -> tuple[str, ...]:
 
 def _in_short(error: CommandError) -> AgentError:
     """Return the error without arguments and with only the last line of output: the others list what was searched."""
-    ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
     last = error.stderr.rstrip().rpartition("\n")[2]
-    return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
+    return AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint)
 
 
 def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
