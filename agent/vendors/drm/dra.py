@@ -1,14 +1,13 @@
 """Reads from sysfs the facts that agent.dra publishes about GPUs that need only device nodes."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 from agent.model.allocatable import AllocatableDevice
 from agent.model.digits import whole_number
 from agent.model.paths import PCI_DEVICES
-from agent.system.deadlines import read_device_text
+from agent.system.deadlines import read_device_texts
 from agent.system.files import System
-from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor, semantic_version
+from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
 
 
 class DrmDra(DraVendor):
@@ -27,21 +26,23 @@ class DrmDra(DraVendor):
         return {each: self._facts(system, each, driver_version) for each in devices}
 
     def _facts(self, system: System, device: AllocatableDevice, driver_version: str) -> DeviceFacts:
-        directory = f"{PCI_DEVICES}/{device.pci_address}"
+        files = [each for each in (self.product_file, self.unique_id_file, "device", *self.memory_files) if each]
+        paths = [f"{PCI_DEVICES}/{device.pci_address}/{each}" for each in files]
+        # Each file that hangs halves the time for the next one, so that all of them take about FACTS_LIMIT.
+        texts = dict(zip(files, read_device_texts(system, paths, FACTS_LIMIT / 2), strict=True))
         attributes: dict[str, Attribute] = {}
         if version := semantic_version(driver_version):
             attributes["driverVersion"] = version
         for name, file in (("productName", self.product_file), ("uuid", self.unique_id_file), ("pciDevice", "device")):
-            if file and (text := _text(system, f"{directory}/{file}")):
+            if text := _printable(texts.get(file, "")):
                 attributes[name] = text
-        sizes = (whole_number(_text(system, f"{directory}/{file}")) for file in self.memory_files)
-        memory = next((size for size in sizes if size), 0)
-        return DeviceFacts(attributes, {"memory": memory} if memory else {})
+        memory = next((size for each in self.memory_files if (size := whole_number(_printable(texts[each])))), 0)
+        # Files that do not exist will not appear. A driver that did not answer may do so later.
+        complete = all(isinstance(each, str | FileNotFoundError) for each in texts.values())
+        return DeviceFacts(attributes, {"memory": memory} if memory else {}, complete)
 
 
-def _text(system: System, path: str) -> str:
-    """Return a file's text without the newline; empty if it cannot be read in time or is not printable."""
-    with contextlib.suppress(OSError):
-        text = read_device_text(system, path).strip()
-        return text if text.isprintable() else ""
-    return ""
+def _printable(text: str | OSError) -> str:
+    """Return a file's text without the newline; empty if it could not be read or is not printable."""
+    stripped = text.strip() if isinstance(text, str) else ""
+    return stripped if stripped.isprintable() else ""

@@ -1,5 +1,6 @@
 """What sysfs says about AMD's and Intel's GPUs."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from agent.system.files import System
 from agent.vendors.amd.dra import AmdDra
 from agent.vendors.dra_vendor import DeviceFacts, DraVendor, Version
 from agent.vendors.intel.dra import IntelDra
+from tests.fakes.machine import Machine
 
 GPU = AllocatableDevice("0000:03:00.0", ("v.com/gpu=0000:03:00.0",))
 
@@ -31,6 +33,20 @@ def test_amd(tmp_path: Path) -> None:
 def test_intel(tmp_path: Path) -> None:
     files = {"device": "0x56c0\n", "tile0/physical_vram_size_bytes": "17179869184\n"}
     assert facts(tmp_path, IntelDra(), files) == DeviceFacts({"pciDevice": "0x56c0"}, {"memory": 17179869184})
+
+
+def test_facts_are_incomplete_while_the_driver_does_not_answer(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for name in ("device", "product_name", "unique_id"):
+        machine.put(f"/sys/bus/pci/devices/{GPU.pci_address}/{name}", name)
+
+    def fail(path: str) -> None:
+        if path.endswith("unique_id"):
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+    machine.before_read = fail
+    expected = DeviceFacts({"productName": "product_name", "pciDevice": "device"}, complete=False)
+    assert AmdDra().read_facts(machine, [GPU], "")[GPU] == expected
 
 
 @pytest.mark.parametrize("vendor", [AmdDra(), IntelDra()])
