@@ -111,9 +111,8 @@ class Inventory:
         with self._lock:
             for device in listed.devices:
                 key = (device, listed.driver_version)
-                before, new = self._facts.get(key), new_facts.get(device, DeviceFacts(complete=vendor is None))
-                # Facts from an earlier attempt stay if this one found less.
-                self._facts[key] = new if new.complete or before is None else before
+                new = new_facts.get(device, DeviceFacts(complete=vendor is None))
+                self._facts[key] = _merged(self._facts.get(key, DeviceFacts(complete=False)), new)
             missing = [device for device in listed.devices if not self._facts[device, listed.driver_version].complete]
             self._forget()
             self._devices = None
@@ -177,6 +176,13 @@ class Inventory:
             return self._system.identity(path)
         except OSError:
             return None
+
+
+def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:
+    """Return all that is known of a device. Facts from earlier attempts stay if the last one did not find them."""
+    if new.complete:
+        return new
+    return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, before.complete)
 
 
 def _read(system: System, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:

@@ -142,6 +142,28 @@ def test_what_a_tool_did_not_say_is_looked_up_later(
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01", "what is known stays"
 
 
+def test_facts_that_are_found_one_after_the_other_are_all_kept(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver answers for another file at each attempt."""
+    monkeypatch.setattr(module, "RETRY", 0.0)
+    machine.allocate([AllocatableDevice(GPUS[0], ("amd.com/gpu=1",))], vendor="amd")
+    inventory.refresh()
+    for readable in ("", "product_name", "unique_id"):
+        for name in ("product_name", "unique_id"):
+            path = f"/sys/bus/pci/devices/{GPUS[0]}/{name}"
+            machine.remove(path)
+            if name == readable:
+                machine.put(path, name)
+            else:
+                # A link to itself cannot be read, but it exists.
+                machine.link(path, name)
+        inventory.read_facts()
+    found = inventory.all_devices()["gpu-0000-01-00-0"].attributes
+    assert (found["productName"], found["uuid"]) == ("product_name", "unique_id")
+    assert GPUS[0] in inventory.problems[0]
+
+
 def test_a_vendor_that_is_not_known_has_no_facts(machine: DraMachine, inventory: Inventory) -> None:
     machine.allocate([AllocatableDevice(GPUS[0], ("v.com/c=n",))], vendor="other")
     inventory.refresh()
