@@ -9,8 +9,12 @@ from typing import Any
 
 from agent.dra.messages import ClaimReference
 from agent.model.errors import AgentError
-from agent.model.json_document import get, objects, require_object
+from agent.model.json_document import get, objects
 from agent.model.paths import DRA_DRIVER
+
+
+class NotAllocatedError(AgentError):
+    """This claim has no device of this driver on this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +35,27 @@ class Allocated:
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
     """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
 
-    Raises AgentError if the object is malformed or its uid is not that of `reference`, or if the claim is not
-    allocated, has no device of this driver, has parameters for the driver, or is allocated on a node other than `node`.
+    Raises NotAllocatedError if the object's uid is not that of `reference`, or if the claim is not allocated, has no
+    device of this driver, or is allocated on a node other than `node`; another AgentError if the object is malformed or
+    has parameters for the driver.
     """
     where = f"claim {reference}"
     document = dict(claim)
     uid = get(where, get(where, document, "metadata", dict), "uid", str)
     if uid != reference.uid:
-        raise AgentError(
+        raise NotAllocatedError(
             f"{where} was deleted and made again: its uid is {uid[:80]}, and the kubelet asks for {reference.uid[:80]}",
             "delete the pod if it waits for the old claim",
         )
-    allocation = require_object(where, document.get("status") or {}).get("allocation")
-    if not allocation:
-        raise AgentError(f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it")
-    devices = get(where, require_object(where, allocation), "devices", dict)
+    status = get(where, document, "status", dict) if document.get("status") is not None else {}
+    if status.get("allocation") is None:
+        raise NotAllocatedError(
+            f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it"
+        )
+    devices = get(where, get(where, status, "allocation", dict), "devices", dict)
     allocated = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
     if not allocated:
-        raise AgentError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
+        raise NotAllocatedError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
     if any(each == DRA_DRIVER for each in objects(where, {"config": devices.get("config") or []}, "config", _driver)):
         raise AgentError(
             f"{where} has parameters for the driver {DRA_DRIVER}, which takes none",
@@ -56,7 +63,7 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
         )
     elsewhere = sorted({each.pool for each in allocated} - {node})
     if elsewhere:
-        raise AgentError(
+        raise NotAllocatedError(
             f"{where} is allocated in the pool {elsewhere[0][:80]}, and this node's pool is {node}",
             "delete the pod, so that it is scheduled again",
         )

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agent.dra.allocation import Allocated, allocated_devices
+from agent.dra.allocation import Allocated, NotAllocatedError, allocated_devices
 from agent.dra.checkpoint import Checkpoint
 from agent.dra.devices import Device
 from agent.dra.kubelet_state import mentions
@@ -112,13 +112,8 @@ class NodeClaims:
     def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
         """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""
         try:
-            document = self._fetch(other)
-        except ClaimGoneError:
-            return False
-        try:
-            allocated = allocated_devices(other, document, self._node)
-        except AgentError:
-            # The claim was deleted and created again, is no longer allocated, or is on another node.
+            allocated = allocated_devices(other, self._fetch(other), self._node)
+        except (ClaimGoneError, NotAllocatedError):
             return False
         held = tuple(PreparedDevice((), each.pool, each.device, (), each.share, each.admin) for each in allocated)
         return bool(_conflicting_device(held, wanted))

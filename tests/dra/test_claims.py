@@ -65,8 +65,8 @@ def test_an_alternative_is_named_as_its_whole_request(node: Node) -> None:
         (claim("a", "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
         (claim("a", GPUS[0], "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
         ({}, "key metadata is missing"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "is not allocated"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": 5}}, "must be an object"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "key status must be an object"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": 0}}, "key allocation must be an object"),
         ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {"devices": {"results": [[]]}}}}, "an object"),
         (claim("a", GPUS[0], adminAccess="yes"), "key adminAccess must be a boolean"),
     ],
@@ -162,6 +162,25 @@ def test_a_claim_that_nobody_knows_loses_its_device(node: Node, now: dict[str, A
         node.api["a"] = now
     assert node.claims.prepare(reference("b"))
     assert set(node.restarted().prepared) == {reference("b")}
+
+
+@pytest.mark.parametrize(
+    ("now", "key"),
+    [
+        ({}, "metadata"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "status"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {}}}, "devices"),
+        (claim("a", GPUS[0], adminAccess="yes"), "adminAccess"),
+    ],
+)
+def test_a_malformed_claim_keeps_its_device(node: Node, now: dict[str, Any], key: str) -> None:
+    """What the API server says of it is not that it has no device."""
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    node.api["a"] = now
+    with pytest.raises(AgentError, match=f"^claim default/a.*: key {key} "):
+        node.claims.prepare(reference("b"))
+    assert set(node.restarted().prepared) == {reference("a")}
 
 
 def test_an_api_server_that_does_not_answer_gives_nothing_away(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
