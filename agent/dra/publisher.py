@@ -1,5 +1,7 @@
 """Publishes the node's ResourceSlices. Each change gives the node's pool of devices a new generation."""
 
+import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +21,15 @@ from agent.dra.slices import (
     untainted,
     writes,
 )
+from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 
 SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
 """A node may list slices only if the selector has the node's name (authorizeResourceSlice of node_authorizer.go)."""
 ATTEMPTS = 3
 """How often to try to publish if others write the slices at the same time."""
+TAINTS_CHECK = 300.0
+"""Seconds after which to check whether an API server that has dropped taints keeps them, as after its upgrade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +53,32 @@ class Publisher:
         self._client = client
         self._stored: dict[str, tuple[Object, Object]] = {}
         self._keeps_taints = True
+        self._checked = 0.0
+        """When the API server was last seen to drop taints, by time.monotonic()."""
         self._newest = 0
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
         """Make the slices offer these devices. Raises AgentError; ConflictError if somebody else keeps writing them."""
+        tainted = [each for each in devices if each.taints]
+        if tainted and not self._keeps_taints and time.monotonic() - self._checked >= TAINTS_CHECK:
+            self._check_taints(node, tainted[0])
         published = self._publish_with_retries(node, devices)
         if self._keeps_taints or not published.written:
             return published
         # The answers show that the server drops taints, so claims would get failed GPUs. Withhold these GPUs.
         return self._publish_with_retries(node, devices)
+
+    def _check_taints(self, node: Node, device: Device) -> None:
+        """Find out by a dry run whether the API server keeps a device's taints now.
+
+        If a real slice lost its taints, claims could get the failed GPU until the slice is corrected.
+        """
+        (item,) = make_slices(node, [device], self._newest)
+        item["metadata"]["generateName"] = f"{item['metadata'].pop('name')}-"
+        self._checked = time.monotonic()
+        # After an error, the GPU stays withheld. If the server is not reachable, publishing fails too, and says so.
+        with contextlib.suppress(AgentError):
+            self._keeps_taints = not untainted(self._client.request("POST", f"{COLLECTION}?dryRun=All", item))
 
     def _publish_with_retries(self, node: Node, devices: Sequence[Device]) -> Published:
         """Publish, and try again if others change or delete the slices at the same time."""
@@ -101,7 +123,7 @@ class Publisher:
             answer = self._client.request("PUT", f"{COLLECTION}/{write.name}", update)
         self._stored[write.name] = (content(write.content), content(answer))
         if untainted(answer) and not untainted(write.content):
-            self._keeps_taints = False
+            self._keeps_taints, self._checked = False, time.monotonic()
 
     def _delete(self, write: Write) -> None:
         """Delete a slice. One that no longer exists is no error. Raises ConflictError if it has changed meanwhile."""

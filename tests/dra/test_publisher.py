@@ -1,6 +1,7 @@
 """Slices at an API server, generation by generation. The server here has only the rules that matter."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ApiError, ConflictError
 from agent.dra.devices import Device, Taint
-from agent.dra.publisher import ATTEMPTS, Publisher
+from agent.dra.publisher import ATTEMPTS, TAINTS_CHECK, Publisher
 from agent.dra.slices import COLLECTION, Node
 from agent.model.gpu_states import Effect
 from tests.fakes.api_server import ApiServer, failure
@@ -97,13 +98,13 @@ def test_half_a_pool_is_completed(api: ApiServer, client: ApiClient) -> None:
     assert pools(api) == [(3, 64), (3, 64)]
 
 
+def without_taints(item: dict[str, Any]) -> dict[str, Any]:
+    devices = [{key: value for key, value in each.items() if key != "taints"} for each in item["spec"]["devices"]]
+    return {**item, "spec": {**item["spec"], "devices": devices}}
+
+
 def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, client: ApiClient) -> None:
     """A server without the feature drops taints silently: claims would get a failed GPU."""
-
-    def without_taints(item: dict[str, Any]) -> dict[str, Any]:
-        devices = [{key: value for key, value in each.items() if key != "taints"} for each in item["spec"]["devices"]]
-        return {**item, "spec": {**item["spec"], "devices": devices}}
-
     api.stored = without_taints
     publisher = Publisher(client)
     published = publisher.publish(HERE, [device(1), device(2, TAINT)])
@@ -111,6 +112,27 @@ def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, client:
     assert pools(api) == [(2, 1)]
     assert not publisher.publish(HERE, [device(1), device(2, TAINT)]).written
     assert publisher.publish(HERE, [device(1), device(2)]).devices == ("gpu-001", "gpu-002")
+
+
+def test_taints_are_published_once_the_server_keeps_them(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade. While the server drops them, no further slice with the failed GPU is written."""
+    publisher, monotonic, passed = Publisher(client), time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
+    devices = [device(1), device(2, TAINT)]
+    api.stored = without_taints
+    publisher.publish(HERE, devices)
+    for refusal in (None, failure(400, "a webhook does not support dry run")):
+        passed += TAINTS_CHECK
+        api.answer = lambda method, path, refusal=refusal: refusal if method == "POST" else None
+        for _ in range(2):
+            assert publisher.publish(HERE, devices).withheld == ("gpu-002",)
+    api.answer, api.stored = None, lambda item: item
+    assert api.written == ["POST", "PUT", "POST", "POST"], "one write, one correction, two dry runs"
+    passed += TAINTS_CHECK
+    assert publisher.publish(HERE, devices).tainted == ("gpu-002",)
+    assert pools(api) == [(3, 2)]
 
 
 def test_what_the_server_adds_is_not_a_difference(api: ApiServer, client: ApiClient) -> None:

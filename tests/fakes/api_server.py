@@ -187,6 +187,8 @@ class ApiServer:
                     return failure(HTTPStatus.FORBIDDEN, "can only list with a field selector")
                 items = [self.objects[each] for each in sorted(self.objects) if each.startswith(f"{path}/")]
                 return HTTPStatus.OK, {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+            case "POST" if query.get("dryRun") == "All":
+                return HTTPStatus.CREATED, self.stored(body)
             case "POST":
                 where = f"{path}/{body['metadata']['name']}"
                 if where in self.objects:
