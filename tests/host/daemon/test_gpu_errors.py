@@ -356,6 +356,29 @@ def test_a_binding_that_cannot_be_read_does_not_end_the_service(
     assert "cannot save the read position of /dev/kmsg: " in caplog.text
 
 
+def test_an_error_of_a_gpu_whose_binding_cannot_be_read_does_not_end_the_service(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listen_for_a_while(follow, kernel_log)
+    kernel_log.write(OFF_THE_BUS)
+    lstat = os.lstat
+
+    def failing(path: str) -> os.stat_result:
+        if path.endswith(f"/{FIRST}/driver"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return lstat(path)
+
+    after = follow()
+    monkeypatch.setattr(os, "lstat", failing)
+    assert after.read() is False
+    assert counts[FIRST, 79] == 1
+    assert f"cannot record the fault of GPU {FIRST}: " in caplog.text
+
+
 def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
