@@ -159,7 +159,7 @@ def _node_condition(context: Context) -> Condition | None:
         # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
         from agent.machine.kubelet.node_condition import reported
 
-        return reported(context.system, context.notes, time.time())
+        return reported(context.notes, time.time())
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
 

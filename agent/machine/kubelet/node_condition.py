@@ -115,10 +115,8 @@ def run(system: System, now: float) -> None:
     notes.save(NOTE, {**kept, "status": outcome.status, "reason": outcome.reason, "message": outcome.message})
 
 
-def reported(system: System, notes: Notes, now: float) -> Condition | None:
-    """Return NodeConditionSet with the result of the last run; None if the condition is not configured."""
-    if not system.exists(HOST_STATUS):
-        return None
+def reported(notes: Notes, now: float) -> Condition:
+    """Return NodeConditionSet with the result of the last run. Call this only if the condition is configured."""
     try:
         last = _last_run(notes.load(NOTE))
     except OSError as error:

@@ -89,8 +89,7 @@ class NodeNamespace:
 
     def reported(self) -> tuple[str, str, str]:
         """Return status, reason and message of NodeConditionSet as the machine's report would have them."""
-        condition = reported(self._system, Notes(self._system), time.time())
-        assert condition is not None
+        condition = reported(Notes(self._system), time.time())
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:
