@@ -26,18 +26,29 @@ CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
 """Matches containerd's global option that names its main configuration file."""
 
 
-def note_change(notes: Notes, effective: str = "") -> None:
-    """Note that containerd's configuration has changed. `effective` is a digest of the result; empty if unknown.
+def note_change(notes: Notes, *, written: bool) -> None:
+    """Note that containerd's configuration has changed or, unless it is `written`, that it is about to change.
 
-    After that, only a containerd that started later, or that already runs with the same result, is up to date.
+    After that, only a containerd that started later, or that already runs with the same result, is up to date. The
+    digest of the result is added once it is known (`note_result`).
     """
-    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
+    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": "" if written else None})
+
+
+def note_result(notes: Notes, effective: str) -> None:
+    """Add the digest of the result to the note. The time stays: a containerd that started after it has this result."""
+    notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
 
 
 def change_was_interrupted(notes: Notes) -> bool:
     """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
     changed = notes.load(CHANGED)
     return bool(changed) and not changed.get("effective")
+
+
+def writing_was_interrupted(notes: Notes) -> bool:
+    """Return whether that run may have been killed before its last write."""
+    return notes.load(CHANGED).get("effective", "") is None
 
 
 def check_active(context: Context, configured: Condition) -> Condition:

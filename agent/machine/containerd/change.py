@@ -5,7 +5,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from agent.machine.containerd import files, tables
-from agent.machine.containerd.active import CHANGED, change_was_interrupted, note_change
+from agent.machine.containerd.active import (
+    CHANGED,
+    change_was_interrupted,
+    note_change,
+    note_result,
+    writing_was_interrupted,
+)
 from agent.machine.containerd.tables import MAIN, Table
 from agent.machine.context import Context
 from agent.model.digest import sha256
@@ -62,11 +68,14 @@ def write_and_read_back(
     changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
     noted, effective, inputs = notes.load(CHANGED), "", ""
     try:
-        if changes:
+        if changes or writing_was_interrupted(notes):
             context.owned.claim(drop_in)
             # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
-            note_change(notes)
-        files.put(context.system, changes)
+            note_change(notes, written=False)
+            files.put(context.system, changes)
+            # Noted again, with the present time: a containerd that started before the last write may have read only
+            # some of the new files.
+            note_change(notes, written=True)
         inputs = digest_inputs()
         resulting = files.effective_config(context.system, MAIN, planned.version)
         # The digest omits the list of imports, which containerd 1.7 prints in a random order (a map in Go).
@@ -84,14 +93,9 @@ def write_and_read_back(
     if faults:
         _restore(context, changes, before, noted)
         return f"the drop-in does not work: {faults}" + (f"; restored {', '.join(changes)}" if changes else ""), inputs
-    if changes:
-        # Noted again, with the present time: a containerd that started during the change may have read only one of the
-        # new files.
-        note_change(notes, effective)
-    elif change_was_interrupted(notes):
-        # Only the digest is added, and the time stays that of the killed run: a containerd that started after the
-        # killed run's change has this result, and needs no restart.
-        notes.save(CHANGED, {**noted, "effective": effective})
+    if change_was_interrupted(notes):
+        # This run's change, or that of a run that was killed before it knew the result.
+        note_result(notes, effective)
     for path in paths.former:
         context.owned.remove(path)
     return "", inputs

@@ -513,6 +513,44 @@ def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
+@pytest.mark.parametrize("missed", [True, False])
+def test_after_a_killed_run_only_a_containerd_that_missed_a_file_restarts(machine: Machine, missed: bool) -> None:
+    """containerd started during the killed run: before its last write, or after that."""
+    machine.put(MAIN, MAIN_2)
+    paths: list[str] = []
+    started = 0
+
+    def start_containerd() -> None:
+        nonlocal started
+        started = time.monotonic_ns() // 1000
+
+    def killed(path: str) -> None:
+        paths.append(path)
+        if path == MAIN and missed:
+            start_containerd()
+        if paths.count(f"{MACHINE_STATE}/{CHANGED}.json") == 2 and missed:
+            raise KeyboardInterrupt
+
+    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            start_containerd()
+            raise KeyboardInterrupt
+        return containerd(machine, argv)
+
+    machine.before_write = killed
+    machine.program("containerd", killed_at_dump)
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    assert {MAIN, DROP_IN} <= {*paths}
+    machine.before_write = lambda path: None
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    machine.program("systemctl", systemctl("active", started))
+    run(machine)
+    assert restarts(machine) == missed
+    expected = ("Unknown", "RestartPending") if missed else ("True", "Running")
+    assert machine.conditions()["RuntimeActive"] == expected
+
+
 def test_a_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> None:
     """2.0.0 to 2.0.5 print defaults instead of a version 2 file's tables in `config dump`. 2.x merges files deeply."""
 
