@@ -43,23 +43,36 @@ def _unseen(facts: Facts, planned: Plan) -> Iterator[str]:
     remembered = planned.goal.remembered
     if isinstance(remembered, Broken | Unseen):
         yield f"whether a GPU was lost: {remembered.why}"
-    for name, why in planned.held.items():
-        yield f"which GPUs machine {name} gets: {why}"
+    for machine in facts.machines:
+        if machine.name in planned.held and isinstance(machine.granted, Broken | Unseen):
+            yield f"which GPUs machine {machine.name} has: {machine.granted.why}"
 
 
 def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
-    granted: dict[str, list[str]] = {}
-    for machine in planned.goal.machines:
-        for grant in machine.grants:
-            for address in grant.gpus:
-                granted.setdefault(address, []).append(machine.name)
+    having: dict[str, list[str]] = {}
+    for name, address in sorted({*_granted(planned), *_kept(facts, planned)}):
+        having.setdefault(address, []).append(name)
     for vendor in facts.vendors:
         for gpu in vendor.gpus:
-            yield _entry(facts, gpu, vendor, tuple(granted.get(gpu.pci_address, ())), system)
+            yield _entry(facts, gpu, vendor, tuple(having.get(gpu.pci_address, ())), system)
     remembered = planned.goal.remembered
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():
         if each.lost:
             yield Entry(each.pci_address, each.vendor, LOST, each.machines, "", each.model, each.uuid)
+
+
+def _granted(planned: Plan) -> Iterator[tuple[str, str]]:
+    """Yield each machine with each GPU that it gets."""
+    for machine in planned.goal.machines:
+        for grant in machine.grants:
+            yield from ((machine.name, address) for address in grant.gpus)
+
+
+def _kept(facts: Facts, planned: Plan) -> Iterator[tuple[str, str]]:
+    """Yield each machine that must not change with each GPU that it keeps."""
+    for machine in facts.machines:
+        if machine.name in planned.held:
+            yield from ((machine.name, address) for address in machine.kept_gpus)
 
 
 def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...], system: System) -> Entry:

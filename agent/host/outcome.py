@@ -23,7 +23,7 @@ class MachineOutcome(Struct, frozen=True):
     conditions: tuple[Condition, ...]
     """All conditions with the times of their last changes, Ready last; empty before the machine's first pass."""
     gpus: tuple[str, ...] = ()
-    """PCI addresses of the granted GPUs."""
+    """PCI addresses of the granted GPUs. If there is no goal, the machine keeps those that it was granted last."""
     pending: bool = False
     """Another pass is needed soon, for one of these reasons: the machine was just started; its report does not answer
     the latest handoff yet; a pass would still change its devices or publish its handoff; a condition in the report that

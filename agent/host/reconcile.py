@@ -166,22 +166,24 @@ class Reconciler(Struct):
             faulted = difference.faults.get(machine.name)
             try:
                 if faulted:
-                    outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
+                    outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why), machine.kept_gpus)
                 elif machine.name in goals:
                     outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference)
                 else:
-                    outcome = MachineOutcome(machine.name, self._conditions_without_goal(machine, facts, planned))
+                    conditions = self._conditions_without_goal(machine, facts, planned)
+                    outcome = MachineOutcome(machine.name, conditions, machine.kept_gpus)
                 current = readiness.with_rejected(outcome.conditions, self.rejected)
                 current = with_unseen_machine(with_lost_gpus(current, machine.name, remembered), machine)
                 conditions = with_transitions(with_time(current, previous, now), previous, now)
             except Exception as error:
                 faulted = fault("evaluate its conditions", error)
-                outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
+                outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why), machine.kept_gpus)
                 conditions = with_transitions(outcome.conditions, (), now)
             pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
             lost = tuple(gpu.pci_address for gpu in lost_gpus(machine.name, remembered))
-            expected = expected_gpus(self.config.machines[machine.name].gpus, (*outcome.gpus, *lost))
-            outcome = replace(outcome, conditions=conditions, lost=lost, expected=expected)
+            gpus = tuple(address for address in outcome.gpus if address not in lost)
+            expected = expected_gpus(self.config.machines[machine.name].gpus, (*gpus, *lost))
+            outcome = replace(outcome, conditions=conditions, gpus=gpus, lost=lost, expected=expected)
             machines.append(replace(outcome, pending=pending, fault=faulted))
         return tuple(machines)
 

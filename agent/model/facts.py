@@ -238,6 +238,11 @@ class MachineFacts(Struct, frozen=True):
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
 
+    @property
+    def kept_gpus(self) -> tuple[str, ...]:
+        """PCI addresses of the GPUs that the machine keeps while nothing may be changed; empty if they are unknown."""
+        return self.granted.gpus if isinstance(self.granted, Granted) else ()
+
 
 class Facts(Struct, frozen=True):
     """Everything that one pass observed on the host."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 
@@ -10,10 +11,10 @@ from agent.cli.main import main
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice, Unseen
-from agent.model.paths import CONFIG_FILE
+from agent.model.paths import CONFIG_FILE, granted_file
 from agent.system.open_files import Held, Holder
 from tests.cli.doctor.test_doctor import answer_of_libcuda
-from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
@@ -117,6 +118,29 @@ def test_what_could_not_be_observed_is_unknown(gpu_host: Host, capsys: pytest.Ca
     assert "unknown: the PCI devices in sysfs: time limit" in " ".join(
         " ".join(each) for each in listed(reconciler(gpu_host), capsys, code=1)
     )
+
+
+@pytest.mark.usefixtures("held")
+def test_what_a_machine_keeps_is_known(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also while no settings can be planned for it: it does not exist, or is no longer configured."""
+    root = f"{gpu_host.root}/var/lib/machines/{MACHINE}"
+    os.rmdir(root)
+    assert {each["state"] for each in document(reconciler(gpu_host), capsys).values()} == {"free"}
+    os.mkdir(root)
+    reconciler(gpu_host, gpus=[FIRST]).reconcile()
+    os.rmdir(root)
+    agent = reconciler(gpu_host, gpus=[FIRST])
+    found = document(agent, capsys)
+    assert [found[each]["machines"] for each in (FIRST, SECOND)] == [[MACHINE], []]
+    assert agent.reconcile().machines[0].gpus == (FIRST,)
+    os.mkdir(root)
+    units(gpu_host, "active")
+    found = document(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys)
+    assert [found[each]["state"] for each in (FIRST, SECOND)] == ["granted", "free"]
+    gpu_host.write(granted_file(MACHINE), b"damaged")
+    assert listed(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys, code=1)[-1][:5] == [
+        *("unknown:", "which", "GPUs", "machine", MACHINE)
+    ]
 
 
 @pytest.mark.usefixtures("held")
