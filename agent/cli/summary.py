@@ -45,21 +45,45 @@ def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> I
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
     """Return the conditions that are not True, grouped by cause. Groups that Ready needs come first.
 
-    If a cause makes some conditions False and others Unknown, its group has only the former.
+    If a cause makes some conditions False and others Unknown, its group has only the former. Ready is in a group only
+    if no other condition that it needs explains it.
     """
     groups: dict[tuple[str, str], list[Condition]] = {}
+    ready = None
     for each in conditions:
-        if each.status is not Status.TRUE and each.type is not ConditionType.READY:
+        if each.type is ConditionType.READY:
+            ready = each
+        elif each.status is not Status.TRUE:
             groups.setdefault((each.reason, each.message), []).append(each)
     # Consequences are listed only if their cause is not known.
     own = [group for (reason, _), group in groups.items() if reason not in CONSEQUENCES] or list(groups.values())
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
+    if ready and ready.status is not Status.TRUE:
+        _explain_ready(ready, worst)
     return tuple(tuple(group) for group in sorted(worst, key=_rank))
+
+
+def _explain_ready(ready: Condition, groups: list[list[Condition]]) -> None:
+    """If no group that Ready needs explains it, add it to the group with its reason, or as a group of its own."""
+    same_status = [group for group in groups if group[0].status is ready.status]
+    if any(prevents_ready(each.type for each in group) for group in same_status):
+        return
+    # GPUsComplete, which Ready otherwise ignores, makes it False if all GPUs are lost. Settling is Ready's own.
+    same_reason = next((group for group in same_status if group[0].reason == ready.reason), None)
+    if same_reason:
+        same_reason.append(ready)
+    else:
+        groups.append([ready])
+
+
+def prevents_ready(kinds: Iterable[ConditionType]) -> bool:
+    """Return whether a group of conditions that are not True keeps the machine from being ready."""
+    return any(each is ConditionType.READY or each not in NOT_NEEDED_FOR_READY for each in kinds)
 
 
 def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
     """Return the key to sort by: groups that Ready needs come first, and among these, False before Unknown."""
-    return all(each.type in NOT_NEEDED_FOR_READY for each in group), group[0].status is Status.UNKNOWN
+    return not prevents_ready(each.type for each in group), group[0].status is Status.UNKNOWN
 
 
 def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
@@ -77,7 +101,7 @@ def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
 
 def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
     first = group[0]
-    aside = " (not needed for Ready)" if all(each.type in NOT_NEEDED_FOR_READY for each in group) else ""
+    aside = "" if prevents_ready(each.type for each in group) else " (not needed for Ready)"
     end = f": {first.status}, {first.reason}{aside}"
     wordings = [f"  {_names(group, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
     line = next((each for each in wordings if len(each) <= style.width), wordings[-1])

@@ -68,6 +68,25 @@ def test_faults_that_ready_ignores_come_last() -> None:
     assert "  PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines(machine("a", NO_DAEMON))
 
 
+def test_a_cause_of_ready_itself_is_listed() -> None:
+    """Settling has no other condition. GPUsComplete makes Ready False only if all GPUs are lost."""
+    settling = false(ConditionType.READY, Reason.SETTLING, "it becomes True in a minute")
+    lost = false(ConditionType.GPUS_COMPLETE, Reason.GPU_LOST, "left the PCI bus")
+    all_lost = false(ConditionType.READY, Reason.GPU_LOST, "GPUsComplete: left the PCI bus")
+    found = [lines(MachineOutcome("a", (NO_DAEMON, lost, ready)))[1:] for ready in (settling, all_lost)]
+    daemon = ["  PersistenceMode: False, DaemonNotRunning (not needed for Ready)", "    start it"]
+    assert found == [
+        [
+            "  Ready: False, Settling",
+            "    it becomes True in a minute",
+            *daemon,
+            "  GPUsComplete: False, GPULost (not needed for Ready)",
+            "    left the PCI bus",
+        ],
+        ["  GPUsComplete, Ready: False, GPULost", "    left the PCI bus", *daemon],
+    ]
+
+
 @pytest.mark.parametrize("style", [Style(), Style(whole=False), Style(width=120)])
 def test_lines_fit(style: Style) -> None:
     found = lines(machine("a", NOT_LOADED, *SILENT), machine("b", NO_DAEMON), style=style)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence, Set
 from msgspec import Struct
 
 from agent.cli.doctor.remedies import REMARKS, remedy
-from agent.cli.summary import causes
+from agent.cli.summary import causes, prevents_ready
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
-from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import Facts, VendorFacts
 from agent.model.reasons import Reason
 
@@ -40,9 +40,7 @@ class MachineFinding(Struct, frozen=True):
 
     @property
     def prevents_ready(self) -> bool:
-        # Ready itself has causes of its own, such as Settling.
-        needed = (each is ConditionType.READY or each not in NOT_NEEDED_FOR_READY for each in self.conditions)
-        return self.status is not Status.TRUE and any(needed)
+        return self.status is not Status.TRUE and prevents_ready(self.conditions)
 
 
 class Diagnosis(Struct, frozen=True):
@@ -76,9 +74,6 @@ def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT)
     """Return the findings in the machine's conditions. Conditions with the same cause are one finding."""
     notable = (each for each in machine.conditions if each.status is Status.TRUE and _needs_action(each))
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
-    if machine.ready.status is not Status.TRUE and not any(group[0].status is not Status.TRUE for group in groups):
-        # Ready may be False or Unknown for a reason of its own, such as a host without GPUs.
-        groups.append((machine.ready,))
     order = list(ConditionType)
     groups.sort(key=lambda group: order.index(group[0].type))
     findings = tuple(_finding(group, machine.name, environment) for group in groups)

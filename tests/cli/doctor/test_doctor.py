@@ -84,8 +84,8 @@ def test_faults_come_in_order_with_their_symptoms() -> None:
 
 def test_a_cause_of_ready_itself_is_needed_for_ready() -> None:
     settling = false(ConditionType.READY, Reason.SETTLING, "it becomes True in a minute")
-    diagnosis = diagnose(MachineOutcome("gpu-node", (*conditions()[:-1], settling)))
-    assert [each.prevents_ready for each in diagnosis.findings] == [True]
+    diagnosis = diagnose(MachineOutcome("gpu-node", (*conditions(NO_DAEMON)[:-1], settling)))
+    assert [each.prevents_ready for each in diagnosis.findings] == [False, True]
     assert "  - Ready: False, Settling" in words(diagnosis)
 
 
