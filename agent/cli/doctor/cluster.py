@@ -86,12 +86,11 @@ class _Kubectl:
     def log(self, pod: KubernetesObject) -> str:
         """Return the ends of the logs of the containers' previous runs; kubectl's error if they cannot be read."""
         namespace, _, pod_name = name(pod).rpartition("/")
+        # Otherwise kubectl ends at the first container without a previous run, such as an init container.
+        arguments = ("--all-containers", "--previous", "--ignore-errors", f"--tail={LOG_LINES}")
         try:
-            return self._run(
-                "logs", f"--namespace={namespace}", pod_name, "--all-containers", "--previous", f"--tail={LOG_LINES}"
-            )
+            return self._run("logs", f"--namespace={namespace}", pod_name, *arguments)
         except CommandError as error:
-            # A container that never ran has no log: the kubelet's messages say why.
             return str(error)
 
     def _run(self, *arguments: str) -> str:

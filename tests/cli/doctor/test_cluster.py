@@ -271,8 +271,12 @@ def test_whether_any_node_matches_is_asked_for_pods_that_wait_for_a_gpu(
 def test_logs_are_read_of_pods_that_fail(api: Host) -> None:
     plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
     kubectl(api, "pods", "--all-namespaces", "--field-selector=spec.nodeName=gpu-node", items=[plugin])
-    log = ("logs", "--namespace=kube-system", "nvidia-device-plugin-x", "--all-containers", "--previous", "--tail=50")
-    api.command("kubectl", "--kubeconfig=/k", *log, stdout="invalid strategy: envvars\n")
+    log = ("logs", "--namespace=kube-system", "nvidia-device-plugin-x", "--all-containers", "--previous")
+    missing = 'previous terminated container "init" in pod "nvidia-device-plugin-x" not found'
+    # As kubectl 1.36 prints it. Without --ignore-errors, it ends with 1 at the init container, before the other one.
+    text = f"error: {missing}\ninvalid strategy: envvars\n"
+    api.command("kubectl", "--kubeconfig=/k", *log, "--tail=50", stderr=f"Error from server: {missing}", status=1)
+    api.command("kubectl", "--kubeconfig=/k", *log, "--ignore-errors", "--tail=50", stdout=text)
     assert "DEVICE_LIST_STRATEGY" in only(read_cluster(api, "/k", ["gpu-node"])).cause
 
 
