@@ -22,6 +22,9 @@ RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
+WAIT_LIMIT = 360.0
+"""Seconds from the start after which the command no longer waits for other passes. Its unit's time limit is a minute
+longer, for the last pass."""
 STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
 
@@ -35,6 +38,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    reconciler.wait_until = time.monotonic() + WAIT_LIMIT
     if _runs(name, reconciler):
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return reconciler.reconcile()
@@ -44,7 +48,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     _forget_live(name, system)
     # The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
-    with pass_lock(system, reconciler.progress):
+    with pass_lock(system, reconciler.progress, reconciler.wait_until):
         # Again, because the pass that held the lock may have found the machine running, and recorded its settings.
         _forget_live(name, system)
         # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
@@ -75,7 +79,7 @@ def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
         outcome = reconciler.reconcile()
     live = _start_settings(name, outcome)
     if live:
-        with pass_lock(reconciler.system, reconciler.progress):
+        with pass_lock(reconciler.system, reconciler.progress, reconciler.wait_until):
             write_record(reconciler.system, live_file(name), render_live(live))
     return outcome
 

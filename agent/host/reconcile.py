@@ -1,6 +1,7 @@
 """Makes a pass: observes facts, plans the goal, applies the difference, verifies and reports the result."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -73,6 +74,8 @@ class Reconciler(Struct):
     """Called with a sentence when a step or a wait begins, and with an empty text as a further sign of life."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
+    wait_until: float = math.inf
+    """The time, by CLOCK_MONOTONIC, after which no pass waits any longer for one of another process."""
     memory: Memory = field(default_factory=Memory)
     failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
     logged_faults: tuple[str, ...] = ()
@@ -129,7 +132,7 @@ class Reconciler(Struct):
     def reconcile(self) -> Outcome:
         """Make one pass without starting machines, and return its outcome. Raises AgentError if no pass is possible."""
         started = time.monotonic()
-        with pass_lock(self.system, self.progress):
+        with pass_lock(self.system, self.progress, self.wait_until):
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.

@@ -1,12 +1,13 @@
 """The preparation before each start of a machine."""
 
+import fcntl
 import threading
 from pathlib import Path
 
 import pytest
 
-from agent.cli.prepare import prepare
-from agent.model.errors import BusAnswerError, ConfigError
+from agent.cli.prepare import WAIT_LIMIT, prepare
+from agent.model.errors import AgentError, BusAnswerError, ConfigError
 from agent.model.live import parse_live
 from agent.model.paths import MACHINES_STATE, PASS_LOCK, joined_file, live_file, nspawn_file, report_directory
 from agent.system.systemd import SYSTEMD_MANAGER
@@ -86,6 +87,43 @@ def test_a_driver_that_never_loads_delays_but_does_not_stop_the_machine(gpu_host
     assert "waiting for the driver of GPU 0000:02:00.0, up to 1 s" in messages
     assert "continuing without GPU 0000:02:00.0" in messages
     assert gpu_host.exists(live_file(MACHINE))
+
+
+class AmongOtherPasses(Host):
+    """A host whose clock only waiting moves, and where another pass takes 59 seconds whenever the lock is wanted."""
+
+    now = 0.0
+
+    def open_lock(self, path: str) -> int:
+        self.end, self.other = self.now + 59, super().open_lock(path)
+        fcntl.flock(self.other, fcntl.LOCK_EX)
+        return super().open_lock(path)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.end:
+            fcntl.flock(self.other, fcntl.LOCK_UN)
+
+
+def test_waiting_ends_before_the_units_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command waits for the lock up to five times. systemd would kill it without a word in the middle of a pass."""
+    tree = tmp_path / "host"
+    tree.mkdir()
+    host = AmongOtherPasses(tree)
+    set_up(host)
+    host.rebind("0000:02:00.0", "")
+    monkeypatch.setattr("time.monotonic", lambda: host.now)
+    monkeypatch.setattr("time.sleep", host.sleep)
+    agent = reconciler(host, driver_wait=240)
+
+    def progress(sentence: str) -> None:
+        # Instead of 240 observations.
+        host.now += 240 if sentence.startswith("waiting for the driver") else 0
+
+    agent.progress = progress
+    with pytest.raises(AgentError, match="another pass of unbounded-agent is still running"):
+        prepare(MACHINE, agent)
+    assert WAIT_LIMIT <= host.now < WAIT_LIMIT + 1
 
 
 def test_without_a_wait_nothing_is_said(gpu_host: Host) -> None:

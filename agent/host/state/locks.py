@@ -1,6 +1,7 @@
 """Locks between processes of the agent: flock(2) on files in /run/unbounded-agent."""
 
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ POLL = 0.05
 """Seconds between two attempts to get the lock. Attempts are repeated because flock(2) has no time limit."""
 
 
-def pass_lock(system: System, progress: Callable[[str], None]) -> AbstractContextManager[None]:
+def pass_lock(system: System, progress: Callable[[str], None], until: float = math.inf) -> AbstractContextManager[None]:
     """Hold the lock without which nobody makes a pass or writes its records.
 
-    `progress` is described at agent.host.reconcile.Reconciler. Raises AgentError if another pass takes longer than
-    PASS_WAIT.
+    `progress` and `until` (`wait_until`) are described at agent.host.reconcile.Reconciler. Raises AgentError if another
+    pass takes longer than PASS_WAIT, or until then.
     """
-    return locked(system, PASS_LOCK, PASS_WAIT, "another pass of unbounded-agent is still running", progress)
+    wait = min(PASS_WAIT, max(until - time.monotonic(), 0.0))
+    return locked(system, PASS_LOCK, wait, "another pass of unbounded-agent is still running", progress)
 
 
 @contextmanager
