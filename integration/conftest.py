@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -25,6 +24,7 @@ from integration.bed.vm.guest import Completed, Guest, GuestError
 from integration.bed.vm.installation import install
 from integration.bed.vm.saved_host import saved_host
 from integration.bed.vm.simulated_host import SimulatedHost
+from integration.bed.waiting import wait
 
 INSTALLED = "installed"
 """The host half is installed and configured; neither it nor a machine runs."""
@@ -82,18 +82,21 @@ class Bed:
 
     def wait_ready(self, seconds: float = 400) -> dict[str, dict[str, Any]]:
         """Wait until Ready is True, and return all conditions; fail with them otherwise."""
-        deadline = time.monotonic() + seconds
-        while True:
-            if self.last_conditions()["Ready"]["status"] == "True":
-                conditions = self.conditions()
-                if conditions["Ready"]["status"] == "True":
-                    return conditions
-            if time.monotonic() > deadline:
-                # Only our units: the guest agent logs each query of a command's status.
-                units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
-                journal = self.run("journalctl", "--no-pager", "-n", "60", *units, check=False).stdout
-                pytest.fail(f"not ready after {seconds} s: {self.agent('status').stdout}\n{journal}")
-            time.sleep(1)
+        return wait("the machine is ready", self._conditions_if_ready, seconds, self.evidence)
+
+    def _conditions_if_ready(self) -> dict[str, dict[str, Any]]:
+        if self.last_conditions()["Ready"]["status"] == "True":
+            conditions = self.conditions()
+            if conditions["Ready"]["status"] == "True":
+                return conditions
+        return {}
+
+    def evidence(self) -> str:
+        """Return the agent's status and the end of its journal, for error messages."""
+        # Only our units: the guest agent logs each query of a command's status.
+        units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
+        journal = self.run("journalctl", "--no-pager", "-n", "60", *units, check=False).stdout
+        return f"{self.agent('status', check=False).stdout}\n{journal}"
 
     def page(self, path: str) -> str:
         """Return a page of the service, whatever its status."""
@@ -103,10 +106,9 @@ class Bed:
 
     def wait_served(self, seconds: float = 300) -> None:
         """Wait until the service itself reports the machine ready; it makes passes at its own pace."""
-        deadline = time.monotonic() + seconds
-        while pages.get(self.guest, f"/readyz/machines/{MACHINE}").status != HTTPStatus.OK:
-            assert time.monotonic() < deadline, self.run("journalctl", "-u", "unbounded-agent", "-n", "40").stdout
-            time.sleep(1)
+        path = f"/readyz/machines/{MACHINE}"
+        wait(f"the service serves {path}", lambda: pages.get(self.guest, path).status == HTTPStatus.OK, seconds,
+             self.evidence)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -140,7 +142,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure at once: with several processes, pytest prints it at the end, which a stopped run never reaches."""
+    """Print a failure at once: with several processes, pytest does so at the end, which a stopped run never reaches."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"{report.nodeid} failed ({report.when}):\n{report.longreprtext}", file=sys.stderr, flush=True)
 

@@ -1,7 +1,6 @@
 """A Kubernetes cluster with a real kubelet and control plane. Its one node is the simulated host's machine."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from integration.bed.machine.pod_images import CUDA_TEST, DEVICE_PLUGIN, device_
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import HOST_FROM_GUEST, send_files
+from integration.bed.waiting import wait
 
 # Files that an administrator adds to a node's root file system: the kubelet's unit and the pod network.
 CLUSTER_FILES = Path(__file__).with_name("cluster_files")
@@ -50,7 +50,7 @@ def manifest(name: str) -> str:
 
 
 class ClusterError(Exception):
-    """An expected change did not happen in time; the text has what the cluster reports."""
+    """A pod failed; the text has its status and log."""
 
 
 class Cluster(Lifetime):
@@ -198,13 +198,8 @@ class Cluster(Lifetime):
         self.kubectl("delete", "pod", *names, "--timeout=200s")
 
     def wait(self, what: str, reached: Callable[[], bool], seconds: float = 300) -> None:
-        """Wait until `reached()`. Raises ClusterError with what the cluster and the kubelet report."""
-        deadline = time.monotonic() + seconds
-        while not reached():
-            self.control_plane.check()
-            if time.monotonic() > deadline:
-                raise ClusterError(f"not within {seconds:.0f} s: {what}\n{self.evidence()}")
-            time.sleep(0.5)
+        """Wait until `reached()`. Raises NotReachedError with what the cluster and the kubelet report."""
+        wait(what, self.control_plane.checked(reached), seconds, self.evidence)
 
     def evidence(self) -> str:
         """Return the cluster's pods and latest events, and the ends of the journals of kubelet and DRA driver."""
@@ -245,8 +240,8 @@ class Cluster(Lifetime):
             # Without thresholds, the kubelet does not read all statistics each 10 s.
             "evictionHard": dict.fromkeys(EVICTION_SIGNALS, "0%"),
             # The default of 10 s would delay what the API knows of changed resources.
-            "nodeStatusUpdateFrequency": "2s",
-            # Without this setting, it would be 2 s too, and the kubelet would write its status even if nothing changed.
+            "nodeStatusUpdateFrequency": "5s",
+            # Without this setting, it would be 5 s too, and the kubelet would write its status even if nothing changed.
             "nodeStatusReportFrequency": "5m",
             # QEMU forwards this port of 127.0.0.1, where the API server runs, to the kubelet.
             "port": self._kubelet_port,

@@ -11,8 +11,7 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from integration.bed.cache import step
@@ -22,6 +21,7 @@ from integration.bed.lifetime import Lifetime
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.run_directory import run_directory
 from integration.bed.vm.transfer import HOST_FROM_GUEST
+from integration.bed.waiting import wait
 
 SERVICE_NETWORK = "10.96.0.0/16"
 SERVICE_ADDRESS = "10.96.0.1"
@@ -172,6 +172,15 @@ class ControlPlane(Lifetime):
             if process.poll() is not None:
                 raise ControlPlaneError(f"{name} ended with status {process.returncode}; {self.evidence()}")
 
+    def checked(self, reached: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a function that returns `reached()`, and raises ControlPlaneError if a part has exited."""
+
+        def with_check() -> bool:
+            self.check()
+            return reached()
+
+        return with_check
+
     def evidence(self) -> str:
         """Return the end of each part's log, for error messages."""
         ends = []
@@ -255,16 +264,14 @@ class ControlPlane(Lifetime):
             self._processes[name] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + SECONDS
-        while True:
-            self.check()
-            try:
-                self.kubectl("get", "--raw=/readyz")
-                return
-            except CommandError as error:
-                if time.monotonic() > deadline:
-                    raise ControlPlaneError(f"not ready after {SECONDS:.0f} s: {error}; {self.evidence()}") from error
-            time.sleep(0.5)
+        wait("the API server is ready", self.checked(self._is_ready), SECONDS, self.evidence)
+
+    def _is_ready(self) -> bool:
+        try:
+            self.kubectl("get", "--raw=/readyz")
+        except CommandError:
+            return False
+        return True
 
 
 def _role_binding(name: str, role: str, group: str) -> dict[str, object]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +19,7 @@ import yaml
 
 from integration.bed import debian, wheels
 from integration.bed.cache import step
-from integration.bed.cluster.cluster import RESOURCE, ClusterError, manifest, pod
+from integration.bed.cluster.cluster import RESOURCE, manifest, pod
 from integration.bed.cluster.control_plane import ControlPlane, free_ports
 from integration.bed.cluster.kubernetes import KUBERNETES, MODULE
 from integration.bed.drivers.host_roots import PYTHON
@@ -37,6 +36,7 @@ from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import HOST_FROM_GUEST
+from integration.bed.waiting import wait
 
 NODE = "simulated-gpu-host"
 """The host's name, which the node takes."""
@@ -135,15 +135,13 @@ class EmptyHost(Lifetime):
         return found
 
     def wait(self, what: str, reached: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until `reached()`. Raises ClusterError with the cluster's pods and events."""
-        deadline = time.monotonic() + seconds
-        while not reached():
-            self.control_plane.check()
-            if time.monotonic() > deadline:
-                pods = self.kubectl("get", "pods,nodes", "--all-namespaces", "-o", "wide")
-                events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp")
-                raise ClusterError(f"not within {seconds:.0f} s: {what}\n{pods}\n{events[-4000:]}")
-            time.sleep(0.5)
+        """Wait until `reached()`. Raises NotReachedError with the cluster's pods and events."""
+        wait(what, self.control_plane.checked(reached), seconds, self._evidence)
+
+    def _evidence(self) -> str:
+        pods = self.kubectl("get", "pods,nodes", "--all-namespaces", "-o", "wide")
+        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp")
+        return f"{pods}\n{events[-4000:]}"
 
     def nodes_are_ready(self) -> bool:
         """Return whether all nodes have registered and are Ready."""

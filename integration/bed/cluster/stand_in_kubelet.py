@@ -4,7 +4,6 @@ Its identity towards the API server is a kubelet's own, with a client certificat
 """
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from agent.dra.plugin_server import SERVICE
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
 from integration.bed.cluster.node_status import change_node_status
+from integration.bed.waiting import wait
 from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
 
@@ -27,10 +27,7 @@ CALL_LIMIT = 60.0
 
 def until(what: str, holds: Callable[[], object]) -> None:
     """Wait until `holds()` is true."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
-        time.sleep(0.2)
+    wait(what, holds, SECONDS)
 
 
 def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:

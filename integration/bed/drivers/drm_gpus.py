@@ -1,9 +1,8 @@
 """Stand-in GPUs of Intel and AMD (a simulation), plugged into the running simulated host."""
 
-import time
-
 from integration.bed.vm.kernel_modules import simulated_module
 from integration.bed.vm.simulated_host import SimulatedHost
+from integration.bed.waiting import wait
 
 MODULE = "simulated_drm"
 INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
@@ -37,10 +36,8 @@ def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 180) -> s
     before = _with_nodes(host)
     host.guest.run(["sh", "-c", f"echo {vendor} > {PARAMETER}"])
     host.qemu.plug(port, "pci-testdev")
-    deadline = time.monotonic() + seconds
-    while not (new := _with_nodes(host) - before):
-        assert time.monotonic() < deadline, host.guest.run(["dmesg"]).stdout[-2000:]
-        time.sleep(0.5)
+    new = wait("udev has made its nodes", lambda: _with_nodes(host) - before, seconds,
+               lambda: host.guest.run(["dmesg"]).stdout[-2000:])  # fmt: skip
     return new.pop()
 
 

@@ -1,12 +1,12 @@
 """Follow a change: when a node can be opened, and what the metrics say meanwhile."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from integration.bed.machine.node import MACHINE
 from integration.bed.vm.guest import Completed, Guest
+from integration.bed.waiting import wait
 
 UNIT = "watching"
 # One program reads the metrics, then opens the node, so that a claim of the metrics can be compared with what the
@@ -75,13 +75,13 @@ class Watching:
 
     def wait(self, wanted: Callable[[Sample], bool], since: float, seconds: float = 240) -> float:
         """Wait for a sample that is `wanted`; return its time after `since` (by `uptime`)."""
-        deadline = time.monotonic() + seconds
-        while True:
-            samples = self.samples()
-            if found := next((each for each in samples if each.time >= since and wanted(each)), None):
-                return found.time - since
-            assert time.monotonic() < deadline, samples
-            time.sleep(0.5)
+
+        def found() -> Sample | None:
+            return next((each for each in self.samples() if each.time >= since and wanted(each)), None)
+
+        sample = wait("a wanted sample", found, seconds, lambda: str(self.samples()))
+        assert sample
+        return sample.time - since
 
     def ready_history(self) -> str:
         """Return the values of the metric machine_ready in order: `1, 0, 1`."""

@@ -5,7 +5,6 @@ which order. The image's loaders, Mesa and X server are Debian's; the driver's f
 """
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from integration.bed.measure.versions import machine_versions
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import send_files
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("000")
@@ -173,10 +173,11 @@ def configure(bed: Bed, setting: str) -> None:
     bed.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + line).encode())
     bed.run("systemctl", "reload", "unbounded-agent.service")
     wanted = [f"{NAME}={setting}"] if setting else []
-    deadline = time.monotonic() + 240
-    while [each for each in bed.node.spec()["containerEdits"]["env"] if each.startswith(NAME)] != wanted:
-        assert time.monotonic() < deadline, bed.agent("status").stdout
-        time.sleep(0.5)
+
+    def follows() -> bool:
+        return [each for each in bed.node.spec()["containerEdits"]["env"] if each.startswith(NAME)] == wanted
+
+    wait(f"the specification has {wanted}", follows, 240, bed.evidence)
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,6 @@
 """A host whose driver is where Talos has it, without an entry in the loader cache: its files reach a pod."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from integration.bed.drivers.moved_drivers import TALOS, talos
 from integration.bed.machine.node import MACHINE
 from integration.bed.measure.restarts import AGENT
 from integration.bed.vm.installation import CONFIGURATION
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, look
 
@@ -59,11 +59,12 @@ def in_pods(spec: dict[str, Any]) -> set[str]:
 
 def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
     """Wait until the driver is found in that place, and return the condition's message."""
-    deadline = time.monotonic() + seconds
-    while f"({place})" not in (message := bed.last_conditions()["LibrariesPresent"]["message"]):
-        assert time.monotonic() < deadline, message
-        time.sleep(1)
-    return str(message)
+
+    def found() -> str:
+        message: str = bed.last_conditions()["LibrariesPresent"]["message"]
+        return message if f"({place})" in message else ""
+
+    return wait(f"the driver is found in {place}", found, seconds, bed.evidence)
 
 
 def staged(bed: Bed) -> set[str]:
@@ -82,10 +83,7 @@ def test_a_pod_sees_its_gpu(ready: Bed) -> None:
     ready.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + NAMED).encode())
     ready.run("systemctl", "reload", AGENT)
     wait_found(ready, "driver.library_directories")
-    deadline = time.monotonic() + 200
-    while staged(ready) != {"1"}:
-        assert time.monotonic() < deadline, ready.agent("status").stdout
-        time.sleep(1)
+    wait("only the new driver root is left", lambda: staged(ready) == {"1"}, 200, ready.evidence)
     ready.wait_ready()
     spec = ready.node.spec()
     assert in_pods(spec) == {path for path in in_pods(before) if talos(path.lstrip("/"))}

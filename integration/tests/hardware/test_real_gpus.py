@@ -17,6 +17,7 @@ from integration.bed.machine.pod_images import CUDA_TEST, pod_images
 from integration.bed.measure.versions import host_versions, machine_versions
 from integration.bed.process import CommandError
 from integration.bed.this_computer import ThisComputer
+from integration.bed.waiting import wait
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -72,10 +73,7 @@ class RealHost:
         return self.node.run("crictl", "logs", container).stdout.split()
 
     def wait(self, what: str, done: Callable[[], object], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.agent('status')}"
-            time.sleep(0.2)
+        wait(what, done, seconds, lambda: str(self.agent("status")))
 
 
 def real_gpus() -> tuple[GPU, ...]:

@@ -4,13 +4,13 @@ Also: the machine half reports changes of the files that `up` put into the machi
 """
 
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from integration.bed.cluster.empty_host import NODE, EmptyHost
 from integration.bed.machine.node import MACHINE, Node
+from integration.bed.waiting import wait
 
 pytestmark = [pytest.mark.scenario("003"), pytest.mark.exhaustive]
 
@@ -120,10 +120,8 @@ def test_up_is_killed_at_each_step(empty_host: EmptyHost) -> None:
 def test_the_host_loses_its_power(empty_host: EmptyHost, cut: str) -> None:
     """The guest's memory is lost, and with it all that was not synced."""
     empty_host.guest.start(["sh", "-c", f"exec unbounded-agent up >{EVENTS} 2>&1"])
-    deadline = time.monotonic() + SECONDS
-    while empty_host.guest.run(["sh", "-c", CUTS[cut]], check=False).status != 0:
-        assert time.monotonic() < deadline, empty_host.guest.read(EVENTS).decode(errors="replace")
-        time.sleep(0.2)
+    wait(cut, lambda: empty_host.guest.run(["sh", "-c", CUTS[cut]], check=False).status == 0, SECONDS,
+         lambda: empty_host.guest.read(EVENTS).decode(errors="replace"))  # fmt: skip
     empty_host.host.cut_power()
     empty_host.guest.set_clock()
     expect_joined(empty_host)

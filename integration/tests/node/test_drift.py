@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +11,7 @@ from integration.bed.machine.node import Pod
 from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import CONTAINERD
 from integration.bed.measure.watching import uptime
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, probe
 
@@ -51,10 +51,7 @@ def repairs(bed: Bed) -> dict[str, int]:
 
 
 def wait_for_repairs(bed: Bed, wanted: dict[str, int], seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while (found := repairs(bed)) != wanted:
-        assert time.monotonic() < deadline, f"{found} instead of {wanted}\n{logged(bed)}"
-        time.sleep(1)
+    wait(f"repairs are {wanted}", lambda: repairs(bed) == wanted, seconds, lambda: f"{repairs(bed)}\n{logged(bed)}")
 
 
 def logged(bed: Bed) -> str:

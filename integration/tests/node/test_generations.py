@@ -6,7 +6,6 @@ and NVML are the simulation's, in the same two versions.
 
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from integration.bed.drivers.driver_upgrade import LOAD, MODULES, REPLACE, UNLOA
 from integration.bed.drivers.host_roots import LIBRARIES, SPLIT_LIBRARIES, driver_version, host_root
 from integration.bed.machine.node import MACHINE
 from integration.bed.machine.pod_images import CUDA_TEST
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, look, uuids
 from integration.tests.node.test_published_roots import mounted
@@ -75,13 +75,12 @@ def granted(bed: Bed) -> dict[str, Any]:
 
 def wait_named(bed: Bed, pod: str, seconds: float = 240) -> str:
     """Wait until the machine half names the pod as outdated; return the condition's message."""
-    deadline = time.monotonic() + seconds
-    while True:
+
+    def named() -> str:
         message: str = bed.last_conditions()["CDISpecCurrent"]["message"]
-        if pod in message.partition("PodsOutdated")[2]:
-            return message
-        assert time.monotonic() < deadline, message
-        time.sleep(1)
+        return message if pod in message.partition("PodsOutdated")[2] else ""
+
+    return wait(f"{pod} is named", named, seconds, bed.evidence)
 
 
 def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> None:

@@ -1,12 +1,12 @@
 """Errors of GPUs in the kernel log: those of the driver count, those that user space writes there do not."""
 
 import re
-import time
 from collections.abc import Callable
 
 import pytest
 
 from integration.bed.measure.restarts import AGENT
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -29,10 +29,7 @@ def raise_xid(bed: Bed, minor: int, xid: int) -> None:
 
 def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 240) -> None:
     bed.run("systemctl", "reload", "unbounded-agent.service")
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, bed.agent("status").stdout + bed.page("/readyz?verbose")
-        time.sleep(1)
+    wait("a pass did it", done, seconds, lambda: bed.evidence() + bed.page("/readyz?verbose"))
 
 
 def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) -> None:

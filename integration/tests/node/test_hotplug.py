@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from integration.bed.machine.node import MACHINE, Pod
 from integration.bed.measure.watching import Sample, Watching, uptime
 from integration.bed.vm.guest import GuestError
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -38,11 +38,12 @@ def opens(bed: Bed, path: str) -> bool:
 
 def wait_for_gpus(bed: Bed, count: int, seconds: float = 300) -> None:
     """Wait until the machine is ready with that many GPUs in its CDI specification, and nvidia-ctk reads them there."""
-    deadline = time.monotonic() + seconds
-    # Waiting only reads files: programs in the machine would take the processor from what is waited for.
-    while len(published(bed)) != count or bed.last_conditions()["Ready"]["status"] != "True":
-        assert time.monotonic() < deadline, f"{published(bed)}\n{bed.agent('status').stdout}\n{journal(bed)}"
-        time.sleep(1)
+
+    # This only reads files: programs in the machine would take the processor from what is waited for.
+    def reached() -> bool:
+        return len(published(bed)) == count and bed.last_conditions()["Ready"]["status"] == "True"
+
+    wait(f"the machine is ready with {count} GPUs", reached, seconds, lambda: f"{published(bed)}\n{bed.evidence()}")
     listed = bed.node.run("nvidia-ctk", "cdi", "list").stdout
     assert {line.rpartition("=")[2] for line in listed.splitlines() if "=GPU-" in line} == published(bed)
 
@@ -63,11 +64,9 @@ def journal(bed: Bed) -> str:
 def plug(bed: Bed, port: int = PORT) -> float:
     """Plug in one more GPU, and make its node as NVIDIA's programs do; return when that was, by `uptime`."""
     bed.host.qemu.plug(port)
-    deadline = time.monotonic() + 180
     bound = f"test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(bed.host.gpus)}"
-    while bed.run("sh", "-c", bound, check=False).status:
-        assert time.monotonic() < deadline, bed.run("dmesg").stdout[-2000:]
-        time.sleep(0.5)
+    wait("the driver is bound", lambda: bed.run("sh", "-c", bound, check=False).status == 0, 180,
+         lambda: bed.run("dmesg").stdout[-2000:])  # fmt: skip
     made = uptime(bed.guest)
     bed.run("/usr/lib/simulated-gpu-host/make-nodes")
     return made

@@ -1,12 +1,12 @@
 """The service makes a pass when something changes: its metrics say what started each pass."""
 
 import re
-import time
 from collections.abc import Callable
 
 import pytest
 
 from integration.bed.machine.node import MACHINE
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -36,10 +36,7 @@ def wakeups_after_reload(bed: Bed) -> dict[str, int]:
     """Reload the service, and return the wakeups once the reload's pass has ended."""
     before = reloads(bed)
     bed.run("systemctl", "reload", "unbounded-agent")
-    deadline = time.monotonic() + 120
-    while reloads(bed) == before:
-        assert time.monotonic() < deadline, f"no pass since a reload 120 s ago; reloads before: {before}"
-        time.sleep(0.5)
+    wait("a pass since the reload", lambda: reloads(bed) != before, 120, bed.evidence)
     return wakeups(bed)
 
 
@@ -50,11 +47,12 @@ def reloads(bed: Bed) -> list[str]:
 
 def wait_for_wakeup(bed: Bed, source: str, after: int, seconds: float = 180) -> dict[str, int]:
     """Wait until that source has caused more passes than `after`."""
-    deadline = time.monotonic() + seconds
-    while (found := wakeups(bed))[source] <= after:
-        assert time.monotonic() < deadline, f"{source}: no pass within {seconds} s: {found}"
-        time.sleep(0.5)
-    return found
+
+    def found() -> dict[str, int]:
+        passes = wakeups(bed)
+        return passes if passes[source] > after else {}
+
+    return wait(f"a pass by {source}", found, seconds, lambda: f"{wakeups(bed)}\n{bed.evidence()}")
 
 
 def report_of_a_stopped_containerd(bed: Bed) -> None:

@@ -1,7 +1,6 @@
 """Foreign content in a machine's image: it is left alone and named with advice, and what pods get shows the effect."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from integration.bed.machine.node import KIND, MACHINE, Node, Pod
 from integration.bed.process import run
 from integration.bed.tools import MODULE, TOOLKIT, go, toolkit
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, probe
 
@@ -159,10 +159,8 @@ def test_image_without_our_half(ready: Bed) -> None:
     ready.run("sh", "-c", f"rm -rf {ROOT}/usr/lib/unbounded-agent; find {ROOT}/etc {ROOT}/usr/lib/systemd "
               "-name 'unbounded-agent*' -delete -o -name '50-unbounded-agent.conf' -delete")  # fmt: skip
     ready.run("systemctl", "restart", f"systemd-nspawn@{MACHINE}.service", timeout=200)
-    deadline = time.monotonic() + 180
-    while ready.node.run("systemctl", "is-active", "containerd.service", check=False).stdout.strip() != "active":
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    active = ("systemctl", "is-active", "--quiet", "containerd.service")
+    wait("containerd runs", lambda: ready.node.run(*active, check=False).status == 0, 180, ready.evidence)
     conditions = ready.conditions()
     assert conditions["MachineRunning"]["status"] == "True"
     for kind in ("DevicesAllowed", "LibrariesLinked", "CDISpecCurrent", "RuntimeConfigured", "RuntimeActive", "Ready"):

@@ -5,12 +5,12 @@ kernel's device policy, CDI and runc decide who may open what.
 """
 
 import json
-import time
 from collections.abc import Callable
 
 import pytest
 
 from integration.bed.machine.node import MACHINE, Pod
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.node.test_hotplug import OPEN, journal
 
@@ -32,10 +32,7 @@ def mig(bed: Bed, *words: object) -> None:
 
 
 def wait_until(bed: Bed, what: str, holds: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not {what}: {bed.agent('status').stdout}\n{journal(bed)}"
-        time.sleep(1)
+    wait(what, holds, seconds, bed.evidence)
 
 
 def names(bed: Bed) -> set[str]:

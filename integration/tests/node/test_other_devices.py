@@ -8,6 +8,7 @@ import pytest
 
 from integration.bed.machine.node import Pod
 from integration.bed.vm.kernel_modules import simulated_module
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 CONFIG = "/etc/unbounded-agent/config.toml"
@@ -154,11 +155,7 @@ def reconcile(bed: Bed) -> None:
 
 def wait_until(bed: Bed, script: str, seconds: float = 240) -> None:
     """Wait until a script succeeds in the machine."""
-    deadline = time.monotonic() + seconds
-    while bed.node.shell(script, check=False).status != 0:
-        journal = bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "40").stdout
-        assert time.monotonic() < deadline, f"{script}: {journal}"
-        time.sleep(1)
+    wait(script, lambda: bed.node.shell(script, check=False).status == 0, seconds, bed.evidence)
 
 
 def wait_for_specs(bed: Bed, *modes: str) -> None:

@@ -1,10 +1,9 @@
 """The host's driver: the service loads it if that is configured, and machines see it, whatever network they have."""
 
-import time
-
 import pytest
 
 from integration.bed.measure.journal import messages
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -43,10 +42,9 @@ def test_a_gpu_that_is_plugged_in_brings_its_driver(installed: Bed) -> None:
     assert "kernel module nvidia was not loaded: modprobe.d blacklists" in messages(installed.run, LOADING)
     assert loaded(installed) == set()
     installed.run("sh", "-ec", f"{ALLOW}; {REPLUG}")
-    deadline = time.monotonic() + 270
-    while installed.run("test", "-c", "/dev/nvidia-uvm-tools", check=False).status != 0:
-        assert time.monotonic() < deadline, messages(installed.run, LOADING)
-        time.sleep(1)
+    node = "/dev/nvidia-uvm-tools"
+    wait(node, lambda: installed.run("test", "-c", node, check=False).status == 0, 270,
+         lambda: messages(installed.run, LOADING))  # fmt: skip
     assert loaded(installed) == set(MODULES)
     nodes = installed.run("find", "/dev", "-maxdepth", "1", "-name", "nvidia[0-9]*").stdout.split()
     assert len(nodes) == len(installed.host.gpus)

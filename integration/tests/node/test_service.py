@@ -1,12 +1,12 @@
 """The service in its sandbox, and a machine that is ready: what users, Prometheus and pods see of them."""
 
 import json
-import time
 from http import HTTPStatus
 
 import pytest
 
 from integration.bed.measure import pages
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.node.test_prerequisites import expect_driver_seen
 
@@ -29,10 +29,7 @@ def passes(bed: Bed) -> float:
 
 
 def wait_for_a_pass(bed: Bed, after: float, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while passes(bed) <= after:
-        assert time.monotonic() < deadline, f"no pass of the service within {seconds} s of its reload"
-        time.sleep(1)
+    wait("a pass of the service since its reload", lambda: passes(bed) > after, seconds, bed.evidence)
 
 
 def test_all_conditions_are_true(shared: Bed) -> None:

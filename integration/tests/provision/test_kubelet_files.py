@@ -9,7 +9,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from agent.system.files import System
 from agent.system.spawn_runner import MachineRunner
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import kubernetes
+from integration.bed.waiting import wait
 
 pytestmark = pytest.mark.scenario("003")
 
@@ -231,7 +231,4 @@ def requests(cluster: ControlPlane) -> list[dict[str, Any]]:
 
 
 def wait_until(what: str, reached: Callable[[], bool], node: Root) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}\n{node.log()[-3000:]}"
-        time.sleep(0.5)
+    wait(what, reached, SECONDS, lambda: node.log()[-3000:])

@@ -6,8 +6,7 @@ with their identity.
 
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import yaml
 from agent.cli.kube import DIRECTORY
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
 from integration.bed.cluster.node_status import change_node_status
+from integration.bed.cluster.stand_in_kubelet import until
 from integration.bed.process import CommandError
 
 NODE = "gpu-node"
@@ -35,10 +35,10 @@ def cluster() -> Iterator[ControlPlane]:
 def test_no_pod_starts_before_the_gpus_are_ready(cluster: ControlPlane) -> None:
     taint = startup_taint()
     register(cluster, taint)
-    wait_until("the default service account exists", lambda: bool(names(cluster, "serviceaccounts")))
+    until("the default service account exists", lambda: bool(names(cluster, "serviceaccounts")))
     cluster.kubectl("create", "--filename=-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": pods()}))
-    wait_until("the startup taint is the only one", lambda: taints(cluster) == [taint["key"]])
-    wait_until(PENDING, lambda: refused(cluster) == PODS)
+    until("the startup taint is the only one", lambda: taints(cluster) == [taint["key"]])
+    until(PENDING, lambda: refused(cluster) == PODS)
     with pytest.raises(CommandError, match=f'node "{NODE}" is not allowed to modify taints'):
         cluster.kubectl("taint", "node", NODE, removal(taint), user=node_user(NODE))
     lifting = stand_in_for_a_readiness_controller(cluster, taint)
@@ -46,15 +46,8 @@ def test_no_pod_starts_before_the_gpus_are_ready(cluster: ControlPlane) -> None:
     assert (bound(cluster), lifting.poll()) == (0, None)
     assert refused(cluster) == PODS
     set_condition(cluster, "True")
-    wait_until("all pods are bound", lambda: bound(cluster) == PODS)
+    until("all pods are bound", lambda: bound(cluster) == PODS)
     assert lifting.wait(10) == 0
-
-
-def wait_until(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
-        time.sleep(0.5)
 
 
 def startup_taint() -> dict[str, str]:

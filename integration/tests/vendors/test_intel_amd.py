@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from integration.bed.drivers import drm_gpus
 from integration.bed.machine.node import MACHINE, Pod
 from integration.bed.measure.watching import uptime
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("004")
@@ -36,14 +36,13 @@ def spec(bed: Bed, vendor: str) -> dict[str, Any]:
 
 def wait_for_specs(bed: Bed, *vendors: str, seconds: float = 200) -> None:
     """Wait until the machine is ready, and has the CDI specifications of only these vendors."""
-    deadline, wanted = time.monotonic() + seconds, sorted(f"{vendor}.yaml" for vendor in vendors)
-    while (
-        bed.node.run("ls", "/etc/cdi", check=False).stdout.split() != wanted
-        or bed.last_conditions()["Ready"]["status"] != "True"
-    ):
-        journal = bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "30").stdout
-        assert time.monotonic() < deadline, f"{bed.agent('status').stdout}\n{journal}"
-        time.sleep(1)
+    wanted = sorted(f"{vendor}.yaml" for vendor in vendors)
+
+    def reached() -> bool:
+        listed = bed.run("ls", f"/var/lib/machines/{MACHINE}/etc/cdi", check=False).stdout.split()
+        return listed == wanted and bed.last_conditions()["Ready"]["status"] == "True"
+
+    wait(f"specifications of {vendors}", reached, seconds, bed.evidence)
 
 
 def opened(bed: Bed, cdi: tuple[str, ...], nodes: list[str]) -> set[str]:
