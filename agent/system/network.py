@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +127,9 @@ def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
 
 def _route_arguments(netlink: IPRoute, route: Route) -> dict[str, object]:
     indices = netlink.link_lookup(ifname=route.device) if route.device else ()
+    if route.device and not indices:
+        # The kernel has removed the route with its link. Without `oif`, a route of another link would match.
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), route.device)
     return {
         "family": route.family,
         "table": route.table,

@@ -44,9 +44,31 @@ assert network.observe() == before
 """
 
 
+REPLACED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pyroute2 import IPRoute
+from agent.system.network import HostNetwork
+
+network = HostNetwork()
+with IPRoute() as netlink:
+    for name, peer in (("veth1", "veth2"), ("veth3", "veth4")):
+        netlink.link("add", ifname=name, kind="veth", peer=peer)
+        netlink.link("set", index=netlink.link_lookup(ifname=name)[0], state="up")
+    netlink.route("add", dst="10.8.0.0/24", oif=netlink.link_lookup(ifname="veth1")[0], proto=12)
+    (old,) = network.observe().routes
+    netlink.link("del", index=netlink.link_lookup(ifname="veth1")[0])
+    netlink.route("add", dst="10.8.0.0/24", oif=netlink.link_lookup(ifname="veth3")[0], proto=12)
+network.remove(old)
+(left,) = network.observe().routes
+assert left.device == "veth3", left
+"""
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a network namespace")
-def test_all_that_is_new_can_be_removed() -> None:
-    argv = ("unshare", "--net", sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY))
+@pytest.mark.parametrize("child", [CHILD, REPLACED], ids=["all that is new", "not another link's route"])
+def test_leftovers_are_removed(child: str) -> None:
+    argv = ("unshare", "--net", sys.executable, "-I", "-B", "-c", child, str(REPOSITORY))
     finished = subprocess.run(argv, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
