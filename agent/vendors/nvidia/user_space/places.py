@@ -97,9 +97,10 @@ def with_prefix(place: Place, libraries: str) -> Place:
     """Return the place extended by the programs and data next to `libraries`, if that is lib64 or lib of a prefix.
 
     A loader cache may lead to a driver in a prefix of its own: some hosts name /usr/local/nvidia/lib64 in ld.so.conf.
+    The prefixes of the usual directories (/, /usr, /usr/local) do not count.
     """
     prefix, name = posixpath.split(libraries)
-    if name not in LIBRARY_DIRECTORIES or f"{prefix}/bin" in BINARY_DIRECTORIES:
+    if name not in LIBRARY_DIRECTORIES or posixpath.join(prefix, "bin") in BINARY_DIRECTORIES:
         return place
     found = _prefix(place.name, prefix)
     return replace(place, binaries=(*place.binaries, *found.binaries), data=(*place.data, *found.data))

@@ -145,6 +145,14 @@ def test_programs_next_to_the_libraries_come_before_the_usual_ones_and_after_con
     assert found["usr/bin/nvidia-smi"].source == f"{expected}/nvidia-smi"
 
 
+def test_the_root_directory_is_no_prefix(host: Host) -> None:
+    libraries(host, "/lib64", "580.1.2", *MAIN)
+    for directory in ("/bin", "/usr/bin"):
+        host.file(f"{directory}/nvidia-smi", executable=True)
+    host.loader_cache(cache_of(*(f"/lib64/{name}.so.580.1.2" for name in MAIN)))
+    assert by_target(user_space(host, "580.1.2"))["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
+
+
 def test_another_users_directory_next_to_the_libraries_is_not_searched(host: Host) -> None:
     prefix_behind_a_link(host)
     host.owners["/opt/nvidia/580.1.2/bin"] = (0o755, 1000)
