@@ -124,8 +124,8 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
     if not facts.plain_roots:
         return
     cause = "driver roots are plain directories, so root in one machine can change them for all others"
-    if STATE_IS_LINKED in facts.staged_problems:
-        yield Finding(cause, STATE_IS_LINKED, ("do this while no machine is running",))
+    if linked := next((each for each in facts.staged_problems if each.startswith(STATE_IS_LINKED)), ""):
+        yield Finding(cause, linked, ("do this while no machine is running",))
         return
     yield Finding(
         cause,

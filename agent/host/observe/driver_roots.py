@@ -16,10 +16,9 @@ from agent.system.mounts import mounted
 from agent.system.seen import classify_error, read_seen
 
 OVERLAY = "overlay"
-STATE_IS_LINKED = (
-    f"the path {STATE} contains a symbolic link, so systemd mounts nothing there: replace the link with a bind mount"
-)
-"""systemd requires a Where= without links (unit_fail_if_noncanonical in its src/core/unit.c)."""
+STATE_IS_LINKED = f"systemd mounts nothing below {STATE}, because there is a symbolic link on its path"
+"""Begins the message that names the link. systemd requires a Where= without links (unit_fail_if_noncanonical in its
+src/core/unit.c)."""
 INDICES = 64
 """Number of mount points, one per index. The indices of removed driver roots are used again."""
 STAGED_AGAIN = "the driver root will be staged again"
@@ -56,8 +55,8 @@ def observe_staged(system: System) -> Staged:
         plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
         return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
-    real_state = read_seen(system.real_path, STATE)
-    problems = [STATE_IS_LINKED] if isinstance(real_state, str) and real_state != STATE else []
+    link = _link_on_path(STATE, system)
+    problems = [f"{STATE_IS_LINKED}: replace the link {link} with a bind mount"] if link else []
     roots, unseen = [], list[str]()
     for index in sorted(manifests):
         path = f"{MANIFESTS}/{index}.json"
@@ -85,6 +84,16 @@ def observe_staged(system: System) -> Staged:
         leftovers=leftovers,
         unseen="; ".join(unseen),
     )
+
+
+def _link_on_path(path: str, system: System) -> str:
+    """Return the first directory on the path that is a symbolic link; empty if none is."""
+    here = ""
+    for part in path.strip("/").split("/"):
+        here = f"{here}/{part}"
+        if isinstance(read_seen(system.read_link, here), str):
+            return here
+    return ""
 
 
 def _leftovers(system: System) -> tuple[str, ...]:

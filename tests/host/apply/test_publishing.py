@@ -281,13 +281,11 @@ def test_a_link_in_the_path_is_named(plain: Host, tmp_path: Path) -> None:
     state.symlink_to("../../elsewhere")
     outcome = reconciler(plain).reconcile()
     assert staged(outcome) == (Status.TRUE, "PlainCopy")
-    assert STATE_IS_LINKED in outcome.facts.all_problems()
+    (problem,) = (each for each in outcome.facts.all_problems() if each.startswith(STATE_IS_LINKED))
+    assert problem.endswith(f": replace the link {STATE} with a bind mount")
     plain.bus.unit(SERVICE)
-    assert [
-        each
-        for each in diagnose_host(replace(outcome.facts, vendors=()), Config(machines={}), plain).findings
-        if STATE_IS_LINKED in each.evidence
-    ]
+    report = diagnose_host(replace(outcome.facts, vendors=()), Config(machines={}), plain)
+    assert problem in [each.evidence for each in report.findings]
 
 
 # ---- removal
