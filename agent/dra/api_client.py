@@ -49,7 +49,7 @@ class ApiClient:
         return self.request("GET", _with_query(path, parameters))
 
     def request(self, method: str, path: str, content: object = None) -> dict[str, Any]:
-        """Return the answer to a request. `content` is sent as JSON; None means no body. Raises as `get`."""
+        """Return the answer to a request. `content` is sent as JSON; None means no body. Raises what `get` raises."""
         session, connection, reused = self._connection()
         what = f"{method} {path.partition('?')[0]}"
         try:
@@ -78,7 +78,7 @@ class ApiClient:
     def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
         """Yield the events after a list's resourceVersion, until the server ends the watch.
 
-        The first one is an empty object, yielded when the server has accepted the watch. Raises as `get`, and
+        The first one is an empty object, yielded when the server has accepted the watch. Raises what `get` raises, and
         OutdatedError if the server no longer has the events after `version`.
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}

@@ -53,7 +53,7 @@ class Device:
     taints: tuple[Taint, ...] = ()
     health: Health = Health.UNKNOWN
     health_message: str = ""
-    """What is wrong with the device, or that it is being detached; empty otherwise."""
+    """What is wrong with the device, or that it is detached or being detached; empty otherwise."""
     shared: bool = False
     """Whether several claims may have the device, each with the part of its capacity that it requests. A claim that
     requests no part gets all of it."""

@@ -75,9 +75,9 @@ def read_kubeconfig(system: System, path: str) -> Kubeconfig:
 
 
 def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
-    """Return the current context of a kubeconfig in JSON. `where` is its path, to which the paths in it are relative.
+    """Return the current context of a kubeconfig in JSON. Raises AgentError.
 
-    Raises AgentError.
+    `where` is the file's path. Relative paths in the file start at its directory.
     """
     document = parse_object(where, data)
     context = _named(where, document, "context", _text(where, document, "current-context"), "current-context")
@@ -91,7 +91,7 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     except ValueError:
         parts, host, port = urllib.parse.urlsplit(""), "", 0
     if parts.scheme != "https" or not host:
-        raise DocumentError(f"{where}: the server must be an address https://..., not {server[:100]!a}")
+        raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
     directory = posixpath.dirname(where)
     kubeconfig = Kubeconfig(
         host,

@@ -69,7 +69,8 @@ class DeviceHealth:
     device: str
     health: HealthStatus
     message: str = ""
-    """What is wrong with the device, or that it is being detached. The kubelet puts this text into the pod's status."""
+    """What is wrong with the device, or that it is detached or being detached. The kubelet puts this text into pods'
+    status."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,8 @@ class Owned:
     def make_way(self, path: str) -> bool:
         """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
 
-        If one of the agent's files was replaced by something else, even by a link to a file, that is removed; a
-        directory is moved aside instead, because its content may matter.
+        Whatever has replaced one of the agent's files, even a link to a file, is removed. A directory is moved aside
+        instead, because its content may matter.
         """
         if path not in self._recorded():
             return not self._system.exists(path)
@@ -142,9 +142,9 @@ class Owned:
         if self._fault:
             raise ApplyError(
                 f"cannot tell which files in this machine the agent wrote: {self._fault}",
-                "if both copies of the record stay unreadable, remove them, and the files that CDISpecCurrent and "
-                "RuntimeConfigured then name (the specification in /etc/cdi, containerd's drop-in): the next run "
-                "writes them again",
+                "if both copies of the record stay unreadable, remove them; at the next run, CDISpecCurrent and "
+                "RuntimeConfigured name files (the specification in /etc/cdi, containerd's drop-in): remove those too, "
+                "and the run after that writes them again",
             )
         return self._paths
 

@@ -36,7 +36,7 @@ class GpuState(StrEnum):
     UNHEALTHY = "unhealthy"
     """The GPU failed or has no kernel driver, and is still on the bus."""
     DRAINING = "draining"
-    """The GPU is being detached."""
+    """The GPU is detached or being detached."""
     LOST = "lost"
     """The GPU is gone from the bus, or no longer answers."""
 

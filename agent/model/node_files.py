@@ -29,9 +29,11 @@ def parse_node_files(where: str, data: bytes) -> dict[str, tuple[str, int]]:
     accept_version(where, document, (VERSION,))
     found = {}
     for path, file in mapping(where, document, "files", list).items():
+        if not PATH.fullmatch(path):
+            raise DocumentError(f"{where}: key files has a path that may not be listed: {path[:100]!a}")
         match file:
-            case [str(digest), int(size)] if PATH.fullmatch(path):
+            case [str(digest), int(size)]:
                 found[path] = (digest, size)
             case _:
-                raise DocumentError(f"{where}: files[{path[:100]!a}] must be a path's digest and size")
+                raise DocumentError(f"{where}: files[{path!a}] must be a list of digest and size")
     return found

@@ -69,7 +69,7 @@ def test_the_server_may_have_a_prefix_another_name_and_the_usual_port() -> None:
         ({"client-certificate": "x"}, {}, "neither a client certificate with its key nor a token"),
         ({"token": 1}, {}, "key token must be a string, not a whole number"),
         ({"token": "x", "client-key-data": "%%%"}, {}, "key client-key-data is not base64$"),
-        (CERTIFICATE, {"server": "http://api"}, "the server must be an address https://..., not 'http://api'"),
+        (CERTIFICATE, {"server": "http://api"}, "the server must be an https:// address, not 'http://api'"),
         (CERTIFICATE, {"server": "https://api:port"}, "the server must be"),
         (CERTIFICATE, {"server": "https://[::1"}, "the server must be"),
         (CERTIFICATE, {"insecure-skip-tls-verify": True}, "skips the verification"),

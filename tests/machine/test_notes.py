@@ -145,12 +145,21 @@ def test_an_unreadable_record_is_not_overwritten(machine: Machine) -> None:
     assert GOOD.items() <= machine.conditions().items()
 
 
-def test_the_error_for_two_damaged_copies_says_what_to_do(machine: Machine) -> None:
+def test_the_advice_for_two_damaged_copies_helps(machine: Machine) -> None:
     for path in (OWNED, OWNED_COPY):
         machine.put(path, "")
     with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
         Owned(machine).has(SPEC)
     assert "if both copies of the record stay unreadable, remove them" in str(raised.value)
+    for path in (OWNED, OWNED_COPY):
+        machine.remove(path)
+    run(machine)
+    assert SPEC in machine.message("CDISpecCurrent")
+    assert DROP_IN in machine.message("RuntimeConfigured")
+    for path in (SPEC, DROP_IN):
+        machine.remove(path)
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
 
 
 def test_a_record_of_an_older_release_gets_its_copy(machine: Machine) -> None:

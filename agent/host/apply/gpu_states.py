@@ -14,8 +14,8 @@ def publish_gpu_states(
 ) -> tuple[str, ...]:
     """Write the states for each machine in `states`, and remove those of any other machine that is not in `unchanged`.
 
-    Return failures, one sentence each. The document contains no time, so it is written, and wakes the machine's DRA
-    driver, only if a state has changed.
+    Return failures, one sentence each. The document does not contain the time of the pass, so it is written, and wakes
+    the machine's unbounded-agent-dra.service, only if its content has changed.
     """
     failures = []
     try:

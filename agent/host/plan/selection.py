@@ -30,7 +30,8 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
     if wanted == "all":
-        # If another vendor's GPUs are usable, a GPU with a wrong driver may be meant for the host's display.
+        # A wrong driver is reported only if no other vendor's GPU is usable: otherwise the GPU with that driver may be
+        # meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
         return Selection(_not_reserved(usable, share), _why_reserved(usable, share), wrong_driver=missed)
     if isinstance(wanted, str):

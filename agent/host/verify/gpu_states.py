@@ -36,7 +36,7 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator is detaching it with `unbounded-agent gpus detach`"
+            message = "an administrator ran `unbounded-agent gpus detach` for it"
     placement = gpu_facts.placements.get(gpu.pci_address) or Placement()
     return GpuStatus(
         gpu.pci_address,
@@ -53,7 +53,7 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
 
 
 def _health(gpu: Gpu, gpu_facts: GpuFacts) -> tuple[GpuState, str, str, float]:
-    """Return state, reason, message and time, as if the GPU was not being detached."""
+    """Return state, reason, message and time, leaving aside whether the GPU is detached."""
     fault = gpu_facts.faults.get(gpu.pci_address)
     if gpu.why_lost:
         reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)

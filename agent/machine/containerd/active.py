@@ -121,7 +121,8 @@ def containerd_state(context: Context) -> list[object]:
     """Return everything that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
-    # Whether the containerd that was noted as still running an old program has ended: additionalGids may then return.
+    # Whether the noted process, whose program file had been replaced, has ended. If so, specifications may have
+    # additionalGids again.
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
     return [program and program_identity(system, program), ended]
 

@@ -67,7 +67,10 @@ def drop_in_path(handler: RuntimeHandler | None) -> str:
 
 
 def import_pattern(drop_in: str) -> str:
-    """Return the pattern that the main file must import: IMPORT, or one for a drop-in that IMPORT does not cover."""
+    """Return the pattern that the main file must import: IMPORT, or one for a drop-in that IMPORT does not cover.
+
+    It is a pattern, because containerd does not start if a file that is imported by its name is missing.
+    """
     stem, suffix = posixpath.splitext(drop_in)
     return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
 

@@ -63,7 +63,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
     _record_repair(context.notes, request, wanted, plan)
-    # Without a driver root: old links were removed above, and ldconfig may still have to drop them from the cache.
+    # Without a driver root, the rest is needed only to drop links that were removed from the loader cache.
     if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
     faults = _refresh_loader_cache(
@@ -83,7 +83,8 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         return false(
             KIND,
             Reason.NOT_IN_LOADER_CACHE,
-            f"ldconfig does not list {missing}: add {', '.join(unlisted)} to {LOADER_CONFIGURATION}",
+            f"ldconfig does not list {missing}: add a line for {', '.join(unlisted)} to a file in "
+            f"{LOADER_CONFIGURATION}",
         )
     if faults.shadowed:
         taken = ", ".join(f"{other} instead of {path}" for path, other in sorted(faults.shadowed.items()))
@@ -91,7 +92,8 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
             KIND,
             Reason.SHADOWED,
             f"programs in this machine load {taken} (see `ldconfig -p`). What they load may be a stub or another "
-            f"driver's library: remove it, or remove its directory from {LOADER_CONFIGURATION}, then run ldconfig",
+            f"driver's library: remove it, or the line with its directory in a file of {LOADER_CONFIGURATION}, then "
+            "run ldconfig",
         )
     return true(
         KIND,

@@ -81,9 +81,9 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
     """Return whether `kept` stays in use although `new`, the host's files of the same version, differs from it.
 
-    `kept` stays if the agent now finds the version only in a different place, for example where a runfile put it while
-    packages are being upgraded. `kept` does not stay if the configuration or the host's loader cache names the files
-    of `new`, if both roots were copied from the same place, or if the place of `kept` is no longer trusted.
+    `kept` stays if the agent now finds the version only in a different place: for example, while packages are being
+    upgraded, in a runfile's directories. `kept` does not stay if the configuration or the host's loader cache names the
+    files of `new`, if both roots were copied from the same place, or if the place of `kept` is no longer trusted.
     """
     if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False

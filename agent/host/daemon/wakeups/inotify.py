@@ -47,7 +47,7 @@ class Directories:
         self._inotify: INotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
-        """Watch descriptors by path. An inode has only one."""
+        """Watch descriptors by path. Paths of the same directory share one, and its events count for one of them."""
 
     def open(self) -> None:
         self._inotify = INotify(nonblocking=True)

@@ -112,11 +112,10 @@ def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Fo
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
-    """Return the first place with a driver of the module's version, otherwise the first with any content.
+    """Return the first place with a driver of the module's version, or of any version if `module` is empty.
 
-    If `module` is empty, any version fits. The search ends at a place that could not be observed, and returns that
-    place: it may be the right one, so a later place must not replace it. If all places are empty, the first one is
-    returned.
+    If a place that could not be observed comes first, it is returned instead: it may be the right one. If there is
+    neither, return the first place with any content, or, if all are empty, the first place.
     """
     with_content = []
     for each in candidates:
