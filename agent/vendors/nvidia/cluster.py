@@ -171,7 +171,7 @@ def _unlabelled(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
             f"{RESOURCE} is allocatable there; {name(selecting[0])} has the nodeSelector {PRESENT}",
             (
                 f"kubectl label node {name(node)} {PRESENT}=true",
-                "or install GPU Feature Discovery, or set gpu_labels in machines.NAME.node.kubelet before `up`",
+                "or set gpu_labels in machines.NAME.node.kubelet before `up`; the GPU Operator sets the label itself",
             ),
         )
 

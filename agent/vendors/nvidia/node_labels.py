@@ -1,4 +1,4 @@
-"""Labels of Nodes with NVIDIA GPUs, as GPU Feature Discovery names them. Pure."""
+"""Labels of Nodes with NVIDIA GPUs, as the GPU Operator and GPU Feature Discovery name them. Pure."""
 
 from agent.vendors.host_vendor import DriverForPods
 

@@ -168,6 +168,7 @@ def test_the_operator_installs_a_driver() -> None:
 def test_the_label_that_pods_select_is_missing() -> None:
     finding = only(cluster(node=changed(NODE, "metadata", "labels", to={})))
     assert "not the label nvidia.com/gpu.present=true" in finding.cause
+    assert not any("GPU Feature Discovery" in each for each in finding.fix), "it does not set this label"
     assert finding.fix[0] == "kubectl label node gpu-node nvidia.com/gpu.present=true"
 
 
