@@ -181,13 +181,13 @@ class DriverSettings(Model):
     host's own loader cache; without this key, the agent searches other places too
     (docs/drivers/roots.md#how-to-configure-the-place)."""
     library_directories: list[AbsolutePath] = []
-    """Directories with the driver's libraries, if no loader cache lists them; below `root`, if `root` is set."""
+    """Directories with the driver's libraries, if no loader cache lists them; relative to `root`, if that is set."""
     binary_directories: list[AbsolutePath] = []
-    """Directories with the driver's programs, searched before the usual ones; below `root`, if `root` is set.
+    """Directories with the driver's programs, searched before the usual ones; relative to `root`, if that is set.
     Needs `root` or `library_directories`."""
     data_directories: list[AbsolutePath] = []
     """Directories that contain `vulkan`, `glvnd`, `egl`, `OpenCL` and `nvidia`, searched before the usual ones;
-    below `root`, if `root` is set. Needs `root` or `library_directories`."""
+    relative to `root`, if that is set. Needs `root` or `library_directories`."""
 
     @property
     def place_key(self) -> str:
