@@ -5,10 +5,10 @@ device nodes. When the rest of the machine half runs the same command, it gets t
 started here, unless the host has published the handoff again since. It starts any other command itself.
 """
 
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+
+# The module that collections.abc gets its names from. It is loaded already, and the package collections is not.
+from _collections_abc import Callable, Iterable, Mapping
 
 from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
 from agent.model.versions import ACCEPTED_HANDOFFS
@@ -27,29 +27,46 @@ LIMIT = 1 << 20
 """Bytes of the largest handoff: SIZE_LIMIT of agent.model.handoff, a module that would take too long to import."""
 
 
+class _JsonSettings:
+    """The settings of json.loads, for the scanner that json.loads calls."""
+
+    strict = True
+    object_hook = object_pairs_hook = parse_constant = None
+    parse_float, parse_int = float, int
+
+
 def start_generators(runner: MachineRunner, root: str = "") -> None:
     """Start the generators for a new generation of the handoff. Raises nothing: agent.machine.run reports errors."""
-    # KeyError means that the handoff has no requests.
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
-        published = _identity(path)
-        handoff = json.loads(_content(path))
-        match handoff:
-            case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
-                if not _claim(generation, root):
-                    return
-            case _:
+    try:
+        _start_generators(runner, root)
+    # Any exception: the run itself starts the generators that were not started here.
+    except Exception:
+        return
+
+
+def _start_generators(runner: MachineRunner, root: str) -> None:
+    # Not json, which loads re and enum: that takes as long as Python's own start. A Python with another scanner raises
+    # an exception here, so that the generators start later.
+    from _json import make_scanner
+
+    path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
+    published = _identity(path)
+    handoff, _ = make_scanner(_JsonSettings)(_content(path).decode(), 0)  # type: ignore[arg-type]
+    match handoff:
+        case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
+            if not _claim(generation, root):
                 return
-        for request in handoff["requests"]:
-            match request:
-                case {"vendor": str(vendor), "gpus": [_, *_], "driver_root": str(driver_root)} if driver_root:
-                    if vendor in GENERATORS:
-                        os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
-                        hooks = request.get("cdi_hooks", ())
-                        command = GENERATORS[vendor](driver_root, spec_directory(vendor), hooks)
-                        # While the rest is loaded, the host may grant further GPUs, or bind nodes that were missing.
-                        # The generator may have searched for GPUs before that.
-                        runner.start(command, lambda: _identity(path) == published)
+        case _:
+            return
+    for request in handoff["requests"]:
+        match request:
+            case {"vendor": str(vendor), "gpus": [_, *_], "driver_root": str(driver_root)} if driver_root:
+                if vendor in GENERATORS:
+                    os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
+                    command = GENERATORS[vendor](driver_root, spec_directory(vendor), request.get("cdi_hooks", ()))
+                    # While the rest is loaded, the host may grant further GPUs, or bind nodes that were missing. The
+                    # generator may have searched for GPUs before that.
+                    runner.start(command, lambda: _identity(path) == published)
 
 
 def _claim(generation: str, root: str) -> bool:
@@ -58,10 +75,12 @@ def _claim(generation: str, root: str) -> bool:
     Raises OSError.
     """
     mark = f"{root}{MARK}"
-    with contextlib.suppress(FileNotFoundError):
+    try:
         if _content(mark) == generation.encode():
             return False
         os.unlink(mark)
+    except FileNotFoundError:
+        pass
     os.makedirs(f"{root}{MACHINE_STATE}", exist_ok=True)
     with opening.new_file(mark) as file:
         file.write(generation.encode())
@@ -70,10 +89,11 @@ def _claim(generation: str, root: str) -> bool:
 
 def _identity(path: str) -> tuple[int, int] | None:
     """Return a value that differs once the host has published the file again; None if the file is not readable."""
-    with contextlib.suppress(OSError):
+    try:
         status = os.stat(path)
-        return status.st_ino, status.st_ctime_ns
-    return None
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def _content(path: str) -> bytes:

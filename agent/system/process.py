@@ -2,8 +2,8 @@
 
 import errno
 import os
-import signal
-from collections.abc import Callable, Mapping
+from _collections_abc import Callable, Mapping
+from _signal import SIGXFSZ  # type: ignore[import-not-found]
 
 from agent.model.errors import CommandError, ExitCodeError
 
@@ -83,7 +83,7 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
         raise CommandError(argv, "not found", hint=f"install the package that contains {argv[0]}") from error
     except OSError as error:
         raise CommandError(argv, f"cannot be started: {error.strerror}") from error
-    if completed.status == -signal.SIGXFSZ:
+    if completed.status == -SIGXFSZ:
         raise CommandError(argv, f"killed, because its output, or a file that it wrote, exceeds {FILE_LIMIT} bytes")
     if completed.status != 0:
         stderr = completed.stderr.decode(errors="replace")

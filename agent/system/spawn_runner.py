@@ -6,9 +6,13 @@ Importing subprocess would take as long as everything else that is loaded before
 import errno
 import os
 import select
-import signal
+
+# The module that collections.abc gets its names from, which is loaded already.
+from _collections_abc import Callable
+
+# The module signal makes enumerations of the signals, and the module enum takes longer to load than this one.
+from _signal import SIGKILL, SIGPIPE, SIGXFSZ  # type: ignore[import-not-found]
 from _thread import allocate_lock
-from collections.abc import Callable
 
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError, find_program
 
@@ -93,7 +97,7 @@ class _Process:
         """
         if self._runs:
             # The process has not been reaped yet, so its id cannot belong to another one.
-            os.killpg(self._pid, signal.SIGKILL)
+            os.killpg(self._pid, SIGKILL)
             self.wait(KILL_LIMIT)
         self._close_descriptors()
         return not self._runs
@@ -116,7 +120,7 @@ def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
         ],
         setsid=True,
         # Python ignores these two signals, and the program would inherit that.
-        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+        setsigdef=(SIGPIPE, SIGXFSZ),
     )
 
 

@@ -212,5 +212,5 @@ def test_the_head_start_loads_few_modules() -> None:
     finished = subprocess.run(argv, env={"PYTHONPATH": str(repository)}, capture_output=True, text=True, check=True)
     loaded = set(finished.stdout.split())
     assert "agent.machine.prefetch" in loaded
-    heavy = {"dataclasses", "inspect", "runpy", "shutil", "site", "tempfile", "tomllib", "typing"}
+    heavy = {"collections", "contextlib", "enum", "functools", "json", "re", "runpy", "signal", "site", "typing"}
     assert not loaded & {*heavy, "agent.model.handoff"}

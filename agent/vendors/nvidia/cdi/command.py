@@ -3,7 +3,7 @@
 This module imports little, because the command starts before the other modules are loaded.
 """
 
-from collections.abc import Iterable
+from _collections_abc import Iterable
 
 NVIDIA_CTK = "/usr/bin/nvidia-ctk"
 HOOK = "/usr/bin/nvidia-cdi-hook"
