@@ -55,6 +55,9 @@ def _settle_gpus(
     context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
 ) -> Outcome:
     devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
+    # The generator may be running already, so steps that do not need its result come first.
+    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
+    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
@@ -63,9 +66,6 @@ def _settle_gpus(
         published = publish_spec(context, vendor, request)
         return published.condition
 
-    # The generator may be running already, so steps that do not need its result come first.
-    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
-    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
     spec_condition, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
     if request.cdi_modes:
         from agent.machine.cdi.modes import publish_modes

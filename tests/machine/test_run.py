@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_the_second_run_starts_one_process(machine: Machine) -> None:
     after = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
     assert {path.name for path in after if after[path] != before.get(path)} == {"report.json"}
     assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
+
+
+def test_systemd_answers_while_links_are_made(machine: Machine) -> None:
+    """Both take about as long as a generator has left, so one must not wait for the other."""
+    asked = threading.Event()
+    in_time: list[bool] = []
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        asked.set()
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", answer)
+    machine.before_link = lambda path: in_time.append(asked.wait(0 if in_time else 10))
+    run(machine)
+    assert set(in_time) == {True}
 
 
 def test_only_changes_go_to_the_journal(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
