@@ -4,7 +4,6 @@ The tables are described in containerd's docs/cri/config.md. A file in format ve
 plugin; a file in version 3 has two, of which only that of the runtime is used here.
 """
 
-import copy
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -152,12 +151,12 @@ def render(
             "main file",
         )
     effective = _combined_cri_table(configuration, cri_table(version), last_file_wins=last_file_wins)
-    table = copy.deepcopy(effective) if last_file_wins else {}
+    table = _copy(effective) if last_file_wins else {}
     if last_file_wins:
         # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
-            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
-        effective = copy.deepcopy(table)
+            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, _copy(runtime))
+        effective = _copy(table)
     _add_settings(table, effective, version, handler, default=default)
     # If drop-in and main file have different versions, containerd 2.0 to 2.2 silently ignores one of them.
     return {"version": version, "plugins": {cri_table(version): table}}
@@ -243,7 +242,7 @@ def _add_settings(
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name
-    runtime = copy.deepcopy(_base_runtime(effective, handler))
+    runtime = _copy(_base_runtime(effective, handler))
     runtime["runtime_type"] = SHIM
     runtime["options"] = _at(runtime, "options") | {"BinaryName": handler.binary}
     containerd.setdefault("runtimes", {})[handler.name] = runtime
@@ -274,7 +273,14 @@ def _merge(into: Table, table: Table) -> None:
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
         else:
-            into[key] = copy.deepcopy(value)
+            into[key] = _copy(value)
+
+
+def _copy(value: Any) -> Any:  # noqa: ANN401 - a value of any type in a table
+    # Imported here: it loads weakref and warnings, and most runs change no table.
+    import copy
+
+    return copy.deepcopy(value)
 
 
 def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
