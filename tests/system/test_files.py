@@ -41,6 +41,18 @@ def test_link_loops_end(system: System) -> None:
         system.real_path("/a")
 
 
+def test_the_links_of_a_directory(system: System) -> None:
+    system.write("/usr/lib/library.so.1", b"library")
+    system.make_directory("/usr/lib/directory")
+    system.link("/usr/lib/library.so", "library.so.1")
+    system.link("/usr/lib/dangling", "/nowhere")
+    system.link("/lib", "/usr/lib")
+    expected = {"library.so.1": None, "directory": None, "library.so": "library.so.1", "dangling": "/nowhere"}
+    assert system.links("/lib") == expected
+    with pytest.raises(FileNotFoundError):
+        system.links("/usr/lib/dangling")
+
+
 def test_a_program_is_found_as_it_would_be_started(system: System) -> None:
     """A link that leads nowhere does not count, nor does a file that is not executable."""
     system.link("/usr/local/sbin/tool", "/opt/tool/removed")

@@ -128,13 +128,12 @@ def _staged(system: System, driver_root: str) -> bool:
 
 def _link_entries(system: System, directories: LinkDirectories) -> dict[str, str]:
     """Return the entries of all link directories by path: the target of each link, and FOREIGN for other entries."""
-    entries = {}
-    for directory in directories.all():
-        if system.is_directory(directory):
-            for name in system.entries(directory):
-                path = f"{directory}/{name}"
-                entries[path] = system.read_link(path) or FOREIGN
-    return entries
+    return {
+        f"{directory}/{name}": target or FOREIGN
+        for directory in directories.all()
+        if system.is_directory(directory)
+        for name, target in system.links(directory).items()
+    }
 
 
 def _describe(system: System, path: str) -> str:
