@@ -38,7 +38,9 @@ class Context(NamedTuple):
     """The handoff's generation, a digest of its content. It is computed only once."""
     once: Once
     """Results that are computed only once for this handoff."""
+    unsynced: list[str]
+    """Files that a crash of the kernel may still damage. They are synced after the report, which must not wait."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":
-        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once())
+        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once(), [])

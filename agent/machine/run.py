@@ -30,7 +30,7 @@ from agent.model.paths import (
 )
 from agent.model.reasons import Reason
 from agent.system.files import System
-from agent.system.journal import ERROR, INFO, say, say_changes
+from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
 from agent.system.process import Runner
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -75,12 +75,12 @@ def run(system: System) -> int:
         context = Context.of(system, handoff)
         outcome = settle(context)
         _log(context, outcome)
-        if rounds_left and _is_outdated(published, system):
-            # Not reported: the host may have bound missing nodes since, and an older host half would take this report
-            # for the answer to its new handoff.
-            continue
-        report(context, outcome, Publication(published.inode, published.mtime_ns))
-        reported = published
+        # Not reported if outdated: the host may have bound missing nodes since, and an older host half would take this
+        # report for the answer to its new handoff.
+        if not (rounds_left and _is_outdated(published, system)):
+            report(context, outcome, Publication(published.inode, published.mtime_ns))
+            reported = published
+        _sync(context)
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
         # After all rounds: containerd starts again only when this run ends, and until then pods cannot start.
         restart(system)
@@ -95,6 +95,14 @@ def _log(context: Context, outcome: Outcome) -> None:
     now = say_changes(before, outcome.conditions)
     with contextlib.suppress(OSError):
         notes.save("logged", now)
+
+
+def _sync(context: Context) -> None:
+    for path in context.unsynced:
+        try:
+            context.system.sync(path)
+        except OSError as error:
+            say(WARNING, f"cannot sync {path}: {error}")
 
 
 def _is_outdated(published: FileIdentity, system: System) -> bool:

@@ -125,6 +125,10 @@ class Machine(WithDeadLinks):
         self.before_write(path)
         super().write(path, content, mode)
 
+    def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self.before_write(path)
+        super().write_quickly(path, content, mode)
+
     def link(self, path: str, target: str) -> None:
         self.before_link(path)
         super().link(path, target)

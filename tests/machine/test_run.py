@@ -147,6 +147,20 @@ def test_systemd_answers_while_links_are_made(machine: Machine) -> None:
     assert set(in_time) == {True}
 
 
+def test_the_report_does_not_wait_for_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published specification is synced, with its directory, but only afterwards."""
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append(path.removeprefix(str(machine.tree)).replace(".report.json.unbounded-agent-new", "report.json"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run(machine)
+    assert synced.index(SPEC) > synced.index(REPORT)
+    assert synced.index("/etc/cdi", synced.index(SPEC)) > 0
+
+
 def test_only_changes_go_to_the_journal(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """The timer runs each minute."""
     run(machine)

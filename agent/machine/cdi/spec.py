@@ -143,7 +143,8 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         context.owned.claim(vendor.spec_path)
         # The temporary file in the same directory does not end in .yaml or .json, so that runtimes do not read it:
         # devices in two files would be unusable.
-        system.write(vendor.spec_path, new.text)
+        system.write_quickly(vendor.spec_path, new.text)
+        context.unsynced.append(vendor.spec_path)
         is_as_published = current is not None and noted.get("digest") == sha256(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
             record_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
