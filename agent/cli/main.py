@@ -15,7 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Most have 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) and 130 (interrupted). Raises
     SystemExit after `--help`, `--version` or a wrong argument.
     """
-    options = make_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = make_parser(*words[:1]).parse_args(words)
     if options.command == "version":
         say([VERSION])
         return 0

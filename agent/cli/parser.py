@@ -35,8 +35,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return re.sub(r"(--[a-z-]+) \[([A-Z]+)\]", r"\1[=\2]", super().format_help())
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser. The parsed options are `config`, `command`, and the command's own arguments."""
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser. The parsed options are `config`, `command`, and the command's own arguments.
+
+    With the name of a command, the parser knows only that one: to add all of them takes as long as Python's own start.
+    """
     parser = argparse.ArgumentParser(
         prog="unbounded-agent",
         description=textwrap.fill(
@@ -49,15 +52,83 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", default=CONFIG_FILE, metavar="FILE", help=f"instead of {CONFIG_FILE} and config.d next to it"
     )
-    commands = _add(parser, "command", COMMANDS)
-    _add_observing(commands)
-    _add_nodes(commands)
-    commands["prepare"].add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
-    commands["gpus"].add_argument("--json", action="store_true", help=JSON)
-    added = _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False)
+    known = {command: COMMANDS[command]} if command in COMMANDS else COMMANDS
+    for name, added in _add(parser, "command", known).items():
+        _add_arguments(name, added)
+    return parser
+
+
+def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
+    match name:
+        case "plan":
+            form = command.add_mutually_exclusive_group()
+            form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified diff")
+            form.add_argument("--json", action="store_true", help=JSON)
+        case "status":
+            _add_status(command)
+        case "doctor":
+            _add_doctor(command)
+        case "up":
+            _add_up(command)
+        case "preflight":
+            command.add_argument("--json", action="store_true", help=JSON)
+        case "reset" | "start" | "stop" | "restart":
+            _add_lifecycle(name, command)
+        case "prepare":
+            command.add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
+        case "gpus":
+            _add_gpus(command)
+        case "kube":
+            _add_kube(_add(command, "kube_command", KUBE_COMMANDS))
+        case _:
+            # The others have none.
+            pass
+
+
+def _add_status(status: argparse.ArgumentParser) -> None:
+    text = "only this machine, with full messages"
+    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--wide", action="store_true", help="print a table of all conditions")
+    form.add_argument("--json", action="store_true", help=JSON)
+    text = f"repeat every SECONDS (default: {WATCH_INTERVAL:.0f}) until interrupted"
+    _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
+    text = "exit with 3 if a machine is not ready, or with 4 if that is unknown"
+    status.add_argument("--check", action="store_true", help=text)
+    text = f"wait until ready, for at most SECONDS (default: {WAIT_LIMIT:.0f}); exit codes as for --check"
+    _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--json", action="store_true", help=JSON)
+    text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
+    doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
+    text = "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
+    doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
+
+
+def _add_up(up: argparse.ArgumentParser) -> None:
+    up.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this machine")
+    text = "make the root file system of MACHINE again; everything in the old one is lost"
+    up.add_argument("--rebuild", action="store_true", help=text)
+    up.add_argument("--json", action="store_true", help="print JSON, one object per line (docs/json.md)")
+
+
+def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
+    command.add_argument("machine", metavar="MACHINE", help="the machine's name")
+    if name != "reset":
+        text = "kubeconfig of a user who may cordon and drain nodes"
+        command.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
+    if name in ("stop", "restart"):
+        command.add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
+
+
+def _add_gpus(gpus: argparse.ArgumentParser) -> None:
+    gpus.add_argument("--json", action="store_true", help=JSON)
+    added = _add(gpus, "gpus_command", GPU_COMMANDS, required=False)
     # argparse would show COMMAND as required. This comes after the subcommands are added: otherwise, their usage would
     # begin with this one.
-    commands["gpus"].usage = "%(prog)s [-h] [--json] [COMMAND ...]"
+    gpus.usage = "%(prog)s [-h] [--json] [COMMAND ...]"
     for name, command in added.items():
         if name == "list":
             # With a default, it would overwrite the value of `gpus --json list`.
@@ -65,8 +136,6 @@ def make_parser() -> argparse.ArgumentParser:
         else:
             count = "?" if name in ADDRESS_OPTIONAL else None
             command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
-    _add_kube(_add(commands["kube"], "kube_command", KUBE_COMMANDS))
-    return parser
 
 
 def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -80,30 +149,6 @@ def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     text = "the Node object's name (default: the one that `up` recorded)"
     allocation.add_argument("--node", default="", metavar="NODE", help=text)
     allocation.add_argument("--kubeconfig", default="", metavar="FILE", help="an administrator's kubeconfig")
-
-
-def _add_observing(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the arguments of commands that change nothing."""
-    plan, status, doctor = (commands[name] for name in ("plan", "status", "doctor"))
-    form = plan.add_mutually_exclusive_group()
-    form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified diff")
-    form.add_argument("--json", action="store_true", help=JSON)
-    text = "only this machine, with full messages"
-    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
-    form = status.add_mutually_exclusive_group()
-    form.add_argument("--wide", action="store_true", help="print a table of all conditions")
-    form.add_argument("--json", action="store_true", help=JSON)
-    text = f"repeat every SECONDS (default: {WATCH_INTERVAL:.0f}) until interrupted"
-    _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
-    text = "exit with 3 if a machine is not ready, or with 4 if that is unknown"
-    status.add_argument("--check", action="store_true", help=text)
-    text = f"wait until ready, for at most SECONDS (default: {WAIT_LIMIT:.0f}); exit codes as for --check"
-    _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
-    doctor.add_argument("--json", action="store_true", help=JSON)
-    text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
-    doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
-    text = "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
-    doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
 
 
 def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:
@@ -122,22 +167,6 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
         return seconds
 
     parser.add_argument(option, type=parse, nargs="?", const=default, default=None, metavar="SECONDS", help=text)
-
-
-def _add_nodes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the arguments of commands that make, remove, start and stop nodes."""
-    commands["up"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this machine")
-    text = "make the root file system of MACHINE again; everything in the old one is lost"
-    commands["up"].add_argument("--rebuild", action="store_true", help=text)
-    commands["up"].add_argument("--json", action="store_true", help="print JSON, one object per line (docs/json.md)")
-    commands["preflight"].add_argument("--json", action="store_true", help=JSON)
-    for name in ("reset", "start", "stop", "restart"):
-        commands[name].add_argument("machine", metavar="MACHINE", help="the machine's name")
-    for name in ("start", "stop", "restart"):
-        text = "kubeconfig of a user who may cordon and drain nodes"
-        commands[name].add_argument("--kubeconfig", default="", metavar="FILE", help=text)
-    for name in ("stop", "restart"):
-        commands[name].add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
 
 
 def _add(

@@ -40,6 +40,33 @@ def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
+# ---- parsers
+
+
+def test_a_command_makes_only_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = argparse.ArgumentParser.__init__
+
+    def note(parser: argparse.ArgumentParser, **options: object) -> None:
+        make(parser, **options)  # type: ignore[arg-type]
+        made.append(parser.prog)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "__init__", note)
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert made == ["unbounded-agent", "unbounded-agent status"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_parser_of_one_command_is_the_same_as_in_the_whole(name: str) -> None:
+    whole, (alone, *commands) = make_parser(), parsers(make_parser(name))
+    assert alone.format_usage() == whole.format_usage()
+    names = {each.prog for each in commands}
+    assert [each.format_help() for each in commands] == [
+        each.format_help() for each in parsers(whole) if each.prog in names
+    ]
+
+
 # ---- help and version
 
 
