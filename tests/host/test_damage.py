@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -206,6 +207,9 @@ def test_lines_that_only_prepare_a_start_are_not_settings(gpu_host: Host) -> Non
     words = text.replace("mkdir -p", "install -d").replace("# NCCL and RDMA", "# RDMA")
     assert words.count("install -d") == 1
     assert words != text.replace("mkdir -p", "install -d")
+    assert words.count("\nAfter=") == 2
+    words = re.sub(r"\nAfter=remote-fs.*", "", words)
+    assert words.count("\nAfter=") == 1
     head, _, rest = words.partition("ExecStartPre=")
     gpu_host.write(
         started_drop_in(MACHINE), f"{head}ExecStartPre=-/bin/true \\\n    or not\nExecStartPre={rest}".encode()

@@ -17,10 +17,10 @@ from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal
 from agent.model.live import READ_ONLY, LiveSettings
 
-NOT_COMPARED = re.compile(rb"^(?:#.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
-"""Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments and
-commands before the start, because they differ between releases. A backslash at the end continues a line
-(systemd.syntax(7))."""
+NOT_COMPARED = re.compile(rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
+"""Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments, the
+order of units and commands before the start, because they differ between releases. A backslash at the end continues a
+line (systemd.syntax(7))."""
 DEVICE_BIND = re.compile(rb"Bind=/dev/(?!kmsg$)")
 """A line of a .nspawn file that binds a device other than /dev/kmsg."""
 
@@ -50,8 +50,8 @@ def _completed(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
 def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     """Return the live settings that follow from the files that the machine started with; None if they are unknown.
 
-    `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, comments and the
-    commands before the start.
+    `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, and the lines of
+    NOT_COMPARED.
     """
     if machine.started is None:
         return None

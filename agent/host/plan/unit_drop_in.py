@@ -3,9 +3,11 @@
 from agent.config.settings import MachineSettings
 from agent.host.plan.before_start import before_start
 from agent.host.plan.nspawn import HEADER
+from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceNumber
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import DeviceNode
+from agent.model.paths import DRIVER_ROOTS_TARGET
 
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
 """Prefixes of the template's entries that no machine gets: they would give root in a machine the host's disks.
@@ -40,11 +42,16 @@ def node_by_number(number: DeviceNumber) -> str:
 def render_drop_in(
     machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
 ) -> bytes:
-    """Return the drop-in with the DeviceAllow= list `allow`. If not `whole`, omit the commands before each start."""
+    """Return the drop-in with the DeviceAllow= list `allow`.
+
+    If not `whole`, omit the commands before each start and the order at the host's shutdown: a machine that runs
+    without them needs no restart.
+    """
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
         f"After=unbounded-agent-prepare@{machine}.service",
+        *(stop_order() if whole else ()),
         "# A machine whose start fails, for want of a node that is bound, is tried again until it works.",
         "StartLimitIntervalSec=0",
         "",
@@ -64,6 +71,16 @@ def render_drop_in(
         *(f"DeviceAllow={entry}" for entry in allow),
     ]
     return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
+
+
+def stop_order() -> list[str]:
+    """Return the lines that let the machine stop before the host stops or unmounts what its pods use."""
+    services = (service for vendor in HOST_VENDORS for service in vendor.services)
+    return [
+        "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
+        "# because systemd orders only what it starts or stops, and prepare@ is not active.",
+        f"After={' '.join(('remote-fs.target', DRIVER_ROOTS_TARGET, *services))}",
+    ]
 
 
 def quote(value: str) -> str:

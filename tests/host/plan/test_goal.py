@@ -18,14 +18,15 @@ from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
 from agent.host.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
 from agent.host.plan.selection import select
-from agent.host.plan.unit_drop_in import quote, render_drop_in
+from agent.host.plan.unit_drop_in import quote, render_drop_in, stop_order
+from agent.host.vendors import HOST_VENDORS
 from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device import DeviceKind
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
 from agent.model.goal import Share
 from agent.model.live import LiveSettings
-from agent.model.paths import device_allow_drop_in, nspawn_file, unit_drop_in
+from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import TEMPLATE, facts, node, nvidia, staged
 
 CONFIG = Config(machines={"gpu-node": MachineSettings()})
@@ -126,9 +127,22 @@ def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
     drop_in = render_drop_in("gpu-node", config.machines["gpu-node"], TEMPLATE)
     assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in machine.nspawn.content
     fixed = fixed.replace(f"{CONFIGURED}\n".encode(), b"")
-    own = "".join(f"{line}\n" for line in before_start("gpu-node")).encode()
-    assert own in drop_in
-    assert machine.live.fixed == hashlib.sha256(fixed + drop_in.replace(own, b"")).hexdigest()
+    for lines in (before_start("gpu-node"), stop_order()):
+        own = "".join(f"{line}\n" for line in lines).encode()
+        assert own in drop_in
+        drop_in = drop_in.replace(own, b"")
+    assert machine.live.fixed == hashlib.sha256(fixed + drop_in).hexdigest()
+
+
+def test_a_machine_stops_before_what_its_pods_use() -> None:
+    """At the host's shutdown. The order through prepare@ counts only while prepare@ itself is started or stopped."""
+    prepare = Path(__file__).parents[3].joinpath("systemd/unbounded-agent-prepare@.service").read_text()
+    drop_in = plan(CONFIG, facts()).goal.machines[0].drop_in.content.decode()
+    (awaited, after) = ({*" ".join(re.findall(r"^After=(.*)$", text, re.M)).split()} for text in (prepare, drop_in))
+    assert {"remote-fs.target", DRIVER_ROOTS_TARGET, "nvidia-fabricmanager.service"} <= after & awaited
+    services = {service for vendor in HOST_VENDORS for service in vendor.services}
+    assert services <= after & awaited
+    assert not {"Requires", "BindsTo", "PartOf"} & {line.partition("=")[0] for line in drop_in.splitlines()}
 
 
 @pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])
