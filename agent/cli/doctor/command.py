@@ -14,6 +14,7 @@ from agent.cli.output import style
 from agent.cli.printing import say
 from agent.host.observe.joined import observe_joined
 from agent.host.reconcile import Reconciler
+from agent.model.handoff import DRA
 
 
 def doctor(
@@ -42,7 +43,11 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     machines = reconciler.evaluate(facts, planned, difference)
     nodes = {each.name: observe_joined(each.name, system) for each in machines}
     modules = loaded_modules(system)
-    diagnoses = tuple(diagnose(each, environment_of(facts, modules, nodes[each.name])) for each in machines)
+    dra = {name for name, settings in reconciler.config.machines.items() if settings.allocation == DRA}
+    diagnoses = tuple(
+        diagnose(each, environment_of(facts, modules, nodes[each.name], offers_gpus=each.name in dra))
+        for each in machines
+    )
     cluster = None
     if kubeconfig:
         read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))

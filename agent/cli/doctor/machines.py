@@ -60,11 +60,13 @@ class Environment(Struct, frozen=True):
     """Names of the kernel's loaded modules."""
     node: str = "NODE"
     """The name of the machine's Node object."""
+    offers_gpus: bool = False
+    """Whether the machine offers its GPUs itself (`allocation = "dra"`)."""
 
 
-def environment_of(facts: Facts, modules: Set[str], node: str) -> Environment:
+def environment_of(facts: Facts, modules: Set[str], node: str, *, offers_gpus: bool = False) -> Environment:
     """Return the environment of a machine. It has only the vendors that have a GPU on this host."""
-    return Environment(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
+    return Environment(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE", offers_gpus)
 
 
 NO_ENVIRONMENT = Environment()
@@ -126,7 +128,7 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     special: list[str] = []
     for vendor in environment.vendors:
         special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, environment.modules)
-    general = () if special and kind in REPLACED else remedy(kind, reason)
+    general = () if special and kind in REPLACED else remedy(kind, reason, offers_gpus=environment.offers_gpus)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
         for each in dict.fromkeys((*special, *general, *_remarks(condition)))

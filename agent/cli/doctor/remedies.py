@@ -23,6 +23,10 @@ PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}
 PLUGIN_RESTART = "kubectl -n NAMESPACE delete pod POD  # its DaemonSet makes it again"
 RESTART_SETTING = "machines.{machine}.restart_device_plugin = true lets the agent do that from now on"
 KUBELET_LOG = "journalctl -M {machine} -b -u kubelet --no-pager -n 50"
+DRA_LOG = (
+    "systemctl -M {machine} status unbounded-agent-dra",
+    "journalctl -M {machine} -b -u unbounded-agent-dra --no-pager -n 50",
+)
 SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
 
 REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
@@ -171,10 +175,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     ),
     (ConditionType.GPUS_ADVERTISED, Reason.PLUGIN_SPEC_OUTDATED): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
     (ConditionType.GPUS_ADVERTISED, Reason.STALE_GPUS): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-    (ConditionType.GPUS_ADVERTISED, Reason.DRA_DRIVER_DOWN): (
-        "systemctl -M {machine} status unbounded-agent-dra",
-        "journalctl -M {machine} -u unbounded-agent-dra -n 50",
-    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.DRA_DRIVER_DOWN): DRA_LOG,
     (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_ACTIVE): (
         "unbounded-agent kube allocation dra {machine} --kubeconfig FILE",
     ),
@@ -197,6 +198,18 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
 }
 """By condition and reason. None stands for every condition that has no entry of its own for the reason."""
 
+OFFERED: Mapping[str, tuple[str, ...]] = {
+    Reason.NOT_REGISTERED: (*DRA_LOG, KUBELET_LOG),
+    Reason.GPUS_MISSING: DRA_LOG,
+    Reason.STALE_GPUS: DRA_LOG,
+    Reason.NODE_NOT_REGISTERED: (KUBELET_LOG,),
+    Reason.REFUSED: DRA_LOG,
+    Reason.API_UNREACHABLE: (*DRA_LOG, KUBELET_LOG),
+    Reason.FAILED: DRA_LOG,
+}
+"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. With these reasons, REMEDIES has commands for
+device plugins, or none."""
+
 REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
     "ModeNotServed": REPORT,
@@ -204,6 +217,11 @@ REMARKS: Mapping[str, str] = {
 """By a word in the message of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
 
 
-def remedy(kind: ConditionType, reason: str) -> tuple[str, ...]:
-    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there is nothing to do but wait."""
+def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tuple[str, ...]:
+    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there is nothing to do but wait.
+
+    `offers_gpus` says whether the machine offers its GPUs itself, without a device plugin.
+    """
+    if offers_gpus and kind is ConditionType.GPUS_ADVERTISED and reason in OFFERED:
+        return OFFERED[reason]
     return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()

@@ -8,6 +8,7 @@ import pytest
 
 from agent.cli.doctor.command import examine
 from agent.cli.doctor.machines import MachineFinding
+from agent.cli.doctor.remedies import OFFERED
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.facts import PciDevice
@@ -140,6 +141,19 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
     assert "default/train" in finding.message
     assert finding.fix[0].startswith("kubectl -n NAMESPACE delete pod POD")
     assert examine(reconciler(running)).sound
+
+
+def test_a_machine_that_offers_its_gpus_itself_has_no_device_plugin(gpu_host: Host) -> None:
+    make_sound(gpu_host)
+    answer_of_libcuda(gpu_host, "12040\n")
+    agent = reconciler(gpu_host, allocation="dra")
+    start(gpu_host, agent)
+    for reason in OFFERED:
+        report(gpu_host, ALL_OPEN, false(KIND.GPUS_ADVERTISED, Reason(reason), "simulated"))
+        (machine,) = examine(agent).machines
+        (finding,) = machine.findings
+        assert any("unbounded-agent-dra" in line or "-u kubelet" in line for line in finding.fix), reason
+        assert not [line for line in finding.fix if "plugin" in line or "POD" in line]
 
 
 @pytest.mark.parametrize(("kind", "reason"), SEEDS, ids=lambda each: str(each))
