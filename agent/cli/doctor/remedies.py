@@ -79,7 +79,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS): ("see LibrariesPresent",),
     (ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED): (
         "systemctl --failed --type=mount",
-        "modprobe overlay && systemctl reset-failed",
+        "modprobe overlay",
         APPLY,
     ),
     (ConditionType.MACHINE_RUNNING, Reason.NODE_FILES_CHANGED): (
