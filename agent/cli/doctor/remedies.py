@@ -142,7 +142,8 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.RUNTIME_CONFIGURED, Reason.NO_HANDLER): (SAME_RELEASE,),
     (ConditionType.RUNTIME_ACTIVE, Reason.OTHER_CONFIGURATION): (
         SHELL,
-        "systemctl edit --full containerd  # remove --config, then: systemctl restart containerd",
+        "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
+        "systemctl daemon-reload && systemctl restart containerd",
     ),
     (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
