@@ -11,7 +11,7 @@ from agent.model.reasons import Reason
 RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
 REBOOT = (
     "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
-    "systemctl reboot",
+    "systemctl reboot  # ends all machines of the host: stop the others first too",
     "unbounded-agent start {machine} --kubeconfig FILE  # after the boot: lets pods run there again",
 )
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"

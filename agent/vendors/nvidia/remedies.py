@@ -24,7 +24,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     ),
     (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): (
         "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",
-        "systemctl reboot  # drain the node first",
+        "systemctl reboot  # drain the nodes of all machines first",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): (
         "nvidia-smi",
@@ -109,7 +109,7 @@ def _blacklist(drivers: list[str]) -> tuple[str, ...]:
     return (
         *(f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in drivers),
         "update-initramfs -u  # RPM-based hosts: dracut --force",
-        "systemctl reboot  # drain the node first",
+        "systemctl reboot  # drain the nodes of all machines first",
     )
 
 

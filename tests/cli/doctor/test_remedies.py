@@ -12,6 +12,7 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
 from agent.model.facts import Gpu, VendorFacts
 from agent.model.reasons import Reason
+from agent.vendors.nvidia.remedies import FIXED
 from tests.fakes import facts
 from tests.fakes.reconciler import conditions
 from tests.project.test_docs import DOCUMENT, rows
@@ -64,6 +65,14 @@ def test_no_command_resets_all_failed_units() -> None:
     resets = [line for fix in REMEDIES.values() for line in fix if "reset-failed" in line]
     assert resets
     assert [line for line in resets if not re.search(r"reset-failed \S*@\{machine\}", line)] == []
+
+
+def test_a_reboot_is_announced_to_all_machines() -> None:
+    """A host may have several, and the fault of one is no reason to end the pods of another."""
+    fixes = [*REMEDIES.values(), *FIXED.values(), fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER)]
+    reboots = [line for lines in fixes for line in lines if line.startswith("systemctl reboot")]
+    assert len(reboots) > 3
+    assert [line for line in reboots if "all machines" not in line] == []
 
 
 def test_no_command_needs_an_editor() -> None:
