@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {
     *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "echo", "eglinfo", "glxinfo", "grep", "helm"),
-    *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "promtool", "rm", "rmmod"),
-    *("sed", "skopeo", "systemctl", "unbounded-agent", "vulkaninfo"),
+    *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "nvidia-smi", "promtool"),
+    *("rm", "rmmod", "sed", "skopeo", "systemctl", "unbounded-agent", "vulkaninfo"),
 }
 """What the pages' commands begin with. A misspelt program, or one that no reader has heard of, is not among them."""
 OPERATORS = {"|", "||", "&&", ";"}
