@@ -33,7 +33,7 @@ class MachineOutcome(Struct, frozen=True):
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """The machine has stopped, or failed to start, since the host booted, and is not running now."""
+    """The machine has stopped, or failed to start, since the host booted, or is masked; and it does not run now."""
     expected: int = 0
     """How many GPUs the settings ask for. If they ask for all: how many the machine has, and has lost."""
     advertised: int | None = None

@@ -215,9 +215,11 @@ class MachineFacts(Struct, frozen=True):
     """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
+    masked: bool = False
+    """That unit is masked, and `unit_state` is `inactive`."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted, and is not active now. If `unit_state` is
-    `inactive`, somebody stopped it."""
+    """The unit has stopped, or failed to start, since the host booted, or is masked; and it is not active now. If
+    `unit_state` is `inactive`, somebody stopped it."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()

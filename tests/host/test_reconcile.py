@@ -111,6 +111,21 @@ def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(gpu_hos
     assert start in gpu_host.runner.calls
 
 
+def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
+    """It does not run: that is known, although no start could change it."""
+    reconciler(gpu_host).reconcile()
+    assert gpu_host.exists(nspawn_file(MACHINE))
+    gpu_host.bus.unit(UNITS[0], "inactive", "masked")
+    gpu_host.runner.calls.clear()
+    (machine,) = reconciler(gpu_host).run_pass().machines
+    assert START not in gpu_host.runner.calls
+    running = machine.condition(ConditionType.MACHINE_RUNNING)
+    assert (running.status, running.reason) == (Status.FALSE, "Stopped")
+    assert f"`systemctl unmask {UNITS[0]}`" in running.message
+    Reconciler(Config(machines={}), gpu_host, gpu_host).reconcile()
+    assert not gpu_host.exists(nspawn_file(MACHINE)), "no process of it needs its settings"
+
+
 def test_an_idle_pass_writes_nothing_and_starts_no_process(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     agent.run_pass()

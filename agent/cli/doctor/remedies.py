@@ -90,7 +90,10 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
         "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
     ),
-    (ConditionType.MACHINE_RUNNING, Reason.STOPPED): ("machinectl start {machine}",),
+    (ConditionType.MACHINE_RUNNING, Reason.STOPPED): (
+        "systemctl unmask systemd-nspawn@{machine}  # if it is masked",
+        "machinectl start {machine}",
+    ),
     (ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED): (
         "systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver",
         "machinectl start {machine}",

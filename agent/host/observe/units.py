@@ -35,9 +35,11 @@ class Unit(Struct, frozen=True):
     """Path of the unit's object on the bus."""
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
+    masked: bool = False
+    """The unit is masked, and not active."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted, and is not active now
-    (InactiveEnterTimestampMonotonic)."""
+    """The unit has stopped, or failed to start, since the host booted (InactiveEnterTimestampMonotonic), or is masked;
+    and it is not active now."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 
@@ -54,14 +56,19 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def with_properties(unit: Unit, system: System) -> Unit:
-    """Return a machine's unit with its other properties; the unit's state is Unseen if a property cannot be read."""
+    """Return a machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
+
+    A masked unit that is not active is inactive, as if somebody had stopped it: nothing runs in that machine.
+    """
+    if unit.masked:
+        unit = replace(unit, state="inactive")
     if not isinstance(unit.state, str):
         return unit
     try:
         return replace(
             unit,
             # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
-            has_run=unit.state != "active" and systemd.inactive_enter(unit.path, system) != 0,
+            has_run=unit.masked or (unit.state != "active" and systemd.inactive_enter(unit.path, system) != 0),
             needs_reload=systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
@@ -70,7 +77,10 @@ def with_properties(unit: Unit, system: System) -> Unit:
 
 
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
-    return Unit(listed) if isinstance(listed, Unseen) else Unit(_state(name, listed), listed.path)
+    if isinstance(listed, Unseen):
+        return Unit(listed)
+    masked = (listed.load_state, listed.active_state) == ("masked", "inactive")
+    return Unit(_state(name, listed), listed.path, masked=masked)
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:

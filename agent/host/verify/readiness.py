@@ -21,7 +21,7 @@ from agent.model.conditions import (
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
 from agent.model.goal import Grant, MachineGoal
 from agent.model.handoff import with_remark
-from agent.model.paths import driver_root, mount_unit
+from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.reasons import Reason
 
 PLAIN_ADVICE = (
@@ -220,11 +220,9 @@ def _machine_running(machine: MachineFacts) -> Condition:
         case Unseen(why) | Broken(why) | Absent(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case "inactive" if machine.has_run:
-            return false(
-                kind,
-                Reason.STOPPED,
-                f"machine {machine.name} was stopped; start it with `machinectl start {machine.name}`",
-            )
+            unmask = f"`systemctl unmask {machine_unit(machine.name)}` and " if machine.masked else ""
+            how = f"start it with {unmask}`machinectl start {machine.name}`"
+            return false(kind, Reason.STOPPED, f"machine {machine.name} was stopped; {how}")
         case "inactive":
             return false(
                 kind, Reason.NOT_STARTED, f"machine {machine.name} has not started yet, or waits for its driver"
