@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
-from agent.host.observe.units import observe_units
+from agent.host.observe.units import TEMPLATE, observe_units
 from agent.host.vendors import host_vendor
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.model.finding import Finding
@@ -76,20 +76,25 @@ def _image(facts: Facts) -> str:
 def _template(facts: Facts) -> Iterator[Finding]:
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        yield Finding("no machine can start", template.why, ("apt install systemd-container",))
+        fix = "apt install systemd-container" if isinstance(template, Absent) else f"systemctl unmask {TEMPLATE}"
+        yield Finding("no machine can start", template.why, (fix,))
 
 
 def _service(config: Config, system: System) -> Iterator[Finding]:
     effect = "nothing follows changes on the host, and no metrics are served"
-    match observe_units([SERVICE], system)[SERVICE].state:
+    service = observe_units([SERVICE], system)[SERVICE]
+    match service.state:
         case "active":
             yield from _metrics(config, system)
         case "activating" | "reloading":
             return
         case Unseen(why):
             yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
-        case Absent(why) | Broken(why):
-            yield Finding(effect, why, (START_SERVICE,))
+        case Absent(why):
+            yield Finding(effect, why, ("install the host half: docs/install.md", START_SERVICE))
+        case Broken(why):
+            unmask = (f"systemctl unmask {SERVICE}",) if service.masked else ()
+            yield Finding(effect, why, (*unmask, START_SERVICE))
         case state:
             log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
             yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))

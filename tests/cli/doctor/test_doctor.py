@@ -13,7 +13,7 @@ from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, unknown
-from agent.model.facts import Facts
+from agent.model.facts import Broken, Facts
 from agent.model.finding import Finding
 from agent.model.reasons import Reason
 from agent.vendors.host_vendor import DriverForPods
@@ -234,7 +234,18 @@ def test_a_service_that_is_stopped_or_not_installed(sound_host: Host) -> None:
     sound_host.bus.unit(SERVICE, "inactive", "not-found")
     (finding,) = host_findings(sound_host)
     assert finding.evidence.startswith("unbounded-agent.service is not installed")
+    assert finding.fix[0] == "install the host half: docs/install.md"
     assert not sound(diagnose(MachineOutcome("gpu-node", conditions())), host=HostDiagnosis((finding,)))
+
+
+def test_masked_units_are_unmasked_first(sound_host: Host) -> None:
+    """`systemctl enable` and `systemctl start` refuse masked units, and no package removes the mask."""
+    sound_host.bus.unit(SERVICE, "inactive", "masked")
+    masked = Broken("/etc/systemd/system/systemd-nspawn@.service: not a regular file")
+    findings = diagnose_host(Facts("x86_64", 257, masked, (), ()), EMPTY, sound_host).findings
+    template, service = (each.fix for each in findings)
+    assert template == ("systemctl unmask systemd-nspawn@.service",)
+    assert service == ("systemctl unmask unbounded-agent.service", "systemctl enable --now unbounded-agent")
 
 
 def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:
