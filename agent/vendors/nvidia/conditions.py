@@ -8,6 +8,7 @@ from agent.model.reasons import Reason
 from agent.model.text import counted
 from agent.vendors.devices_present import common_fault
 from agent.vendors.nvidia.grant import misbound_gpus
+from agent.vendors.nvidia.remedies import bind
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
@@ -22,7 +23,7 @@ def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]
     driver = facts.driver or Driver(none, UserSpace(none, none))
     return (
         _driver_loaded(facts, driver),
-        _devices_present(facts, grant),
+        _devices_present(facts, driver, grant),
         _libraries_present(driver, grant),
         _fabric_ready(driver.fabric),
         _persistence_mode(driver.persistence),
@@ -60,9 +61,13 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             )
 
 
-def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
+def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if fault := common_fault(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
+    loaded = isinstance(driver.module_version, str)
+    # modprobe does nothing if the module is loaded already.
+    if fault := common_fault(
+        facts, grant, lambda unbound: f"run `{bind(unbound[0]) if loaded else 'modprobe nvidia'}`, and see `dmesg`"
+    ):
         return fault
     lost = [
         f"{gpu.pci_address}: {gpu.why_lost}" for gpu in facts.gpus if gpu.why_lost and gpu.pci_address in grant.gpus

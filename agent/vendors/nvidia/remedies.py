@@ -12,6 +12,7 @@ UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "
 DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
 """Services that keep GPUs open. Those that are not installed make no difference to `systemctl stop`."""
 LOAD = "modprobe -a nvidia nvidia_uvm"
+DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
 FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
 REINSTALL = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
 
@@ -32,7 +33,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         # With -u, any number but 0 would give /dev/nvidia-uvm a wrong minor.
         "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
     ),
-    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, "dmesg | grep -iE 'nvidia|nvrm'"),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
         "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
         "or set driver.root or driver.library_directories: docs/drivers/roots.md",
@@ -73,10 +74,18 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             return _install_fabric_manager(version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
+            # The evidence names the granted GPUs. Others may be without a driver on purpose.
+            return (f"{bind('PCI-ADDRESS')}  # for each GPU named above", DRIVER_LOG)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
             return _initialise_gpus(facts)
         case _:
             return FIXED.get((kind, reason), ())
+
+
+def bind(pci_address: str) -> str:
+    """Return the command that binds the loaded driver to a GPU (sysfs-bus-pci of the kernel's documentation)."""
+    return f"echo {pci_address} > /sys/bus/pci/drivers/nvidia/bind"
 
 
 def reload_driver(modules: Set[str]) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
 from agent.model.facts import Gpu, VendorFacts
+from agent.model.goal import Grant
 from agent.model.reasons import Reason
+from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.remedies import FIXED
 from tests.fakes import facts
 from tests.fakes.reconciler import conditions
@@ -106,6 +108,21 @@ def test_a_gpu_whose_uuid_is_not_known_yet_may_be_the_missing_one() -> None:
     assert lines[0].startswith(f"nvidia-smi -L  # initialises {gpus[1].pci_address}")
     assert lines[1].startswith("unbounded-agent gpus")
     assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND)[0].startswith("unbounded-agent gpus")
+
+
+def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
+    """modprobe would do nothing then."""
+    gpus = (facts.gpu(0), replace(facts.gpu(1), driver=""))
+    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
+    lines = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around)
+    assert lines[0].startswith("echo PCI-ADDRESS > /sys/bus/pci/drivers/nvidia/bind")
+    assert not any("modprobe" in line for line in lines)
+    messages = [each.message for each in nvidia_conditions(around.vendors[0], Grant("nvidia", (gpus[1].pci_address,)))]
+    address = gpus[1].pci_address
+    expected = f"no driver is bound to {address}; run `echo {address} > /sys/bus/pci/drivers/nvidia/bind`"
+    assert any(each.startswith(expected) for each in messages)
+    unloaded = replace(around, modules=frozenset())
+    assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, unloaded)[0].startswith("modprobe")
 
 
 def test_another_driver_is_blacklisted_by_its_name() -> None:
