@@ -190,7 +190,10 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECTL): ("install kubectl in the image",),
     (ConditionType.NODE_CONDITION_SET, Reason.KUBELET_NOT_RUNNING): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECONFIG): ("give the kubelet --kubeconfig with an absolute path",),
-    (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (SHELL, "hostnamectl hostname NAME"),
+    (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (
+        SHELL,
+        "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
+    ),
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
     (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (

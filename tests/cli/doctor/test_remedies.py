@@ -135,6 +135,11 @@ def test_a_machine_that_has_not_started() -> None:
     assert "machinectl start gpu-node" in fix(ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED)
 
 
+def test_a_new_host_name_needs_a_new_start_of_the_kubelet() -> None:
+    """It reads the name, and registers the Node, only when it starts."""
+    assert "&& systemctl restart kubelet" in fix(ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME)[-1]
+
+
 def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands() -> None:
     """NVIDIA's hosts need no `vainfo`, and Intel's no `nvidia-smi`."""
     fault = MachineOutcome("m", conditions(false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
