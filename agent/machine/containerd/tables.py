@@ -277,8 +277,7 @@ def _merge(into: Table, table: Table) -> None:
 
 
 def _copy(value: Any) -> Any:  # noqa: ANN401 - a value of any type in a table
-    # Imported here: it loads weakref and warnings, and most runs change no table.
-    import copy
+    import copy  # Here, because it loads weakref and warnings, and most runs change no table.
 
     return copy.deepcopy(value)
 
