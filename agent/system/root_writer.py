@@ -40,8 +40,8 @@ class RootWriter:
     """Writes below the directory `root`, which must not be a link. Paths are those that a program in the root uses.
 
     Every method may raise OSError. If the error concerns a file in the root, it names the path as seen from the root.
-    Methods that write or remove raise ValueError for a path that ends in no name. Only this process may change the root
-    meanwhile.
+    Methods that write raise ValueError for a path that ends in no name. Meanwhile, only this process may change the
+    root.
     """
 
     def __init__(self, root: str) -> None:
@@ -64,21 +64,6 @@ class RootWriter:
         """Replace a file with a copy of the host's file `source`. The caller ensures that only root can write it."""
         with opening.plain(source) as reading:
             self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
-
-    def remove(self, path: str) -> None:
-        """Remove a file, if it exists, or whatever else is at its path except a directory, durably."""
-        try:
-            parent = self._open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        with _Closing(parent):
-            try:
-                os.unlink(_name(path), dir_fd=parent)
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, path) from error
-            os.fsync(parent)
 
     def read(self, path: str, limit: int) -> bytes | None:
         """Return the content of a regular file; None if nothing is there. Raises OSError (EFBIG) above `limit`."""
