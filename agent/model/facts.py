@@ -64,7 +64,6 @@ class PciDevice(Struct, frozen=True, order=True):
     address: str
     """Domain, bus, device and function in the kernel's form: `0000:01:00.0`."""
     vendor_id: int
-    device_id: int
     class_id: int
     """24 bits: 0x030200 is a 3D controller."""
     driver: str = ""

@@ -82,13 +82,13 @@ class Sysfs:
             kind = self._number(f"{place}/class")
             if not listed(kind):
                 return None
-            vendor, product = self._number(f"{place}/vendor"), self._number(f"{place}/device")
+            vendor = self._number(f"{place}/vendor")
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
         except OSError as error:
             if error.errno in NOT_FOUND:
                 return None
             raise
-        return PciDevice(address, vendor, product, kind, driver)
+        return PciDevice(address, vendor, kind, driver)
 
     def _is_processed(self, name: str) -> bool:
         """Return whether udevd has set mode and owner of a DRM node. It then sends an event, which causes a pass."""

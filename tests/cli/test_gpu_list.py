@@ -77,8 +77,8 @@ def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: pytest.Capt
     assert isinstance(gpu_host.pci, tuple)
     gpu_host.pci = (
         *gpu_host.pci,
-        PciDevice("0000:03:00.0", 0x10DE, 0x2330, 0x030200, "vfio-pci"),
-        PciDevice("0000:04:00.0", 0x10DE, 0x2330, 0x030200),
+        PciDevice("0000:03:00.0", 0x10DE, 0x030200, "vfio-pci"),
+        PciDevice("0000:04:00.0", 0x10DE, 0x030200),
     )
     for name, number in (("vendor", "0x10de\n"), ("device", "0x2330\n")):
         gpu_host.file(f"/sys/bus/pci/devices/0000:03:00.0/{name}", number)
@@ -94,7 +94,7 @@ def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: pytest.C
     """amdgpu's (Documentation/gpu/amdgpu/driver-misc.rst)."""
     address = "0000:05:00.0"
     assert isinstance(gpu_host.pci, tuple)
-    gpu_host.pci = (*gpu_host.pci, PciDevice(address, 0x1002, 0x740F, 0x038000, "amdgpu"))
+    gpu_host.pci = (*gpu_host.pci, PciDevice(address, 0x1002, 0x038000, "amdgpu"))
     gpu_host.file(f"/sys/bus/pci/devices/{address}/unique_id", "a1b2c3d4e5f60718\n")
     gpu_host.file(f"/sys/bus/pci/devices/{address}/product_name", "Instinct MI210\n")
     found = document(reconciler(gpu_host, gpus=[FIRST]), capsys)[address]

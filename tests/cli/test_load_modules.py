@@ -103,7 +103,7 @@ def host(tmp_path: Path, programs: Programs) -> Host:
     programs.host = host
     host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
     host.file("/usr/bin/nvidia-modprobe", executable=True)
-    host.pci = (PciDevice(GPU, 0x10DE, 0x2330, 0x030200),)
+    host.pci = (PciDevice(GPU, 0x10DE, 0x030200),)
     host.file(f"/sys/bus/pci/devices/{GPU}/driver_override", "(null)\n")
     return host
 
@@ -260,13 +260,13 @@ def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, take: Call
 
 def test_a_gpu_next_to_one_with_vfio(host: Host) -> None:
     assert isinstance(host.pci, tuple)
-    host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x2330, 0x030200, "vfio-pci"))
+    host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x030200, "vfio-pci"))
     assert "GPU 0000:02:00.0 is left to its driver vfio-pci" in load(host)
     assert nodes(host) == ALL_NODES
 
 
 def test_no_gpu(host: Host) -> None:
-    host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x1234, 0x030000, "i915"),)
+    host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x030000, "i915"),)
     assert load(host) == "this host has no GPU for NVIDIA's driver"
 
 

@@ -359,7 +359,7 @@ class Host(WithDeadLinks):
         self.node(f"/dev/dri/renderD{128 + minor}", 226, 128 + minor)
         assert isinstance(self.pci, tuple)
         assert isinstance(self.drm, tuple)
-        self.pci = (*self.pci, PciDevice(address, 0x10DE, 0x2330, 0x030200, "nvidia"))
+        self.pci = (*self.pci, PciDevice(address, 0x10DE, 0x030200, "nvidia"))
         self.drm = (
             *self.drm,
             DrmDevice(f"/dev/dri/card{minor + 1}", address),

@@ -38,10 +38,10 @@ class Tree:
         self.system = Removing(ScriptedRunner(), str(root))
         self.source = Sysfs(self.system)
 
-    def pci(self, address: str, vendor: str, device: str, kind: str, driver: str = "") -> Path:
+    def pci(self, address: str, vendor: str, kind: str, driver: str = "") -> Path:
         place = self.sys / BRIDGE / address
         place.mkdir(parents=True)
-        for name, value in (("vendor", vendor), ("device", device), ("class", kind)):
+        for name, value in (("vendor", vendor), ("class", kind)):
             (place / name).write_text(f"{value}\n")
         if driver:
             (place / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
@@ -75,15 +75,15 @@ def test_this_machine_can_be_listed() -> None:
 
 
 def test_display_controllers_accelerators_and_switches_are_listed(tree: Tree) -> None:
-    tree.pci(ACCELERATOR, "0x1002", "0x74a1", "0x120000")
-    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000", "nvidia-nvswitch")
-    tree.pci(GPU, "0x10de", "0x2330", "0x030200", "nvidia")
-    tree.pci(NETWORK, "0x8086", "0x1572", "0x020000", "i40e")
-    tree.pci("0000:40:01.1", "0x1022", "0x14ab", "0x060400", "pcieport")
+    tree.pci(ACCELERATOR, "0x1002", "0x120000")
+    tree.pci(SWITCH, "0x10de", "0x068000", "nvidia-nvswitch")
+    tree.pci(GPU, "0x10de", "0x030200", "nvidia")
+    tree.pci(NETWORK, "0x8086", "0x020000", "i40e")
+    tree.pci("0000:40:01.1", "0x1022", "0x060400", "pcieport")
     assert tree.source.pci_devices() == (
-        PciDevice(GPU, 0x10DE, 0x2330, 0x030200, "nvidia"),
-        PciDevice(SWITCH, 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"),
-        PciDevice(ACCELERATOR, 0x1002, 0x74A1, 0x120000, ""),
+        PciDevice(GPU, 0x10DE, 0x030200, "nvidia"),
+        PciDevice(SWITCH, 0x10DE, 0x068000, "nvidia-nvswitch"),
+        PciDevice(ACCELERATOR, 0x1002, 0x120000, ""),
     )
 
 
@@ -131,7 +131,7 @@ def test_no_device_is_withdrawn_while_sysfs_is_not_mounted(tree: Tree) -> None:
 
 
 def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
-    link = tree.pci(GPU, "0x10de", "0x2330", "0x030200")
+    link = tree.pci(GPU, "0x10de", "0x030200")
     link.unlink()
     link.symlink_to("../gone")
     (tree.sys / "class/drm").mkdir(parents=True)
@@ -139,10 +139,10 @@ def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
     assert (tree.source.pci_devices(), tree.source.drm_devices()) == ((), ())
 
 
-@pytest.mark.parametrize("name", ["class", "device"])
+@pytest.mark.parametrize("name", ["class", "vendor"])
 def test_a_device_that_is_removed_between_open_and_read(tree: Tree, name: str) -> None:
-    tree.pci(GPU, "0x10de", "0x2330", "0x030200")
-    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000")
+    tree.pci(GPU, "0x10de", "0x030200")
+    tree.pci(SWITCH, "0x10de", "0x068000")
     tree.system.failing = OSError(errno.ENODEV, os.strerror(errno.ENODEV), f"{GPU}/{name}")
     assert [each.address for each in tree.source.pci_devices()] == [SWITCH]  # type: ignore[union-attr]
     tree.system.failing = OSError(errno.EIO, os.strerror(errno.EIO), f"{GPU}/{name}")
@@ -151,7 +151,7 @@ def test_a_device_that_is_removed_between_open_and_read(tree: Tree, name: str) -
 
 @pytest.mark.parametrize("content", ["", "display\n", None])
 def test_an_attribute_that_cannot_be_understood_is_named(tree: Tree, content: str | None) -> None:
-    tree.pci(SWITCH, "0x10de", "0x22a3", "0x068000")
+    tree.pci(SWITCH, "0x10de", "0x068000")
     place = tree.sys / BRIDGE / SWITCH / "vendor"
     place.unlink()
     if content is None:

@@ -68,7 +68,7 @@ def not_installed(host: Host) -> None:
 def fabric(state: str, load: str = "loaded") -> Callable[[Host], None]:
     def seed(host: Host) -> None:
         assert isinstance(host.pci, tuple)
-        host.pci = (*host.pci, PciDevice("0000:05:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"))
+        host.pci = (*host.pci, PciDevice("0000:05:00.0", 0x10DE, 0x068000, "nvidia-nvswitch"))
         host.bus.unit(FABRIC, state, load)
 
     return seed

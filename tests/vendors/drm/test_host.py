@@ -41,7 +41,7 @@ class Cards(Host):
         """Add a PCI device; with a number, also its DRM nodes."""
         assert isinstance(self.pci, tuple)
         assert isinstance(self.drm, tuple)
-        self.pci = (*self.pci, PciDevice(address, vendor, 0xFFFE, kind, driver))
+        self.pci = (*self.pci, PciDevice(address, vendor, kind, driver))
         if number is None:
             return
         nodes = {f"/dev/dri/card{number}": number}

@@ -61,7 +61,7 @@ def test_the_control_node_alone_is_not_an_nvswitch(host: Host) -> None:
 def test_with_nvswitch_the_fabric_managers_state_counts(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     assert isinstance(host.pci, tuple)
-    host.pci += (PciDevice("0000:80:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"),)
+    host.pci += (PciDevice("0000:80:00.0", 0x10DE, 0x068000, "nvidia-nvswitch"),)
     assert fabric(host, {FABRIC_UNIT: "failed"}) == "failed"
     assert isinstance(fabric(host, {FABRIC_UNIT: Absent("not installed")}), Broken)
     assert isinstance(fabric(host, {FABRIC_UNIT: Unseen("timeout")}), Unseen)

@@ -214,8 +214,8 @@ def test_other_drivers_and_other_vendors(host: Host) -> None:
     assert isinstance(host.pci, tuple)
     assert isinstance(host.drm, tuple)
     host.pci += (
-        PciDevice("0000:00:02.0", 0x8086, 0x56A0, 0x030000, "i915"),
-        PciDevice("0000:01:00.1", 0x10DE, 0x10FA, 0x040300, "snd_hda_intel"),
+        PciDevice("0000:00:02.0", 0x8086, 0x030000, "i915"),
+        PciDevice("0000:01:00.1", 0x10DE, 0x040300, "snd_hda_intel"),
     )
     host.node("/dev/dri/card0", 226, 0)
     host.drm += (DrmDevice("/dev/dri/card0", "0000:00:02.0"), DrmDevice("/dev/dri/card9", ""))
