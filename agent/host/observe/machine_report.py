@@ -17,14 +17,12 @@ H = TypeVar("H", bound=Hashable)
 
 
 class Report(Struct, frozen=True):
-    """The machine half's report on one generation of the handoff."""
+    """What the host half needs of the machine half's report on one generation of the handoff."""
 
     generation: str
-    boot_id: str
     agent_version: str
     conditions: tuple[Condition, ...]
     """At most one condition of each type."""
-    cdi_devices: tuple[str, ...]
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
     advertised_gpus: int | None = None
@@ -96,10 +94,8 @@ def parse_report(data: bytes) -> Report:
         raise DocumentError(f"{REPORT_NAME}: conditions: a type appears twice", "the machine half writes it again")
     return Report(
         document.generation,
-        document.boot_id,
         document.agent_version,
         conditions,
-        tuple(document.cdi_devices),
         document.repairs,
         document.advertised_gpus,
         tuple(document.changed_files),

@@ -28,7 +28,6 @@ def test_a_report_of_the_machine_half_is_read_back() -> None:
     report = parse_report(document())
     assert report.generation == "0123456789abcdef"
     assert report.conditions == (LINKED,)
-    assert report.cdi_devices == ("0", "GPU-x")
     assert report.repairs == {"spec": 2}
 
 

@@ -26,7 +26,7 @@ def test_a_report_names_the_publication_if_both_halves_know_it(
     published: Publication | None, reported: Publication | None, counts: bool
 ) -> None:
     machine = MachineFacts("gpu-node", "/var/lib/machines/gpu-node", "active", publication=published)
-    report = Report("a1", "", "", (), (), publication=reported)
+    report = Report("a1", "", (), publication=reported)
     assert names_handoff(report, machine, "a1") is counts
     assert not names_handoff(report, machine, "b2")
 

@@ -22,6 +22,6 @@ RUNNING = true(ConditionType.MACHINE_RUNNING, Reason.RUNNING, "machine gpu-node 
 )
 def test_old_reports_say_nothing(state: str, age: float, reason: Reason) -> None:
     machine = MachineFacts("gpu-node", root="/var/lib/machines/gpu-node", unit_state=state, report_age=age)
-    report = Report("", "", "", (), (), changed_files=("/etc/a",))
+    report = Report("", "", (), changed_files=("/etc/a",))
     (condition,) = with_changed_files((RUNNING,), machine, report)
     assert condition.reason == reason

@@ -326,9 +326,8 @@ def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
     goal = plan(config, facts).goal.machines[0]
     running = replace(facts, machines=(replace(facts.machines[0], unit_state="active", live=goal.live),))
     inside = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
-    report = Report(
-        goal.generation, "", "1", tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in inside), ()
-    )
+    fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in inside)
+    report = Report(goal.generation, "1", fine)
     found = {each.type: each for each in evaluate(config.machines["node"], goal, running, report, "")}
     assert found[ConditionType.READY].reason == "AllConditionsTrue"
     assert found[ConditionType.DRIVER_ROOT_STAGED].reason == "NotApplicable"
