@@ -108,7 +108,7 @@ def remove_root(index: int, system: System) -> None:
     A running container keeps its files: each one is a bind mount, which does not depend on the path. A container that
     restarts needs the paths again, so `agent.host.plan.driver_roots` decides which roots may be removed.
     """
-    unpublish(index, system)
+    unpublish(driver_root(index), system)
     system.make_directory(REMOVED)
     removed, tree = f"{REMOVED}/{index}", f"{TREES}/{index}"
     clear((removed,), system)

@@ -84,9 +84,8 @@ def mount_parent(system: System) -> bool:
     return False
 
 
-def unpublish(index: int, system: System) -> None:
-    """Unmount driver root `index`, if it is mounted. Fails while a file in it is open. Raises AgentError, OSError."""
-    path = driver_root(index)
+def unpublish(path: str, system: System) -> None:
+    """Unmount a driver root, or HOST_NVIDIA. Fails while a file in it is open. Raises AgentError, OSError."""
     if path in mounted(system, OVERLAY):
         failure = _run_job("StopUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
@@ -96,12 +95,7 @@ def unpublish(index: int, system: System) -> None:
 
 def unpublish_parent(system: System) -> None:
     """Unmount HOST_NVIDIA. No driver root may still be mounted in it. Raises AgentError, OSError."""
-    if HOST_NVIDIA in mounted(system, OVERLAY):
-        failure = _run_job("StopUnit", mount_unit(HOST_NVIDIA), system)
-        if HOST_NVIDIA in mounted(system, OVERLAY):
-            advice = f"see what uses it: `fuser -vm {HOST_NVIDIA}`"
-            raise ApplyError(f"{HOST_NVIDIA} cannot be unmounted{failure}", advice)
-    _remove_unit(HOST_NVIDIA, system)
+    unpublish(HOST_NVIDIA, system)
     wants = posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA)))
     if system.is_directory(wants) and not system.entries(wants):
         system.remove_empty_directory(wants)
