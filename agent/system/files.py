@@ -234,9 +234,10 @@ class System(Rooted):
             self.remove(path)
 
     def remove_empty_directory(self, path: str) -> None:
-        """Remove a directory durably. Raises OSError (ENOTEMPTY) if something is in it."""
-        os.rmdir(self._at(path, follow=False))
-        self.sync_directory(os.path.dirname(path))
+        """Remove a directory durably, if there is one and nothing is in it."""
+        if self.is_directory(path) and not self.entries(path):
+            os.rmdir(self._at(path, follow=False))
+            self.sync_directory(os.path.dirname(path))
 
     def rename(self, old: str, new: str) -> None:
         """Rename within one file system, durably."""

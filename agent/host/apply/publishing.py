@@ -96,9 +96,7 @@ def unpublish(path: str, system: System) -> None:
 def unpublish_parent(system: System) -> None:
     """Unmount HOST_NVIDIA. No driver root may still be mounted in it. Raises AgentError, OSError."""
     unpublish(HOST_NVIDIA, system)
-    wants = posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA)))
-    if system.is_directory(wants) and not system.entries(wants):
-        system.remove_empty_directory(wants)
+    system.remove_empty_directory(posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA))))
 
 
 def _mount(index: int, system: System) -> str:

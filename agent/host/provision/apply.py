@@ -159,8 +159,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
             with pass_lock(system, progress):
                 remove_all(system)
         case RemoveEmptyDirectory(path):
-            if system.is_directory(path) and not system.entries(path):
-                system.remove_empty_directory(path)
+            system.remove_empty_directory(path)
         case EnableUnit(unit):
             system.run("systemctl", "enable", unit, timeout=UNIT_LIMIT)
         case DisableUnit(unit):

@@ -64,7 +64,7 @@ def undo_host(found: HostState, system: System) -> None:
     steps: list[Callable[[], object]] = []
     changed = [path for path, file in found.files.items() if _file(path, system) != file]
     steps += [partial(_restore, path, found.files[path], system) for path in changed]
-    steps += [partial(_remove_directory, each, system) for each in reversed(found.absent_directories)]
+    steps += [partial(system.remove_empty_directory, each) for each in reversed(found.absent_directories)]
     steps.append(partial(_reload, changed, system))
     steps += [partial(_set_sysctl, name, value, system) for name, value in found.sysctls.items() if value is not None]
     active = {swap.path for swap in _swaps(system)}
@@ -174,12 +174,6 @@ def _restore(path: str, found: FoundFile | None, system: System) -> None:
         system.remove(path)
     else:
         system.write(path, found.content, found.mode)
-
-
-def _remove_directory(path: str, system: System) -> None:
-    """Remove a directory that the agent made, unless it has other files."""
-    if system.is_directory(path) and not system.entries(path):
-        system.remove_empty_directory(path)
 
 
 def _reload(paths: Iterable[str], system: System) -> None:
