@@ -11,7 +11,7 @@ import pytest
 
 from agent.cli.prepare import prepare
 from agent.host.state.detached_gpus import observe_detached, record_detached
-from agent.host.state.lost_gpus import LogPosition, observe_lost, read_log_position, record_lost, save_log_position
+from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
 from agent.model.conditions import ConditionType, Status
 from agent.model.paths import (
     CONDITIONS,
@@ -100,13 +100,13 @@ def test_a_directory_in_the_place_of_the_gpus_record_is_moved_aside(gpu_host: Ho
         gpu_host.write(f"{path}/content", b"")
     gpu_host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00")
     gpu_host.symlink("/sys/devices/pci0000:00/driver", "../../bus/pci/drivers/nvidia")
-    assert (observe_lost(gpu_host), read_log_position(gpu_host)) == ({}, None)
+    assert (observe_lost(gpu_host), LOG_POSITION.read(KERNEL_LOG_READ, gpu_host)) == ({}, None)
     assert not observe_detached(gpu_host).gpus
     assert record_lost(gpu_host, GPU, "gone")
-    save_log_position(gpu_host, LogPosition(sequence=1, bindings={}))
+    LOG_POSITION.write(KERNEL_LOG_READ, LogPosition(sequence=1, bindings={}), gpu_host)
     assert record_detached(gpu_host, GPU, draining=False)
     assert observe_lost(gpu_host)
-    assert read_log_position(gpu_host)
+    assert LOG_POSITION.read(KERNEL_LOG_READ, gpu_host)
     assert observe_detached(gpu_host).gpus
 
 

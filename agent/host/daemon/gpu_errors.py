@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from agent.host.state.gpu_faults import record_fault
-from agent.host.state.lost_gpus import LogPosition, binding, bindings, read_log_position, record_lost, save_log_position
+from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, binding, bindings, record_lost
 from agent.host.vendors import HOST_VENDORS
 from agent.model.gpu_facts import GpuFault
-from agent.model.paths import PCI_DEVICES
+from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
 from agent.system.files import System
 from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
@@ -48,7 +48,7 @@ class GpuErrors:
         """The last error of each GPU, with its time, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
-        self._last_saved = read_log_position(system)
+        self._last_saved = LOG_POSITION.read(KERNEL_LOG_READ, system)
         self._sequence = self._last_saved.sequence if self._last_saved else None
         self._listen()
 
@@ -113,7 +113,7 @@ class GpuErrors:
                 return
             # Set this before saving: if saving fails, each pass would otherwise log the same error.
             self._last_saved = position
-            save_log_position(self._system, position)
+            LOG_POSITION.write(KERNEL_LOG_READ, position, self._system)
         except OSError as problem:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 

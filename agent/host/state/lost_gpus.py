@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import BaseModel
 
 from agent.host.state.record import Record
-from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS, PCI_DEVICES
+from agent.model.paths import LOST_GPUS, PCI_DEVICES
 from agent.system.files import System
 
 
@@ -27,7 +27,8 @@ class LogPosition(BaseModel, defer_build=True):
 
 
 _LOST = Record(dict[str, _Lost])
-_LOG_POSITION = Record(LogPosition)
+LOG_POSITION = Record(LogPosition)
+"""The record KERNEL_LOG_READ."""
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
@@ -45,16 +46,6 @@ def record_lost(system: System, address: str, why: str) -> bool:
         return False
     _LOST.write(LOST_GPUS, {**_recorded(system), address: _Lost(why=why, binding=bound)}, system)
     return True
-
-
-def read_log_position(system: System) -> LogPosition | None:
-    """Return how far the log was read since the host booted; None if there is no usable record."""
-    return _LOG_POSITION.read(KERNEL_LOG_READ, system)
-
-
-def save_log_position(system: System, position: LogPosition) -> None:
-    """Record how far the log was read. Raises OSError."""
-    _LOG_POSITION.write(KERNEL_LOG_READ, position, system)
 
 
 def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
