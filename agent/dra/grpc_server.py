@@ -61,9 +61,10 @@ class _Peer:
 
 
 class Server:
-    """A server that listens as soon as it is created."""
+    """Serves gRPC on a Unix socket at a path, as soon as it is created."""
 
-    def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits) -> None:
+    def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits = Limits()) -> None:
+        """`methods` has their paths, `/package.Service/Method`, as keys. Raises AgentError if it cannot listen."""
         self._methods, self._limits = methods, limits
         self._listener = ListeningSocket(path)
         self._calls = Calls(limits.calls, self._post)
@@ -241,11 +242,3 @@ class Server:
         # If the buffer is full, the server's thread is about to wake up anyway; if it is closed, the server has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-
-
-def serve(path: str, methods: Mapping[str, Method], limits: Limits = Limits()) -> Server:
-    """Serve gRPC on a Unix socket at a path. `methods` has their paths, `/package.Service/Method`, as keys.
-
-    Raises AgentError if the socket cannot be created.
-    """
-    return Server(path, methods, limits)

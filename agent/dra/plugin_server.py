@@ -3,7 +3,7 @@
 import logging
 from typing import Protocol
 
-from agent.dra.grpc_server import Server, serve
+from agent.dra.grpc_server import Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 from agent.dra.health import HealthService
 from agent.dra.messages import (
@@ -80,7 +80,7 @@ class DriverPlugin:
 
     def _start(self) -> None:
         for path, methods in self._sockets:
-            self._servers.append(serve(path, methods))
+            self._servers.append(Server(path, methods))
 
     def _close(self) -> None:
         # The last one, for registration, is stopped first, so that the kubelet does not connect to an endpoint that is

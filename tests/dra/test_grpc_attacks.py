@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from agent.dra.grpc_connection import Connection, ConnectionLostError
-from agent.dra.grpc_server import Limits, Server, serve
+from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary, time_limit, with_prefix
 
 ECHO = "/test.Example/Echo"
@@ -55,7 +55,7 @@ def server() -> Iterator[Server]:
 @contextlib.contextmanager
 def serving(limits: Limits) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
-        running = serve(f"{directory}/test.sock", METHODS, limits)
+        running = Server(f"{directory}/test.sock", METHODS, limits)
         try:
             yield running
         finally:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from h2.events import ResponseReceived, StreamEnded
 
-from agent.dra.grpc_server import Limits, Server, serve
+from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
 from tests.dra.test_grpc_attacks import asking, connected
@@ -75,7 +75,7 @@ def path() -> Iterator[str]:
 
 @pytest.fixture
 def server(path: str, example: Example) -> Iterator[Server]:
-    running = serve(path, example.methods)
+    running = Server(path, example.methods)
     yield running
     running.stop(0.1)
 
@@ -139,7 +139,7 @@ def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> 
 
 
 def test_too_many_calls_are_refused(path: str, example: Example) -> None:
-    server = serve(path, example.methods, Limits(calls=2))
+    server = Server(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
         until(lambda: len(server._calls._jobs) == 2)
@@ -247,10 +247,10 @@ def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: 
 
 def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> None:
     """As after kill -9; a client connects again by itself."""
-    first = serve(path, example.methods)
+    first = Server(path, example.methods)
     with grpc.insecure_channel(f"unix:{path}") as channel:
         assert call(channel, "Echo", b"1") == b"1"
-        second = serve(path, example.methods)
+        second = Server(path, example.methods)
         assert not first.healthy
         first.stop()
         assert second.healthy, "the first one has removed the second one's socket"
@@ -261,10 +261,10 @@ def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> No
 def test_what_cannot_be_a_socket_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "sock").mkdir()
     with pytest.raises(AgentError, match="sock: cannot listen: Is a directory"):
-        serve(str(tmp_path / "sock"), {})
+        Server(str(tmp_path / "sock"), {})
     (tmp_path / "file").touch()
     with pytest.raises(AgentError, match="cannot listen"):
-        serve(str(tmp_path / "file" / "sock"), {})
+        Server(str(tmp_path / "file" / "sock"), {})
 
 
 def test_sockets_are_for_root_only(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     path = tmp_path / ("long" * 30) / "test.sock"
     before = os.umask(0)
     try:
-        server = serve(str(path), {})
+        server = Server(str(path), {})
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
