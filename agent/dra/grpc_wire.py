@@ -21,11 +21,9 @@ Headers = list[tuple[str, str]]
 
 
 class Code(IntEnum):
-    """The status codes with which a call can end."""
+    """The status codes with which a call of this server can end."""
 
     OK = 0
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12

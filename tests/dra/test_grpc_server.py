@@ -40,7 +40,7 @@ class Example:
         }
 
     def refuse(self, request: bytes) -> bytes:
-        raise RpcError(Code.INVALID_ARGUMENT, "not 100 % good: Größe\n" + request.decode())
+        raise RpcError(Code.RESOURCE_EXHAUSTED, "not 100 % good: Größe\n" + request.decode())
 
     def wait(self, request: bytes) -> bytes:
         self.go_on.wait(LONG)
@@ -151,7 +151,7 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
 
 
 def test_errors(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
-    assert error(channel, "Refuse", b"x") == (grpc.StatusCode.INVALID_ARGUMENT, "not 100 % good: Größe x")
+    assert error(channel, "Refuse", b"x") == (grpc.StatusCode.RESOURCE_EXHAUSTED, "not 100 % good: Größe x")
     code, details = error(channel, "Nothing")
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert "/test.Example/Nothing" in details
