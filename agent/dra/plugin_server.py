@@ -19,8 +19,6 @@ from agent.model.errors import AgentError, DocumentError
 
 log = logging.getLogger(__name__)
 
-KUBELET = "/var/lib/kubelet"
-"""The default of the kubelet's --root-dir."""
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
 
@@ -37,7 +35,7 @@ class Claims(Protocol):
 class DriverPlugin:
     """The driver's two servers. `keep_serving` must be called regularly."""
 
-    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str = KUBELET) -> None:
+    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str) -> None:
         """Start serving. `kubelet_root` is the kubelet's root directory. Raises AgentError."""
         endpoint = f"{kubelet_root}/plugins/{driver}/dra.sock"
         self._claims, self._health = claims, health

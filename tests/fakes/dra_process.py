@@ -20,11 +20,11 @@ from agent.dra.devices import Device, Health
 from agent.dra.health import HealthService
 from agent.dra.kubelet_state import read_record
 from agent.dra.messages import ClaimReference
-from agent.dra.plugin_server import KUBELET, DriverPlugin
+from agent.dra.plugin_server import DriverPlugin
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 from agent.system.spawn_runner import MachineRunner
-from tests.fakes.dra_node import GPUS, NODE
+from tests.fakes.dra_node import GPUS, KUBELET, NODE
 
 
 class MortalCheckpoint(Checkpoint):
