@@ -13,6 +13,7 @@ from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
+from agent.vendors.cdi.document import host_paths
 
 if TYPE_CHECKING:
     # Few machines allocate by claims, and the import takes part of the time before containerd at every boot.
@@ -139,9 +140,7 @@ class MachineVendor(ABC):
         `hostPath`s of the specification's mounts that exist in the machine, which is the host in CDI's sense.
         """
 
-    @abstractmethod
-    def host_paths(self, spec: object) -> tuple[str, ...]:
-        """Return the `hostPath`s of all mounts in the specification. Pure."""
+    host_paths = staticmethod(host_paths)
 
     def plugin_spec_problems(
         self,

@@ -31,6 +31,7 @@ from agent.model.remembered import parse_remembered
 from agent.system.files import System
 from agent.system.kernel_log import parse_record
 from agent.vendors.cdi import yaml_names
+from agent.vendors.cdi.document import host_paths
 from agent.vendors.cdi.names import device_names
 from agent.vendors.drm.machine import parse_groups
 from agent.vendors.nvidia.cdi import nvidia_ctk
@@ -69,7 +70,7 @@ def _spec(data: bytes) -> object:
         spec = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    cdi.host_paths(spec)
+    host_paths(spec)
     return cdi.verify(spec, REQUEST, {}, frozenset())
 
 

@@ -1,4 +1,5 @@
-"""Reads a CDI specification, which may be malformed. Raises DocumentError, which names the malformed part."""
+"""Reads a CDI specification, which may be malformed. Raises DocumentError, which names the malformed part, except in
+`host_paths`."""
 
 from typing import Any
 
@@ -16,6 +17,21 @@ def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     if len({name for name, _ in found}) != len(found):
         raise DocumentError("two devices have the same name")
     return found
+
+
+def all_edits(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the containerEdits of the whole specification, and those of each device."""
+    common = object_of(document.get("containerEdits", {}), "containerEdits")
+    return [common, *(edits for _, edits in devices(document))]
+
+
+def host_paths(spec: object) -> tuple[str, ...]:
+    """Return the `hostPath`s of all mounts; none if the specification is malformed."""
+    try:
+        edits = all_edits(object_of(spec, "the specification"))
+        return tuple(path for each in edits for path in strings(each, "mounts", "hostPath"))
+    except DocumentError:
+        return ()
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping, Set
 from typing import TYPE_CHECKING
 
 from agent.model.device import DeviceNumber, dri_link
-from agent.model.errors import DocumentError
 from agent.model.handoff import Request
 from agent.system.files import System
-from agent.vendors.cdi.document import devices, object_of, strings
+from agent.vendors.cdi.document import devices, object_of
 from agent.vendors.cdi.names import device_names
 from agent.vendors.drm import cdi
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
@@ -54,14 +53,6 @@ class DrmMachine(MachineVendor):
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
         return cdi.verify(self.spec_kind, spec, request, live, present)
-
-    def host_paths(self, spec: object) -> tuple[str, ...]:
-        try:
-            return tuple(
-                path for _, each in devices(object_of(spec, "")) for path in strings(each, "mounts", "hostPath")
-            )
-        except DocumentError:
-            return ()
 
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
         return tuple(

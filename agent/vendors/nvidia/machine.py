@@ -52,7 +52,6 @@ class NvidiaMachine(MachineVendor):
     plugin_spec = device_plugin.SPEC
 
     verify = staticmethod(cdi.verify)
-    host_paths = staticmethod(cdi.host_paths)
     list_devices = staticmethod(nvidia_ctk.list_devices)
     edit_runtime_config = staticmethod(edit_runtime_config)
 

@@ -11,7 +11,7 @@ from typing import Any
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
-from agent.vendors.cdi.document import devices, object_of, objects, strings
+from agent.vendors.cdi.document import all_edits, devices, object_of, objects, strings
 from agent.vendors.nvidia.device_plugin import SPEC_KIND
 
 
@@ -27,11 +27,7 @@ def plugin_spec_problems(
         document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
             return (f"its kind is {document.get('kind')!r}, not {SPEC_KIND}",)
-        edits = [
-            object_of(document.get("containerEdits", {}), "containerEdits"),
-            *(each for _, each in devices(document)),
-        ]
-        found = [problem for each in edits for problem in _problems(each, request, live, exists)]
+        found = [problem for each in all_edits(document) for problem in _problems(each, request, live, exists)]
         found += _missing(document, own, request)
     except DocumentError as error:
         return (error.message,)

@@ -12,7 +12,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
 from agent.vendors.cdi.document import devices as devices_of
-from agent.vendors.cdi.document import items, object_of, objects, strings
+from agent.vendors.cdi.document import items, object_of, strings
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify_devices import devices_problems, is_partition, missing_gpus, missing_partitions
 from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
@@ -66,20 +66,6 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         tuple(name for name, _ in devices),
         missing_partitions(devices, request),
     )
-
-
-def host_paths(spec: object) -> tuple[str, ...]:
-    """Return the `hostPath`s of all mounts; none if the specification is malformed, which `verify` reports."""
-    try:
-        document = object_of(spec, "the specification")
-        edits = [
-            object_of(document.get("containerEdits", {}), "containerEdits"),
-            *(each for _, each in devices_of(document)),
-        ]
-        mounts = [mount for each in edits for mount in objects(each, "mounts")]
-    except DocumentError:
-        return ()
-    return tuple(path for mount in mounts if isinstance(path := mount.get("hostPath"), str))
 
 
 def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
