@@ -4,7 +4,6 @@ The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/opt
 passed to the command, whose default is nvidia.com/gpu in all modes.
 """
 
-import json
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from agent.system.files import System
 from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import object_of, objects, strings
 from agent.vendors.machine_vendor import CdiModes
-from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK, generate_command, output_file
+from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK, generate_command
 from agent.vendors.nvidia.cdi.complete import TRIPLET_32
-from agent.vendors.nvidia.cdi.nvidia_ctk import OLDEST, check_version
-from agent.vendors.nvidia.cdi.verify import library_problems
+from agent.vendors.nvidia.cdi.nvidia_ctk import OLDEST, check_version, read_output
+from agent.vendors.nvidia.cdi.verify import header_problems, library_problems
 from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
 
 ALL = "all"
@@ -98,10 +97,7 @@ class NvidiaModes(CdiModes):
             system.run(*mode_command(mode, request, directory), timeout=limit)
         except CommandError as error:
             raise _in_short(error) from error
-        try:
-            spec = json.loads(system.read(output_file(directory)))
-        except (ValueError, RecursionError) as error:
-            raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
+        spec = read_output(system, directory)
         paths = {device.path for device in request.devices}
         try:
             return _narrowed(spec, lambda node: str(node.get("path")) in paths)
@@ -187,12 +183,7 @@ def _problems(
     mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Iterator[str]:
     """Yield what is wrong with a mode's specification. `request` is from `mode_request`. Raises DocumentError."""
-    if document.get("kind") != mode.kind:
-        yield f"kind is {document.get('kind')!r}, not {mode.kind}"
-    if not isinstance(document.get("cdiVersion"), str):
-        yield "cdiVersion is missing"
-    if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"}):
-        yield f"unknown key {', '.join(foreign)}"
+    yield from header_problems(document, mode.kind)
     expected = Expectations(request, live, present)
     common = object_of(document.get("containerEdits", {}), "containerEdits")
     yield from edits_problems("containerEdits", common, expected)

@@ -48,11 +48,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         if unpartitioned:
             raise AgentError(_without_instance(unpartitioned)) from error
         raise
-    try:
-        spec = json.loads(system.read(output_file(directory)))
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
-    spec, incomplete = without_incomplete(spec, request)
+    spec, incomplete = without_incomplete(read_output(system, directory), request)
     unpartitioned = in_mig_mode(system, _not_listed(spec, request))
     remarks = []
     if version < RECOMMENDED:
@@ -66,6 +62,14 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     if unpartitioned:
         remarks.append(_without_instance(unpartitioned))
     return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned)
+
+
+def read_output(system: System, directory: str) -> object:
+    """Return the specification that nvidia-ctk wrote into a directory. Raises OSError or DocumentError."""
+    try:
+        return json.loads(system.read(output_file(directory)))
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
 
 
 def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:

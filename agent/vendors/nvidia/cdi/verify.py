@@ -46,7 +46,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
         expected = Expectations(request, live, present)
         problems = [
-            *_header_problems(document),
+            *header_problems(document, KIND),
             *edits_problems("containerEdits", common, expected),
             *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, expected)),
             *_common_problems(common, request),
@@ -88,9 +88,10 @@ def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]],
     )
 
 
-def _header_problems(document: dict[str, Any]) -> Iterator[str]:
-    if document.get("kind") != KIND:
-        yield f"kind is {document.get('kind')!r}, not {KIND}"
+def header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
+    """Yield what is wrong with the keys of a specification for one kind of devices."""
+    if document.get("kind") != kind:
+        yield f"kind is {document.get('kind')!r}, not {kind}"
     if not isinstance(document.get("cdiVersion"), str):
         yield "cdiVersion is missing"
     foreign = sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"})
