@@ -1,8 +1,9 @@
-"""Finds the faults of GPUs that all vendors have in common, and that do not concern single nodes. Pure."""
+"""Finds the faults of GPUs that all vendors have in common. Pure."""
 
 from collections.abc import Callable
 
 from agent.model.conditions import Condition, ConditionType, false, unknown
+from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
@@ -26,3 +27,13 @@ def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, 
     if unbound:
         return false(KIND, Reason.GPU_WITHOUT_DRIVER, f"no driver is bound to {', '.join(unbound)}; {advice(unbound)}")
     return None
+
+
+def nodes_missing(facts: VendorFacts, grant: Grant, kind: DeviceKind, node: str, advice: str) -> Condition | None:
+    """Return DevicesPresent with the status False if a granted GPU has no node of this kind; otherwise None."""
+    with_node = {each.pci_address for each in grant.nodes if each.kind is kind}
+    missing = [address for address in grant.gpus if address not in with_node]
+    if not missing:
+        return None
+    problems = "".join(f"; {problem}" for problem in facts.problems)
+    return false(KIND, Reason.NODES_MISSING, f"no usable {node} for {', '.join(missing)}; {advice}{problems}")

@@ -6,7 +6,7 @@ from agent.model.facts import Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.model.text import counted
-from agent.vendors.devices_present import common_fault
+from agent.vendors.devices_present import common_fault, nodes_missing
 from agent.vendors.drm.description import Description
 
 
@@ -48,16 +48,9 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
     kind = ConditionType.DEVICES_PRESENT
     if fault := common_fault(facts, grant, lambda unbound: _load(vendor, unbound)):
         return fault
-    with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.DRI_RENDER}
-    missing = [address for address in grant.gpus if address not in with_node]
-    if missing:
-        broken = "".join(f"; {problem}" for problem in facts.problems)
-        return false(
-            kind,
-            Reason.NODES_MISSING,
-            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`; if the GPU has just appeared, run "
-            f"`udevadm settle`{broken}",
-        )
+    advice = "see `dmesg`; if the GPU has just appeared, run `udevadm settle`"
+    if fault := nodes_missing(facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice):
+        return fault
     present_kinds = {node.kind for node in grant.nodes}
     missing_extras = "".join(
         f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds

@@ -6,7 +6,7 @@ from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, V
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.model.text import counted
-from agent.vendors.devices_present import common_fault
+from agent.vendors.devices_present import common_fault, nodes_missing
 from agent.vendors.nvidia.grant import misbound_gpus
 from agent.vendors.nvidia.remedies import bind
 
@@ -74,15 +74,9 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     ]
     if lost:
         return false(kind, Reason.GPU_FALLEN_OFF_BUS, "; ".join(lost))
-    with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.GPU}
-    missing = [address for address in grant.gpus if address not in with_node]
-    if missing:
-        broken = "".join(f"; {problem}" for problem in facts.problems)
-        return false(
-            kind,
-            Reason.NODES_MISSING,
-            f"no usable /dev/nvidiaN for {', '.join(missing)}; run `nvidia-smi` or `nvidia-modprobe -c N`{broken}",
-        )
+    advice = "run `nvidia-smi` or `nvidia-modprobe -c N`"
+    if fault := nodes_missing(facts, grant, DeviceKind.GPU, "/dev/nvidiaN", advice):
+        return fault
     present_kinds = {node.kind for node in grant.nodes}
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if needed not in present_kinds:
