@@ -15,6 +15,9 @@ CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
 CONSEQUENCES = frozenset({Reason.MACHINE_NOT_RUNNING})
 """Reasons that are only consequences of another condition, which has the cause."""
+INDENT = " " * 4
+LARGEST_INDENT = 14
+"""Columns by which the further lines of a paragraph are indented at most, however long its heading is."""
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready", Status.UNKNOWN: "unknown"}
 COLOURS = {Status.TRUE: "32", Status.FALSE: "1;31", Status.UNKNOWN: "1;33"}
@@ -39,7 +42,7 @@ def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> I
         for cause in causes(machine.conditions):
             yield from _cause(cause, style)
         if machine.ready.status is Status.TRUE and not machine.gpus:
-            yield from _wrapped(machine.ready.message, style)
+            yield from paragraph(INDENT, machine.ready.message, style.width)
 
 
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
@@ -107,7 +110,7 @@ def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
     line = next((each for each in wordings if len(each) <= style.width), wordings[-1])
     if style.whole:
         yield line
-        yield from _wrapped(first.message, style)
+        yield from paragraph(INDENT, first.message, style.width)
     else:
         yield shortened(f"{line}: {first.message}", style.width)
 
@@ -117,14 +120,13 @@ def _names(group: Sequence[Condition], count: int) -> str:
     return ", ".join(each.type for each in group[:count]) + (f" and {more} more" if more > 0 else "")
 
 
-def _wrapped(message: str, style: Style) -> Iterator[str]:
-    indent = " " * 4
-    # Paths and commands stay whole, so that they can be copied.
-    yield from textwrap.wrap(
-        message,
-        style.width,
-        initial_indent=indent,
-        subsequent_indent=indent,
+def paragraph(heading: str, text: str, width: int) -> list[str]:
+    """Return the lines of a text with a heading. Paths and commands stay whole, so that they can be copied."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=heading,
+        subsequent_indent=" " * min(len(heading), LARGEST_INDENT),
         break_long_words=False,
         break_on_hyphens=False,
     )

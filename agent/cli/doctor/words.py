@@ -1,12 +1,12 @@
 """Renders diagnoses for people and for programs. Pure."""
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct, to_builtins
 
 from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import Diagnosis, MachineFinding
+from agent.cli.summary import paragraph
 from agent.cli.terminal import WIDTH
 from agent.host.outcome import NO_MACHINES
 from agent.model.conditions import Status
@@ -56,9 +56,9 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
         yield "cluster:" if cluster.findings or cluster.unknown else "cluster: no fault found"
         yield from _findings(cluster.findings, width)
         for each in cluster.unknown:
-            yield from _paragraph("  - unknown: ", each, width)
+            yield from paragraph("  - unknown: ", each, width)
     for each in host.remarks:
-        yield from _paragraph("note: ", each, width)
+        yield from paragraph("note: ", each, width)
     for driver in host.drivers:
         yield f"driver for pods: {_driver(driver)}"
     yield f"image for machines of this host: containerfiles/{host.image}"
@@ -66,18 +66,18 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
 
 def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
     for each in findings:
-        yield from _paragraph("  - ", each.cause, width)
+        yield from paragraph("  - ", each.cause, width)
         if each.evidence:
-            yield from _paragraph("    evidence: ", each.evidence, width)
+            yield from paragraph("    evidence: ", each.evidence, width)
         yield from _fix(each.fix)
 
 
 def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
     aside = "" if finding.prevents_ready or finding.status is Status.TRUE else " (not needed for Ready)"
-    yield from _paragraph("  - ", f"{', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}", width)
-    yield from _paragraph("    evidence: ", finding.message, width)
+    yield from paragraph("  - ", f"{', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}", width)
+    yield from paragraph("    evidence: ", finding.message, width)
     if finding.symptoms:
-        yield from _paragraph("    symptoms: ", finding.symptoms, width)
+        yield from paragraph("    symptoms: ", finding.symptoms, width)
     yield from _fix(finding.fix)
 
 
@@ -85,18 +85,6 @@ def _fix(commands: Sequence[str]) -> Iterator[str]:
     """Yield each command on a line of its own, however long it is, so that users can copy it."""
     for heading, command in zip(("    fix:      ", *[" " * 14] * len(commands)), commands, strict=False):
         yield f"{heading}{command}"
-
-
-def _paragraph(heading: str, text: str, width: int) -> Iterator[str]:
-    indent = " " * min(len(heading), 14)
-    yield from textwrap.wrap(
-        text,
-        width,
-        initial_indent=heading,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _driver(driver: DriverForPods) -> str:
