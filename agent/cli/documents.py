@@ -10,16 +10,10 @@ VERSION = 1
 """Version of the documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
 
 
-def envelope(command: str, now: float) -> dict[str, object]:
-    """Return the keys with which all documents begin. `now` is in seconds since the epoch."""
-    return {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
+def document(command: str, now: float, content: Mapping[str, object], *, indent: int | None = 2) -> str:
+    """Return a document as text. `now` is in seconds since the epoch.
 
-
-def document(command: str, now: float, content: Mapping[str, object]) -> str:
-    """Return a document as text of several lines."""
-    return json.dumps({**envelope(command, now), **content}, indent=2)
-
-
-def line(command: str, now: float, content: Mapping[str, object]) -> str:
-    """Return a document as one line, for a command that prints several."""
-    return json.dumps({**envelope(command, now), **content})
+    With `indent=None` it is on one line, for a command that prints several.
+    """
+    envelope = {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
+    return json.dumps({**envelope, **content}, indent=indent)

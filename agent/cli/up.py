@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from agent.cli.documents import line
+from agent.cli.documents import document
 from agent.cli.output import print_machines
 from agent.cli.printing import progress, report, say
 from agent.cli.waiting import Watch, wait_for_servers
@@ -78,7 +78,7 @@ class Output:
             report(sentence)
 
     def _event(self, event: str, **values: object) -> None:
-        say([line("up", time.time(), {"event": event, **values})])
+        say([document("up", time.time(), {"event": event, **values}, indent=None)])
 
 
 def as_object(check: Check) -> dict[str, object]:
