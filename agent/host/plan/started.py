@@ -32,33 +32,31 @@ def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
     for machine in facts.machines:
         if machine.started and machine.name in goals:
             try:
-                machine = replace(machine, live=_completed(goals[machine.name], machine))
+                machine = replace(machine, live=_completed(goals[machine.name], machine, machine.started))
             except Exception as error:
                 faults[machine.name] = fault("determine which settings it started with", error)
         machines.append(machine)
     return replace(facts, machines=tuple(machines)), faults
 
 
-def _completed(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
+def _completed(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
     """Return the machine's recorded live settings, with the missing parts derived; without a record, derive all."""
-    derived = _derived(goal, machine)
-    if machine.live is None or derived is None:
+    derived = _derived(goal, machine, started)
+    if machine.live is None:
         return derived
     return replace(machine.live, fixed=derived.fixed, mounts=derived.mounts)
 
 
-def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
-    """Return the live settings that follow from the files that the machine started with; None if they are unknown.
+def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
+    """Return the live settings that follow from the files that the machine started with.
 
     `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, and the lines of
     NOT_COMPARED.
     """
-    if machine.started is None:
-        return None
-    nspawn, drop_in = machine.started[0].splitlines(), machine.started[1].decode(errors="replace")
+    nspawn, drop_in = started[0].splitlines(), started[1].decode(errors="replace")
     bind_lines = {path: _bind_line(path, number) for path, number in goal.live.nodes.items()}
     same = _fixed_lines(nspawn, bind_lines) == _fixed_lines(goal.nspawn.content.splitlines(), bind_lines)
-    same = same and NOT_COMPARED.sub(b"", machine.started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
+    same = same and NOT_COMPARED.sub(b"", started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
     lines = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
     at_start = [DeviceAllow.parse(line.partition("=")[2]) for line in lines]
     numbers = {entry.node for entry in at_start}
