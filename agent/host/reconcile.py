@@ -142,7 +142,7 @@ class Reconciler(Struct):
                 facts, planned, difference = self.preview()
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
-            ready = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
+            ready = {each.name: each.ready for each in machines if self.config.machines[each.name].node_condition}
             failures += publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
@@ -239,9 +239,6 @@ class Reconciler(Struct):
         except CommandError as error:
             return (str(error),)
         return ()
-
-    def _sets_node_condition(self, name: str) -> bool:
-        return self.config.machines[name].node_condition
 
     def _publish_gpu_states(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
         goals = [goal for goal in planned.goal.machines if self.config.machines[goal.name].allocation == DRA]
