@@ -87,10 +87,8 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.kube import manifests
 
             return manifests(options.names, options.out, this_host())
-        case "prepare" | "load-modules" | "run":
+        case _:
             return _run_for_units(options)
-        case command:
-            raise ConfigError(f"unknown command {command}")
 
 
 def _run_for_units(options: argparse.Namespace) -> int:
