@@ -117,9 +117,7 @@ def _fields(machine: str, settings: MachineSettings) -> Iterator[Problem]:
 
 def _has(table: object, path: list[str]) -> bool:
     """Return whether a table has a value at a path, or anything but a table on the way there."""
-    if not path:
-        return True
-    if not isinstance(table, dict):
+    if not path or not isinstance(table, dict):
         return True
     return path[0] in table and _has(table[path[0]], path[1:])
 
