@@ -6,8 +6,7 @@ The machine half reads this document for the condition GPUsAdvertised.
 import json
 from typing import Any, NamedTuple
 
-from agent.model.errors import DocumentError
-from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.json_document import accept_version, get, objects, parse_object, strings, timestamp
 from agent.model.paths import DRA_STATUS_NAME
 from agent.model.text import one_line
 
@@ -63,11 +62,8 @@ def parse_dra_status(data: bytes) -> DraStatus:
     where = DRA_STATUS_NAME
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
-    at = document.get("at")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1 << 36:
-        raise DocumentError(f"{where}: key at must be a time in seconds, not {str(at)[:40]!a}")
     return DraStatus(
-        float(at),
+        timestamp(where, document, "at"),
         get(where, document, "node", str),
         get(where, document, "registered", bool),
         objects(where, document, "offers", _offer),

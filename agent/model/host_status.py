@@ -5,11 +5,11 @@ a new generation. The machine half sets the Node condition if this document exis
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.json_document import accept_version, get, parse_object
+from agent.model.json_document import accept_version, get, parse_object, timestamp
 from agent.model.paths import CONDITIONS_NAME
 from agent.model.text import one_line
 
@@ -60,14 +60,6 @@ def parse_host_status(data: bytes) -> HostStatus:
         Status(status),
         get(where, document, "reason", str),
         get(where, document, "message", str),
-        _time(where, document, "last_transition"),
-        _time(where, document, "judged"),
+        timestamp(where, document, "last_transition"),
+        timestamp(where, document, "judged"),
     )
-
-
-def _time(where: str, document: dict[str, Any], key: str) -> float:
-    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can become a date."""
-    value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 36:
-        raise DocumentError(f"{where}: key {key} must be a time in seconds, not {str(value)[:40]!a}")
-    return float(value)

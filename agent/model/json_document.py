@@ -95,3 +95,11 @@ def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
         if not isinstance(item, str):
             raise DocumentError(f"{where}: key {key}[{index}] must be a string, not {in_json(item)}")
     return tuple(items)
+
+
+def timestamp(where: str, document: dict[str, Any], key: str) -> float:
+    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can become a date."""
+    value = document.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 36:
+        raise DocumentError(f"{where}: key {key} must be a time in seconds, not {str(value)[:40]!a}")
+    return float(value)
