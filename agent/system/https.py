@@ -1,4 +1,4 @@
-"""Sends one request by HTTPS or HTTP, and reads the response within limits of time and size.
+"""Sends one request by HTTPS or HTTP, and reads the head of the response within a time limit.
 
 It uses no proxy and follows no redirect.
 """
@@ -7,12 +7,10 @@ import email.utils
 import http.client
 import ssl
 import urllib.parse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agent.system.deadlines import bounded
 
-ANSWER_LIMIT = 1 << 16
-"""Bytes of an answer that are read."""
 TIME_LIMIT = 10.0
 """Seconds for each operation on the connection."""
 MARGIN = 5.0
@@ -21,30 +19,29 @@ MARGIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said."""
+    """What the head of the response says."""
 
     status: int
     date: float | None
     """The server's clock, in seconds since the epoch; None if the header Date is missing or invalid."""
-    body: bytes = field(repr=False, default=b"")
 
 
-def ask(url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
+def ask(url: str, *, ca: bytes = b"", token: str = "") -> Answer:
     """Return the answer. Raises OSError: ssl.SSLCertVerificationError if the server's certificate is not accepted.
 
     `ca` has the accepted CA certificates in PEM format; if it is empty, the host's are accepted. Raises ValueError if
     `ca` contains no certificate.
     """
-    return bounded(f"{method} {url}", lambda: _ask(url, method, ca, token), TIME_LIMIT + MARGIN)
+    return bounded(f"GET {url}", lambda: _ask(url, ca, token), TIME_LIMIT + MARGIN)
 
 
-def _ask(url: str, method: str, ca: bytes, token: str) -> Answer:
+def _ask(url: str, ca: bytes, token: str) -> Answer:
     connection = _connection(url, ca)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        connection.request(method, urllib.parse.urlsplit(url).path or "/", headers=headers)
+        connection.request("GET", urllib.parse.urlsplit(url).path or "/", headers=headers)
         response = connection.getresponse()
-        return Answer(response.status, _date(response.headers["Date"]), response.read(ANSWER_LIMIT))
+        return Answer(response.status, _date(response.headers["Date"]))
     except http.client.HTTPException as error:
         raise OSError(f"not an HTTP response: {type(error).__name__}") from error
     finally:
