@@ -46,7 +46,7 @@ class Qemu:
 
     def __init__(
         self, directory: Path, boot: Path, disks: Iterable[Path], ports: Iterable[int], *,
-        memory_mib: int = 4096, append: str = "", snapshot: str | None = None, one_processor: bool = False,
+        memory_mib: int = 4096, snapshot: str | None = None, one_processor: bool = False,
     ) -> None:  # fmt: skip
         self.serial_log = directory / "serial.log"
         self.guest_socket = directory / "guest.sock"
@@ -56,7 +56,7 @@ class Qemu:
         monitor = directory / "monitor.sock"
         for path in (monitor, self.guest_socket):
             path.unlink(missing_ok=True)
-        argv = _command_line(self, monitor, boot, disks, memory_mib, append)
+        argv = _command_line(self, monitor, boot, disks, memory_mib)
         argv += ["-smp", "1" if one_processor else str(processors())]
         if snapshot is not None:
             argv += ["-loadvm", snapshot]
@@ -174,15 +174,13 @@ class Qemu:
                 return message["return"]
 
 
-def _command_line(
-    qemu: Qemu, monitor: Path, boot: Path, disks: Iterable[Path], memory_mib: int, append: str
-) -> list[str]:
+def _command_line(qemu: Qemu, monitor: Path, boot: Path, disks: Iterable[Path], memory_mib: int) -> list[str]:
     # setpriv: if this process is killed, the kernel kills QEMU too.
     argv = ["setpriv", "--pdeathsig", "KILL", *emulator(), *MACHINE, "-m", str(memory_mib)]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
     argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]
     argv += ["-kernel", str(boot / "vmlinuz"), "-initrd", str(boot / "initrd")]
-    argv += ["-append", f"{KERNEL_ARGUMENTS} {append}".strip()]
+    argv += ["-append", KERNEL_ARGUMENTS]
     for disk in disks:
         argv += ["-drive", f"file={disk},format=qcow2,if=virtio,cache=unsafe,discard=unmap"]
     argv += ["-device", "virtio-serial", "-chardev", f"socket,path={qemu.guest_socket},server=on,wait=off,id=agent"]

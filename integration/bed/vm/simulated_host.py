@@ -33,12 +33,11 @@ class SimulatedHost(Lifetime):
 
     def __init__(
         self, host: Path | None = None, machines: Path | None = None, *,
-        gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "", saved: Path | None = None,
+        gpus: Iterable[int] = range(8), memory_mib: int = 4096, saved: Path | None = None,
         one_processor: bool = False,
     ) -> None:  # fmt: skip
         self.directory = run_directory("simulated-host")
         self._memory_mib = memory_mib
-        self._append = append
         self._one_processor = one_processor
         self._boot = boot_files()
         self._snapshots: dict[str, frozenset[int]] = {}
@@ -99,14 +98,14 @@ class SimulatedHost(Lifetime):
         self.guest.start(["systemctl", "--no-block", "reboot"])
         self._wait_for_next_boot(before, timeout, may_fail)
 
-    def cut_power(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
+    def cut_power(self) -> None:
         """Cut the guest's power, and wait until it is up again: what it has not written to a disk is lost."""
         before = self._boot_id()
         self.qemu.execute("system_reset")
         self.guest.close()
-        self._wait_for_next_boot(before, timeout, may_fail)
+        self._wait_for_next_boot(before, BOOT_SECONDS)
 
-    def _wait_for_next_boot(self, before: bytes, timeout: float, may_fail: str) -> None:
+    def _wait_for_next_boot(self, before: bytes, timeout: float, may_fail: str = "") -> None:
         deadline = time.monotonic() + timeout
         while True:
             time.sleep(1)
@@ -159,7 +158,7 @@ class SimulatedHost(Lifetime):
     def _start(self, ports: Iterable[int], snapshot: str | None = None) -> Qemu:
         return Qemu(
             self.directory, self._boot, self._disks, ports,
-            memory_mib=self._memory_mib, append=self._append, snapshot=snapshot, one_processor=self._one_processor,
+            memory_mib=self._memory_mib, snapshot=snapshot, one_processor=self._one_processor,
         )  # fmt: skip
 
     def _continue(self, saved: Path) -> Qemu:
