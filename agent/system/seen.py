@@ -1,10 +1,11 @@
-"""Turns failed observations into facts: Absent, Broken or Unseen."""
+"""Turns failed observations into facts: Absent, Broken or Unseen; or, if a directory is missing, into an empty one."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from agent.model.facts import Absent, Broken, Unseen
 from agent.system.errnos import NOT_FOUND, UNUSABLE
+from agent.system.files import System
 
 T = TypeVar("T")
 
@@ -24,3 +25,11 @@ def classify_error(path: str, error: OSError) -> Absent | Broken | Unseen:
     if error.errno in UNUSABLE:
         return Broken(f"{path}: {error.strerror}")
     return Unseen(f"{path}: {error.strerror or error}")
+
+
+def entries_if_present(system: System, directory: str) -> tuple[str, ...]:
+    """Return the sorted names in a directory; none if there is no such directory. Raises OSError."""
+    try:
+        return system.entries(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()

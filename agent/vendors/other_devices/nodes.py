@@ -12,7 +12,7 @@ from msgspec import Struct
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Broken, DeviceNode, Unseen
 from agent.system.files import System
-from agent.system.seen import classify_error
+from agent.system.seen import classify_error, entries_if_present
 from agent.vendors.proc_devices import PROC_DEVICES, names_by_major, parse_misc
 
 PROC_MISC = "/proc/misc"
@@ -101,7 +101,7 @@ class NodeChecker:
     def class_nodes(self, wanted: DeviceClass) -> Iterator[DeviceNode]:
         """Yield the usable nodes of a class. For each node that must not be used, a sentence is added to `problems`."""
         for rule in wanted.rules:
-            for name in self._entries(rule.directory):
+            for name in entries_if_present(self._system, rule.directory):
                 if not rule.pattern.fullmatch(name):
                     continue
                 number = self._number(f"{rule.directory}/{name}")
@@ -121,12 +121,6 @@ class NodeChecker:
             self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices")
             return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
-
-    def _entries(self, directory: str) -> tuple[str, ...]:
-        try:
-            return self._system.entries(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return ()
 
     def _number(self, path: str) -> DeviceNumber | None:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from agent.model.digits import whole_number
 from agent.system.deadlines import read_device_text, read_device_texts
 from agent.system.files import System
+from agent.system.seen import entries_if_present
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")
@@ -45,11 +46,7 @@ def observe_capabilities(system: System) -> dict[int, str]:
 
 def _walk(system: System, below: str, depth: int) -> Iterator[str]:
     """Yield the relative paths of all files. Files that are removed meanwhile may be missing."""
-    try:
-        names = system.entries(f"{CAPABILITIES}/{below}".rstrip("/"))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for name in names:
+    for name in entries_if_present(system, f"{CAPABILITIES}/{below}".rstrip("/")):
         path = f"{below}/{name}".lstrip("/")
         if not system.is_directory(f"{CAPABILITIES}/{path}"):
             yield path

@@ -12,7 +12,7 @@ from msgspec import Struct
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, DrmDevice, Gpu, IncompletePartition, Seen, Unseen
 from agent.system.files import System
-from agent.system.seen import classify_error
+from agent.system.seen import classify_error, entries_if_present
 from agent.system.sysfs import DRI
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
@@ -114,13 +114,9 @@ class _NodeChecker:
 
     def directory(self, directory: str) -> list[DeviceNode]:
         """Return the usable nodes in one directory, which may be missing."""
-        try:
-            names = self._system.entries(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
         found = []
         # A host has hundreds of other nodes.
-        for name in (each for each in names if each.startswith(PREFIXES)):
+        for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
             if not name.isprintable():
                 self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
                 continue

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
 from agent.system.path_trust import file_fault, untrusted_component
-from agent.system.seen import classify_error
+from agent.system.seen import classify_error, entries_if_present
 from agent.vendors.nvidia.user_space.companion_files import library
 from agent.vendors.nvidia.user_space.file_groups import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY, PLATFORM
 
@@ -158,11 +158,7 @@ def lists_driver_library(entry: CacheEntry) -> bool:
 
 def _scan(system: System, found: FoundLibraries, directory: str, problems: list[str]) -> None:
     """Add the driver's files and links in one directory."""
-    try:
-        names = system.entries(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for name in names:
+    for name in entries_if_present(system, directory):
         if not name.isprintable() and name.startswith(("libnvidia-", "libcuda")):
             problems.append(f"{directory}: unexpected characters in the library name {name!a}")
         elif not LIBRARY.fullmatch(name):
