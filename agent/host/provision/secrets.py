@@ -6,7 +6,6 @@ No error, log or record contains a secret.
 import os
 import re
 import stat
-from collections.abc import Mapping
 
 from agent.model.errors import ConfigError
 from agent.system.files import System
@@ -21,13 +20,13 @@ LIMIT = 1 << 16
 """Bytes of the largest secret that is read. A bootstrap token has 23."""
 
 
-def secret_file(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+def secret_file(where: str, system: System) -> str:
     """Return the path of a secret's file. `where` is that path, or `credential:NAME`.
 
     Raises ConfigError if the file cannot be read, or if others may have read or written it.
     """
     if where.startswith(CREDENTIAL):
-        return _credential(where.removeprefix(CREDENTIAL), system, environment)
+        return _credential(where.removeprefix(CREDENTIAL), system)
     try:
         real = system.real_path(where)
         mode = system.owner(real)[0]
@@ -47,9 +46,9 @@ def secret_file(where: str, system: System, environment: Mapping[str, str] = os.
     return real
 
 
-def read_secret(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+def read_secret(where: str, system: System) -> str:
     """Return a secret without blanks and line breaks around it. Raises ConfigError."""
-    path = secret_file(where, system, environment)
+    path = secret_file(where, system)
     try:
         secret = system.read(path, LIMIT).decode().strip()
     except OSError as error:
@@ -62,9 +61,9 @@ def read_secret(where: str, system: System, environment: Mapping[str, str] = os.
     return secret
 
 
-def read_token(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+def read_token(where: str, system: System) -> str:
     """Return a bootstrap token. Raises ConfigError if it cannot be read, or has another form."""
-    token = read_secret(where, system, environment)
+    token = read_secret(where, system)
     if not TOKEN.fullmatch(token):
         raise ConfigError(
             f"{where}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
@@ -73,8 +72,8 @@ def read_token(where: str, system: System, environment: Mapping[str, str] = os.e
     return token
 
 
-def _credential(name: str, system: System, environment: Mapping[str, str]) -> str:
-    directory = environment.get(DIRECTORY, "")
+def _credential(name: str, system: System) -> str:
+    directory = os.environ.get(DIRECTORY, "")
     if not directory:
         raise ConfigError(
             f"{CREDENTIAL}{name}: systemd has passed no credentials to this command",

@@ -65,16 +65,17 @@ def test_a_directory_is_no_secret(secret: Host) -> None:
         secret_file("/etc/unbounded-agent/logins", secret)
 
 
-def test_a_credential_of_systemd(host: Host) -> None:
-    environment = {"CREDENTIALS_DIRECTORY": "/run/credentials/up.service"}
+def test_a_credential_of_systemd(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/run/credentials/up.service")
     host.file("/run/credentials/up.service/token", TOKEN)
-    assert read_secret("credential:token", host, environment) == TOKEN
+    assert read_secret("credential:token", host) == TOKEN
     with pytest.raises(ConfigError, match="there is no such credential"):
-        read_secret("credential:other", host, environment)
+        read_secret("credential:other", host)
     with pytest.raises(ConfigError, match="there is no such credential"):
-        read_secret("credential:..", host, environment)
+        read_secret("credential:..", host)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     with pytest.raises(ConfigError, match="LoadCredential=token:FILE"):
-        read_secret("credential:token", host, {})
+        read_secret("credential:token", host)
 
 
 @pytest.mark.parametrize("token", ["abcdef", "abcdef.0123456789ABCDEF", f"{TOKEN}\n{TOKEN}"])
