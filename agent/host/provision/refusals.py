@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agent.config.kubernetes_names import split_taint
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.nspawn import own_network
 from agent.host.provision.host_goal import KUBELET_SYSCTLS, sysctl_name
+from agent.host.provision.kubelet_files import taints
 from agent.model.node import Problem
 
 OWN_LABELS = frozenset(
@@ -89,10 +89,9 @@ def _labels(machine: str, settings: MachineSettings) -> Iterator[Problem]:
 
 def _taints(machine: str, settings: MachineSettings) -> Iterator[Problem]:
     assert settings.node
-    kubelet = settings.node.kubelet
     seen: set[tuple[str, str]] = set()
-    for text in (*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])):
-        key, _, effect = split_taint(text)
+    for each in taints(settings.node.kubelet):
+        key, effect = each["key"], each["effect"]
         if (key, effect) in seen:
             yield Problem(
                 "taints",
