@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 
-from agent.cli.granted_gpus import STOPPED, device_numbers, granted_to, may_open
+from agent.cli.granted_gpus import device_numbers, granted_to, may_open
 from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
@@ -254,7 +254,7 @@ class _Removal(Struct):
 
     def _running(self, outcome: Outcome) -> list[MachineFacts]:
         affected = (each for each in outcome.facts.machines if each.name in self.machines)
-        return [machine for machine in affected if machine.unit_state not in STOPPED]
+        return [machine for machine in affected if not machine.ended]
 
     def _not_reported(self, outcome: Outcome) -> list[str]:
         return [machine.name for machine in self._running(outcome) if not _has_reported(machine)]

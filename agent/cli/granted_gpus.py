@@ -9,9 +9,6 @@ from agent.model.errors import ObservationError
 from agent.model.facts import Absent, DeviceNode, Facts, MachineFacts
 from agent.model.granted import Granted
 
-STOPPED = ("inactive", "failed")
-"""The values of ActiveState of a machine's unit while the machine does not run."""
-
 
 def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     """Return the machines that have the GPU, or would have it if it were not detached.
@@ -19,7 +16,7 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
-        cannot_change = machine.name in planned.held and machine.unit_state not in STOPPED
+        cannot_change = machine.name in planned.held and not machine.ended
         match machine.granted:
             case Absent():
                 may_have = False

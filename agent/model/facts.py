@@ -240,6 +240,11 @@ class MachineFacts(Struct, frozen=True):
     report_age: float = 0.0
 
     @property
+    def ended(self) -> bool:
+        """Whether no process runs in the machine, by the ActiveState of its unit."""
+        return self.unit_state in ("inactive", "failed")
+
+    @property
     def kept_gpus(self) -> tuple[str, ...]:
         """PCI addresses of the GPUs that the machine keeps while nothing may be changed; empty if they are unknown."""
         return self.granted.gpus if isinstance(self.granted, Granted) else ()

@@ -21,9 +21,6 @@ from agent.model.faults import Fault
 from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import STAGING, handed_roots_file
 
-ENDED = ("inactive", "failed")
-"""Values of ActiveState. If a machine's unit has one of them, no process runs in the machine."""
-
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
     """Return the driver-root indices in the machine's handoff, by vendor: {} without a handoff, None if unknown."""
@@ -86,7 +83,7 @@ def _replaceable(facts: Facts) -> bool:
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
     for each in facts.machines:
-        running = each.unit_state not in (*ENDED, "activating")
+        running = not each.ended and each.unit_state != "activating"
         if running or isinstance(each.root, Fault) or named_roots(facts, each.name) is None:
             return False
     seen = all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors)
@@ -146,7 +143,7 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
     named = named_roots(facts, machine.name)
     if named is None:
         return None
-    if machine.unit_state in ENDED:
+    if machine.ended:
         return set(named.values())
     if not isinstance(machine.handed_roots, tuple):
         return None

@@ -6,9 +6,6 @@ from agent.model.conditions import Condition, ConditionType, Status, unknown
 from agent.model.facts import MachineFacts, Unseen
 from agent.model.reasons import Reason
 
-NOT_RUNNING = ("inactive", "failed")
-"""States of the unit that do not prove that the machine exists."""
-
 
 def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
     """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
@@ -16,7 +13,7 @@ def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) 
     That is so for users who may not read /var/lib/machines. A machine whose unit has stopped, or failed to start,
     since the host booted counts as one that exists.
     """
-    if not isinstance(machine.root, Unseen) or machine.has_run or machine.unit_state not in NOT_RUNNING:
+    if not isinstance(machine.root, Unseen) or machine.has_run or not machine.ended:
         return tuple(conditions)
     why = f"whether machine {machine.name} exists is unknown: {machine.root.why}"
     changed = (ConditionType.MACHINE_RUNNING, ConditionType.READY)
