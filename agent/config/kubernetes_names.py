@@ -18,10 +18,15 @@ NodeName = Annotated[str, StringConstraints(pattern=rf"^{SUBDOMAIN}$", max_lengt
 """A DNS subdomain (RFC 1123) in lower case, as Kubernetes requires it."""
 
 
+def is_subdomain(text: str) -> bool:
+    """Return whether the text is a DNS subdomain, which the name of a Node is."""
+    return len(text) <= SUBDOMAIN_LIMIT and bool(re.fullmatch(SUBDOMAIN, text))
+
+
 def label_key(value: str) -> str:
     """Return the key of a label or taint. Raises ValueError if it is not a qualified name."""
     prefix, slash, name = value.rpartition("/")
-    if slash and (len(prefix) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, prefix)):
+    if slash and not is_subdomain(prefix):
         raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
     if not NAME.fullmatch(name):
         raise ValueError(

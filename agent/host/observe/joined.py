@@ -1,5 +1,6 @@
 """Observes whether a machine's kubelet has joined its cluster."""
 
+from agent.config.kubernetes_names import is_subdomain
 from agent.model.paths import joined_file
 from agent.system.files import System
 from agent.system.seen import read_seen
@@ -11,8 +12,10 @@ LIMIT = 1024
 def observe_joined(machine: str, system: System) -> str:
     """Return the name of the machine's Node object; empty if its kubelet has not joined since the machine's last start.
 
-    The name is not trusted: root in the machine can write anything into the file.
+    The name is not trusted: root in the machine can write anything into the file. So it may be another Node's name, but
+    any other text is refused: `doctor` gives the name to kubectl, and kubectl would take `--kubeconfig=...` for an
+    option.
     """
     found = read_seen(lambda path: system.read_untrusted(path, LIMIT), joined_file(machine))
     node = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
-    return node if node.isprintable() else ""
+    return node if is_subdomain(node) else ""

@@ -1,9 +1,8 @@
 """Collects what a node's files contain that is not in its settings: names, addresses, the CA."""
 
-import re
 from collections.abc import Callable
 
-from agent.config.kubernetes_names import SUBDOMAIN, SUBDOMAIN_LIMIT
+from agent.config.kubernetes_names import is_subdomain
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
 from agent.host.plan.nspawn import own_network
@@ -53,7 +52,7 @@ def node_names(config: Config, system: System) -> dict[str, str]:
 
 def _host_name(machine: str, system: System) -> str:
     name = system.read_text(HOST_NAME).strip().lower()
-    if len(name) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, name) or name == "localhost":
+    if not is_subdomain(name) or name == "localhost":
         raise ConfigError(f"the host's name {name!r} cannot be a node's name", f"set machines.{machine}.node.name")
     return name
 
