@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Struct, field
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
@@ -14,6 +14,8 @@ from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
 
 H = TypeVar("H", bound=Hashable)
+KEYS = 16
+"""Keys that an object inside a report may have: more than any of them has."""
 
 
 class Report(Struct, frozen=True):
@@ -46,7 +48,15 @@ def _distinct(items: list[H]) -> list[H]:
     return items
 
 
+def _with_few_keys(value: object) -> object:
+    # Before pydantic looks at the keys: it makes errors of a kilobyte for each wrong one, also for the same one again.
+    if isinstance(value, dict) and len(value) > KEYS:
+        raise ValueError(f"more than {KEYS} keys")
+    return value
+
+
 Printable = AfterValidator(_printable)
+FewKeys = BeforeValidator(_with_few_keys)
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
 Name = Annotated[str, StringConstraints(max_length=255), Printable]
 PathInMachine = Annotated[str, StringConstraints(pattern=f"^{PATH.pattern}$")]
@@ -73,9 +83,9 @@ class _Document(_Model):
     generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
     boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]
     agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
-    conditions: Annotated[list[_Condition], Field(max_length=len(ConditionType))]
+    conditions: Annotated[list[Annotated[_Condition, FewKeys]], Field(max_length=len(ConditionType))]
     cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
-    repairs: dict[Repair, Count] = Field(default_factory=dict)
+    repairs: Annotated[dict[Repair, Count], FewKeys] = Field(default_factory=dict)
     advertised_gpus: Count | None = None
     changed_files: Annotated[list[PathInMachine], Field(max_length=CHANGED_FILES_LIMIT), AfterValidator(_distinct)] = []
     publication: tuple[Unsigned, Unsigned] | None = None

@@ -1,6 +1,7 @@
 """The machine's report: what the machine half writes is accepted, anything else is refused with the key's name."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -124,6 +125,27 @@ def test_anything_else_is_refused_by_name(data: bytes, key: str) -> None:
         parse_report(data)
     assert str(caught.value).startswith(f"report.json: {key}")
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("repairs", "{" + '"":-1,' * 140_000 + '"spec": 1}'),
+        ("repairs", json.dumps({f"{number:x}": "" for number in range(70_000)})),
+        ("conditions", json.dumps([{f"{number:x}": 1 for number in range(90_000)}])),
+    ],
+    ids=["one key", "many keys", "a condition"],
+)
+def test_attack_a_report_that_is_all_wrong_costs_little(name: str, wrong: str) -> None:
+    """Each wrong key was an error of a kilobyte: at worst 5 s and 450 MB, almost all that the service may have."""
+    data = document(**{name: "?"}).replace(b'"?"', wrong.encode())
+    tracemalloc.start()
+    try:
+        with pytest.raises(DocumentError, match=f"report.json: {name}"):
+            parse_report(data)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each)), st.text())
