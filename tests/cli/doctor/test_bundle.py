@@ -4,6 +4,7 @@ import io
 import json
 import stat
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_secrets_are_removed(text: str, secret: str) -> None:
     assert secret not in redacted(text)
     assert REMOVED in redacted(text)
     assert f"{REMOVED}]" not in redacted(text)
+
+
+def test_a_key_that_was_cut_off_is_removed_too() -> None:
+    cut = KEY.partition("-----END")[0]
+    assert redacted(f"{cut}\n{KEY}\nthe end") == f"{REMOVED}{REMOVED}\nthe end"
+
+
+@pytest.mark.parametrize("part", ["a", "password", "eyJ-", "a://", "token=", "-----BEGIN A-----", "-----BEGIN A-----\n"])
+def test_attack_no_text_takes_long(part: str) -> None:
+    """Machines write into the logs. A word of 20 kB once took a minute, and one of 1 MB would have taken days."""
+    started = time.process_time()
+    redacted(part * (100_000 // len(part)))
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(
