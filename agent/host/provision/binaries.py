@@ -7,9 +7,8 @@ import contextlib
 import hashlib
 import http.client
 import os
-import time
 import urllib.error
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, Literal
 
 from agent.config.node import NodeSettings
@@ -92,8 +91,11 @@ def check_source(binary: NodeBinary, system: System) -> None:
     bounded(f"HEAD {binary.source}", ask, CHECK_LIMIT)
 
 
-def fetch(binary: NodeBinary, directory: str, system: System) -> str:
-    """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises ApplyError, OSError."""
+def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FETCH_LIMIT) -> str:
+    """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises ApplyError, OSError.
+
+    A mirror has `limit` seconds.
+    """
     path = cached(binary, directory)
     if _digest_of(path, system) == binary.sha256:
         return path
@@ -104,7 +106,8 @@ def fetch(binary: NodeBinary, directory: str, system: System) -> str:
     temporary = temporary_path(path)
     try:
         with opening.new_file(system.full_path(temporary)) as file:
-            digest = _download(binary, file) if "://" in binary.source else _copy_from_bundle(binary, file, system)
+            remote = "://" in binary.source
+            digest = _download(binary, file, limit) if remote else _copy_from_bundle(binary, file, system)
             file.flush()
             os.fsync(file.fileno())
         if digest != binary.sha256:
@@ -122,7 +125,7 @@ def _digest_of(path: str, system: System) -> str:
     """Return the SHA-256 digest of the file in the cache; empty if it is missing or unusable: it is then replaced."""
     try:
         with opening.plain(system.full_path(path)) as file:
-            return _copy(path, _chunks(file), None)
+            return _copy(path, file, None)
     except (ApplyError, OSError):
         # Whatever else is in its place, such as a directory or a huge file, is no fault of the mirror.
         return ""
@@ -137,17 +140,25 @@ def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str
             f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
         ) from error
     with source:
-        return _copy(binary.source, _chunks(source), file)
+        return _copy(binary.source, source, file)
 
 
-def _download(binary: NodeBinary, file: BinaryIO) -> str:
+def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
     """Write the program at the URL to a file, and return its digest."""
-    with _answer(binary, "GET") as answer:
-        digest = _copy(binary.source, _chunks(answer), file)
-        # Reading in chunks raises nothing if the connection breaks; `length` is the number of bytes still missing.
-        if answer.length:
-            raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
-        return digest
+
+    def download() -> str:
+        with _answer(binary, "GET") as answer:
+            digest = _copy(binary.source, answer, file)
+            # Reading in chunks raises nothing if the connection breaks; `length` is the number of bytes still missing.
+            if answer.length:
+                raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
+            return digest
+
+    try:
+        # A server that sends a byte from time to time never makes a read fail, and the read may need a million of them.
+        return bounded(f"GET {binary.source}", download, limit)
+    except TimeoutError as error:
+        raise _unreachable(binary, f"not complete after {limit / 60:.0f} minutes") from error
 
 
 @contextlib.contextmanager
@@ -173,26 +184,14 @@ def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
     return ApplyError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or binaries.bundle")
 
 
-def _chunks(source: BinaryIO | http.client.HTTPResponse) -> Iterator[bytes]:
+def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
+    """Write the data to a file, if one is given, and return its SHA-256 digest. Raises ApplyError if it is too long."""
+    digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
-        yield chunk
-
-
-def _copy(what: str, chunks: Iterable[bytes], file: BinaryIO | None) -> str:
-    """Write the chunks to a file, if one is given, and return their SHA-256 digest.
-
-    Raises ApplyError if there is too much data, or if it takes too long.
-    """
-    digest, size, deadline = hashlib.sha256(), 0, time.monotonic() + FETCH_LIMIT
-    for chunk in chunks:
         size += len(chunk)
         if size > SIZE_LIMIT:
             raise ApplyError(
                 f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check the mirror, or the files of binaries.bundle"
-            )
-        if time.monotonic() > deadline:
-            raise ApplyError(
-                f"{what}: not complete after {FETCH_LIMIT / 60:.0f} minutes", "use binaries.bundle, or a mirror nearby"
             )
         digest.update(chunk)
         if file:

@@ -1,6 +1,8 @@
 """Kubernetes' programs: from a mirror, a bundle and the cache, and never one with another digest."""
 
+import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 
@@ -36,6 +38,14 @@ class Mirror(BaseHTTPRequestHandler):
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(PROGRAM if name == "kubelet" else PROGRAM[:1000])
+        elif name.startswith("trickle"):
+            if name == "trickle":
+                self.send_response(200)
+                self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"H")
+                    time.sleep(0.1)
         else:
             self.send_error(404)
 
@@ -128,6 +138,15 @@ def test_what_goes_wrong_with_a_mirror(host: Host, mirror: str, name: str, messa
 def test_another_digest(host: Host, mirror: str) -> None:
     with pytest.raises(ApplyError, match=f"digest is {DIGEST}, not {'0' * 64} .sha256.kubelet."):
         fetch(program(f"{mirror}/kubelet", "0" * 64), CACHE, host)
+    assert host.entries(CACHE) == ()
+
+
+@pytest.mark.parametrize("name", ["trickle", "trickle-headers"])
+def test_attack_a_mirror_that_sends_a_byte_now_and_then_is_not_waited_for(host: Host, mirror: str, name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ApplyError, match=f"{mirror}/{name}: not complete after .*network to the mirror"):
+        fetch(program(f"{mirror}/{name}"), CACHE, host, limit=0.5)
+    assert time.monotonic() - started < 5
     assert host.entries(CACHE) == ()
 
 
