@@ -41,8 +41,14 @@ def hand_over(kind: str, text: str) -> bool:
 
 
 def report(sentence: str) -> None:
-    """Print a message about the command itself: an error, or a remark that does not belong to its result."""
-    line = f"unbounded-agent: {sentence}"
+    """Print a message about the command itself: an error, or a remark that does not belong to its result.
+
+    It may quote what a server or program wrote, which must not control the terminal.
+    """
+    # Imported here: most commands report nothing.
+    from agent.model.text import printable
+
+    line = f"unbounded-agent: {printable(sentence)}"
     captured = CAPTURED.get()
     if captured is None:
         print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.reasons import Reason
-from agent.model.text import counted
+from agent.model.text import counted, printable
 
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
@@ -123,7 +123,8 @@ def _names(group: Sequence[Condition], count: int) -> str:
 def paragraph(heading: str, text: str, width: int) -> list[str]:
     """Return the lines of a text with a heading. Paths and commands stay whole, so that they can be copied."""
     return textwrap.wrap(
-        text,
+        # Pods write the logs and messages that doctor shows as evidence.
+        printable(text),
         width,
         initial_indent=heading,
         subsequent_indent=" " * min(len(heading), LARGEST_INDENT),

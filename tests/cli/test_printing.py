@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.printing import say
+from agent.cli.printing import report, say
 
 
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,3 +15,10 @@ def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(sys, "stdout", file)
         say(["one", "two"])
         assert place.read_bytes() == b"one\ntwo\n"
+
+
+def test_attack_a_message_that_a_server_chose_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report("http://mirror/kubelet: 404 \x1b]0;x\x07\u202e\r\nunbounded-agent: all is well")
+    assert capsys.readouterr().err == (
+        "unbounded-agent: http://mirror/kubelet: 404 \\x1b]0;x\\x07\\u202e  unbounded-agent: all is well\n"
+    )

@@ -11,6 +11,7 @@ from agent.cli.terminal import WIDTH
 from agent.host.outcome import NO_MACHINES
 from agent.model.conditions import Status
 from agent.model.finding import Finding
+from agent.model.text import printable
 from agent.vendors.host_vendor import DriverForPods
 
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
@@ -84,7 +85,7 @@ def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
 def _fix(commands: Sequence[str]) -> Iterator[str]:
     """Yield each command on a line of its own, however long it is, so that users can copy it."""
     for heading, command in zip(("    fix:      ", *[" " * 14] * len(commands)), commands, strict=False):
-        yield f"{heading}{command}"
+        yield f"{heading}{printable(command)}"
 
 
 def _driver(driver: DriverForPods) -> str:

@@ -1,6 +1,7 @@
 """Finds faults of a cluster that keep pods from NVIDIA's GPUs. Pure."""
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from agent.model.cluster import (
@@ -83,8 +84,10 @@ def _is_plugin(pod: KubernetesObject) -> bool:
 
 
 def _owner(pod: KubernetesObject) -> str:
+    """Return the pod's owner for a command, quoted: who makes the pod may call the owner anything."""
     owner = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
-    return f"{str(owner.get('kind', 'pod')).lower()}/{owner.get('name', (pod.get('metadata') or {}).get('name', ''))}"
+    name = owner.get("name", (pod.get("metadata") or {}).get("name", ""))
+    return shlex.quote(f"{str(owner.get('kind', 'pod')).lower()}/{name}")
 
 
 def _failing_plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:

@@ -112,7 +112,9 @@ def test_a_key_that_was_cut_off_is_removed_too() -> None:
     assert redacted(f"{cut}\n{KEY}\nthe end") == f"{REMOVED}{REMOVED}\nthe end"
 
 
-@pytest.mark.parametrize("part", ["a", "password", "eyJ-", "a://", "token=", "-----BEGIN A-----", "-----BEGIN A-----\n"])
+@pytest.mark.parametrize(
+    "part", ["a", "password", "eyJ-", "a://", "token=", "-----BEGIN A-----", "-----BEGIN A-----\n"]
+)
 def test_attack_no_text_takes_long(part: str) -> None:
     """Machines write into the logs. A word of 20 kB once took a minute, and one of 1 MB would have taken days."""
     started = time.process_time()

