@@ -1,6 +1,7 @@
 """Publishes the node's ResourceSlices. Each change gives the node's pool of devices a new generation."""
 
 import contextlib
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Publisher:
         self._checked = 0.0
         """When the API server was last seen to drop taints, by time.monotonic()."""
         self._newest = 0
+        self._suffix = ""
+        """The end of new slices' names. Not empty after a name was taken: any other node may have taken it."""
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
         """Make the slices offer these devices. Raises AgentError; ConflictError if somebody else keeps writing them."""
@@ -95,11 +98,11 @@ class Publisher:
         # If all slices were deleted, consumers may still have those of the last generation in their caches, so the next
         # generation is counted from that one.
         newest = max(self._newest, *map(generation, existing)) if existing else self._newest
-        wanted = make_slices(node, offered, newest)
+        wanted = make_slices(node, offered, newest, existing, self._suffix)
         current = is_current(wanted, existing, self._stored)
         if not current:
             newest += 1
-            wanted = make_slices(node, offered, newest)
+            wanted = make_slices(node, offered, newest, existing, self._suffix)
             for write in writes(wanted, existing):
                 self._write(write)
             self._newest = newest
@@ -116,7 +119,7 @@ class Publisher:
             self._delete(write)
             return
         if write.before is None:
-            answer = self._client.request("POST", COLLECTION, write.content)
+            answer = self._create(write.content)
         else:
             version = write.before["metadata"].get("resourceVersion")
             update = {**write.content, "metadata": {**write.content["metadata"], "resourceVersion": version}}
@@ -124,6 +127,18 @@ class Publisher:
         self._stored[write.name] = (content(write.content), content(answer))
         if untainted(answer) and not untainted(write.content):
             self._keeps_taints, self._checked = False, time.monotonic()
+
+    def _create(self, item: Object) -> Object:
+        """Create a slice. If its name is taken, raise ConflictError; the next attempt uses another name.
+
+        Only an own slice can be listed, and so renewed. But NodeRestriction lets a node create its slices under any
+        name: without this, one node could keep another one from offering its GPUs.
+        """
+        try:
+            return self._client.request("POST", COLLECTION, item)
+        except ConflictError:
+            self._suffix = f"-{secrets.token_hex(4)}"
+            raise
 
     def _delete(self, write: Write) -> None:
         """Delete a slice. One that no longer exists is no error. Raises ConflictError if it has changed meanwhile."""

@@ -3,8 +3,9 @@
 The limits are from pkg/apis/resource/validation and staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from agent.dra.devices import Device, Taint
@@ -55,8 +56,13 @@ def slice_name(node: str, index: int) -> str:
     return f"{node}-{DRA_DRIVER}-{index}"
 
 
-def make_slices(node: Node, devices: Sequence[Device], generation: int) -> list[Object]:
-    """Return the slices that list the devices, sorted by name; no slice if there is no device."""
+def make_slices(
+    node: Node, devices: Sequence[Device], generation: int, existing: Sequence[Object] = (), suffix: str = ""
+) -> list[Object]:
+    """Return the slices that list the devices; no slice if there is no device.
+
+    They have the names of the existing ones, in that order. Names of further ones end with `suffix`.
+    """
     # All slices have the same limit, so that only the first taint, and the removal of the last one, move devices to
     # other slices.
     size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
@@ -67,7 +73,7 @@ def make_slices(node: Node, devices: Sequence[Device], generation: int) -> list[
         {
             "apiVersion": API,
             "kind": "ResourceSlice",
-            "metadata": {"name": slice_name(node.name, index), "ownerReferences": [owner]},
+            "metadata": {"name": name, "ownerReferences": [owner]},
             "spec": {
                 "driver": DRA_DRIVER,
                 "nodeName": node.name,
@@ -75,8 +81,14 @@ def make_slices(node: Node, devices: Sequence[Device], generation: int) -> list[
                 "devices": [_device(each) for each in part],
             },
         }
-        for index, part in enumerate(parts)
+        for name, part in zip(_names(node.name, existing, suffix), parts, strict=False)
     ]
+
+
+def _names(node: str, existing: Sequence[Object], suffix: str) -> Iterator[str]:
+    used = [str(each["metadata"].get("name")) for each in existing]
+    yield from used
+    yield from (name for index in count() if (name := slice_name(node, index) + suffix) not in used)
 
 
 def own_slices(listed: Object, node: str) -> list[Object]:

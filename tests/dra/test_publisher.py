@@ -10,7 +10,7 @@ from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ApiError, ConflictError
 from agent.dra.devices import Device, Taint
 from agent.dra.publisher import ATTEMPTS, TAINTS_CHECK, Publisher
-from agent.dra.slices import COLLECTION, Node
+from agent.dra.slices import COLLECTION, Node, slice_name
 from agent.model.gpu_states import Effect
 from tests.fakes.api_server import ApiServer, failure
 from tests.fakes.dra_machine import NODE
@@ -82,6 +82,28 @@ def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, client: ApiCli
     assert api.written.count("PUT") == ATTEMPTS == 3, "it is tried again"
     api.answer = None
     assert publisher.publish(HERE, [device(2)]).generation == 2
+
+
+def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient) -> None:
+    """A node may create its own slices under these names. This node can neither see nor delete them."""
+    taken = {f"{COLLECTION}/{slice_name(NODE, index)}" for index in range(3)}
+    for path in taken:
+        api.put(path, {"metadata": {"name": path.rpartition("/")[2]}, "spec": {"nodeName": "another"}})
+    publisher = Publisher(client)
+    assert publisher.publish(HERE, [device(number) for number in range(129)]).written
+    assert not publisher.publish(HERE, [device(number) for number in range(129)]).written
+    # After a restart, and with one slice more, the names stay.
+    another = Publisher(client)
+    assert not another.publish(HERE, [device(number) for number in range(129)]).written
+    own = {path for path in api.objects if path.startswith(COLLECTION)} - taken
+    for _ in range(2):
+        another.publish(HERE, [device(number) for number in range(257)])
+    assert not another.publish(HERE, [device(number) for number in range(257)]).written
+    now = {path for path in api.objects if path.startswith(COLLECTION)} - taken
+    assert own < now
+    assert sorted(len(api.objects[path]["spec"]["devices"]) for path in now) == [1, 128, 128]
+    another.publish(HERE, [])
+    assert {path for path in api.objects if path.startswith(COLLECTION)} == taken
 
 
 def test_half_a_pool_is_completed(api: ApiServer, client: ApiClient) -> None:
