@@ -1,4 +1,4 @@
-"""Sends one request by HTTPS or HTTP, and reads the head of the response within a time limit.
+"""Sends one request by HTTPS, and reads the head of the response within a time limit.
 
 It uses no proxy and follows no redirect.
 """
@@ -26,11 +26,10 @@ class Answer:
     """The server's clock, in seconds since the epoch; None if the header Date is missing or invalid."""
 
 
-def ask(url: str, *, ca: bytes = b"", token: str = "") -> Answer:
+def ask(url: str, *, ca: bytes, token: str = "") -> Answer:
     """Return the answer. Raises OSError: ssl.SSLCertVerificationError if the server's certificate is not accepted.
 
-    `ca` has the accepted CA certificates in PEM format; if it is empty, the host's are accepted. Raises ValueError if
-    `ca` contains no certificate.
+    `ca` has the accepted CA certificates in PEM format. Raises ValueError if it contains no certificate.
     """
     return bounded(f"GET {url}", lambda: _ask(url, ca, token), TIME_LIMIT + MARGIN)
 
@@ -50,14 +49,12 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 
 def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme != "https":
-        return http.client.HTTPConnection(host, parts.port, timeout=TIME_LIMIT)
     try:
-        context = ssl.create_default_context(cadata=ca.decode("ascii") if ca else None)
+        # A blank instead of an empty text, with which the library would accept the host's CAs.
+        context = ssl.create_default_context(cadata=ca.decode("ascii") or " ")
     except (ssl.SSLError, UnicodeDecodeError) as error:
         raise ValueError("no certificate in PEM format") from error
-    return http.client.HTTPSConnection(host, parts.port, timeout=TIME_LIMIT, context=context)
+    return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)
 
 
 def _date(text: str | None) -> float | None:

@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,20 +42,32 @@ def test_the_token_decides_and_the_clock_is_read(server: tuple[str, bytes]) -> N
 
 
 @pytest.mark.processes
-def test_a_certificate_of_another_ca_is_refused(server: tuple[str, bytes]) -> None:
+def test_a_certificate_of_another_ca_is_refused(server: tuple[str, bytes], tmp_path: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
-        ask(server[0])
+        ask(server[0], ca=certificate(tmp_path).read_bytes())
+
+
+@pytest.mark.processes
+def test_attack_no_ca_at_all_does_not_mean_the_hosts(
+    server: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL reads this variable, so the host trusts the server."""
+    place = tmp_path / "host.crt"
+    place.write_bytes(server[1])
+    monkeypatch.setenv("SSL_CERT_FILE", str(place))
+    with pytest.raises(ValueError, match="PEM"):
+        ask(server[0], ca=b"", token="good")
 
 
 @pytest.mark.processes
 def test_a_file_without_a_certificate_is_named_so(server: tuple[str, bytes]) -> None:
-    for content in (b"no certificate", b"\xff"):
+    for content in (b"no certificate", b"\xff", b"\n"):
         with pytest.raises(ValueError, match="PEM"):
             ask(server[0], ca=content)
 
 
-def test_a_server_that_does_not_listen() -> None:
+def test_a_server_that_does_not_listen(server: tuple[str, bytes]) -> None:
     with pytest.raises(ConnectionRefusedError):
-        ask("https://127.0.0.1:1/api")
+        ask("https://127.0.0.1:1/api", ca=server[1])
     with pytest.raises(socket.gaierror):
-        ask("https://nowhere.invalid/api")
+        ask("https://nowhere.invalid/api", ca=server[1])
