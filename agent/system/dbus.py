@@ -78,6 +78,10 @@ class _TooLargeError(OSError):
     """A message exceeds REPLY_LIMIT."""
 
 
+class _UnreadableError(Exception):
+    """A message has a value that jeepney cannot read. Any user of the host may send one: a file descriptor's number."""
+
+
 class _Connection:
     """One connection, which has sent Hello. Raises OSError, also if the data received is not D-Bus."""
 
@@ -146,7 +150,11 @@ class _Connection:
         self._socket.settimeout(_seconds_until(deadline))
         self._socket.sendall(call.serialise(serial=serial))
         while True:
-            message = self._next_message()
+            try:
+                message = self._next_message()
+            except _UnreadableError:
+                received = 0
+                continue
             if message is None:
                 self._socket.settimeout(_seconds_until(deadline))
                 data = self._socket.recv(CHUNK)
@@ -162,11 +170,15 @@ class _Connection:
                 received = 0
 
     def _next_message(self) -> Message | None:
-        """Return the next message; None if more data must be received first. Raises OSError."""
+        """Return the next message; None if more data must be received first. Raises OSError, or _UnreadableError."""
         try:
             message: Any = self._parser.get_next_message()
         except Exception as error:
             # jeepney raises any exception that a malformed message causes.
+            if self._parser.next_msg_size is not None:
+                # The message was whole, and has been taken from the data.
+                self._parser.next_msg_size = None
+                raise _UnreadableError from error
             raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
         return message
 

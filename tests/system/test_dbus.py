@@ -298,6 +298,16 @@ def test_a_connection_that_somebody_has_filled_is_replaced(place: Path, connect:
         assert call(bus) == ("by connection 2",)
 
 
+def test_attack_a_signal_that_cannot_be_read_is_skipped(place: Path, connect: Connect) -> None:
+    """The bus delivers a number of a file descriptor that was not sent (seen with dbus-daemon 1.14)."""
+    noise = sent(new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "u", (0,)), STRANGER, serial=7)
+    strange = noise.replace(b"\x01u\x00", b"\x01h\x00") * 10_000
+    assert len(strange) > REPLY_LIMIT
+    with simulated(place, lambda message, _: strange + returned(message, "s", ("mine",))) as simulation:
+        assert call(connect(place), deadline=30) == ("mine",)
+        assert simulation.connections == 1
+
+
 def test_messages_of_others_do_not_add_up(place: Path, connect: Connect) -> None:
     noise = signal("x" * (REPLY_LIMIT // 2)) * 5
     with simulated(place, lambda message, _: noise + returned(message, "s", ("mine",))):
