@@ -43,12 +43,13 @@ def hand_over(kind: str, text: str) -> bool:
 def report(sentence: str) -> None:
     """Print a message about the command itself: an error, or a remark that does not belong to its result.
 
-    It may quote what a server or program wrote, which must not control the terminal.
+    It may quote what a server or program wrote, which must not control the terminal, nor look like a message of its
+    own: further lines, as of a configuration with several errors, are indented.
     """
     # Imported here: most commands report nothing.
     from agent.model.text import printable
 
-    line = f"unbounded-agent: {printable(sentence)}"
+    line = "unbounded-agent: " + "\n  ".join(map(printable, sentence.splitlines()))
     captured = CAPTURED.get()
     if captured is None:
         print(line, file=sys.stderr, flush=True)

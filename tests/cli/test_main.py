@@ -151,6 +151,11 @@ def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.Cap
     file.write_text("machines.a.speed = 9\n")
     assert main(["--config", str(file), command]) == 2
     assert capsys.readouterr().err == f"unbounded-agent: {file}: machines.a.speed: unknown key\n"
+    file.write_text("machines.a.speed = 9\nmachines.a.size = 9\n")
+    assert main(["--config", str(file), command]) == 2
+    assert capsys.readouterr().err == (
+        f"unbounded-agent: {file}: machines.a.speed: unknown key\n  {file}: machines.a.size: unknown key\n"
+    )
 
 
 # ---- a host without systemd-container

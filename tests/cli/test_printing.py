@@ -20,5 +20,5 @@ def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_attack_a_message_that_a_server_chose_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     report("http://mirror/kubelet: 404 \x1b]0;x\x07\u202e\r\nunbounded-agent: all is well")
     assert capsys.readouterr().err == (
-        "unbounded-agent: http://mirror/kubelet: 404 \\x1b]0;x\\x07\\u202e  unbounded-agent: all is well\n"
+        "unbounded-agent: http://mirror/kubelet: 404 \\x1b]0;x\\x07\\u202e\n  unbounded-agent: all is well\n"
     )
