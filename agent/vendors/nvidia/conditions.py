@@ -38,12 +38,13 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
         case Broken(why):
             return false(kind, Reason.MODULE_BROKEN, f"{why}; reinstall the driver's kernel module, then reboot")
         case Absent() if misbound_gpus(facts.gpus):
-            others = ", ".join(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
+            others = sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)})
+            lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in others)
             return false(
                 kind,
                 Reason.WRONG_DRIVER,
-                f"the GPUs have kernel driver {others}; write `blacklist {others}` into /etc/modprobe.d/, rebuild the "
-                "initramfs (Debian: update-initramfs -u) and reboot",
+                f"the GPUs have kernel driver {', '.join(others)}; write {lines} into "
+                "/etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: update-initramfs -u) and reboot",
             )
         case Absent():
             installed = isinstance(driver.user_space.version, str)

@@ -10,7 +10,7 @@ from agent.cli.doctor.remedies import REMEDIES, remedy
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
-from agent.model.facts import Gpu, VendorFacts
+from agent.model.facts import Absent, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.conditions import nvidia_conditions
@@ -129,6 +129,16 @@ def test_another_driver_is_blacklisted_by_its_name() -> None:
     gpu = replace(facts.gpu(0), driver="nouveau")
     around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=(gpu,)),))
     assert "blacklist nouveau" in fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)[0]
+
+
+def test_each_driver_is_blacklisted_on_a_line_of_its_own() -> None:
+    gpus = (replace(facts.gpu(0), driver="nouveau"), replace(facts.gpu(1), driver="nova_core"))
+    driver = Driver(Absent("nvidia is not loaded"), UserSpace("550.163.01", ()))
+    messages = [
+        each.message for each in nvidia_conditions(replace(NVIDIA[0], gpus=gpus, driver=driver), Grant("nvidia"))
+    ]
+    lines = "`blacklist nouveau` and, on a line of its own, `blacklist nova_core`"
+    assert any(f"write {lines} into /etc/modprobe.d/" in each for each in messages), messages
 
 
 def test_a_machine_that_has_not_started() -> None:
