@@ -11,7 +11,7 @@ from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.provision.preflight import Asking, Check, check_server
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import Status
+from agent.model.conditions import ConditionType, Status
 from agent.model.paths import token_file
 from agent.system.https import ask
 
@@ -91,8 +91,11 @@ class Watch(Struct, frozen=True):
         """
         outcome = self.reconciler.reconcile()
         failures = outcome.failures
+        masked = {each.name for each in outcome.facts.machines if each.masked}
         for machine in self.machines(outcome):
-            if machine.stopped and machine.startable:
+            if machine.name in masked:
+                failures += (machine.condition(ConditionType.MACHINE_RUNNING).message,)
+            elif machine.stopped and machine.startable:
                 failures += self.reconciler.start(machine.name)
             elif machine.stopped:
                 failures += (

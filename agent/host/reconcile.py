@@ -207,7 +207,7 @@ class Reconciler(Struct):
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused and (answers.pending(machine, goal, report) or changes_left(goal, difference)),
-            stopped=not refused and machine.ended,
+            stopped=not refused and machine.ended and not machine.masked,
             startable=not refused and startable(goal, facts),
             has_run=machine.has_run,
             repairs=answered.repairs if answered else {},

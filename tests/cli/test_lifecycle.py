@@ -79,6 +79,15 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
     assert f"node {NODE} is still cordoned" in capsys.readouterr().err
 
 
+def test_the_start_of_a_masked_machine_says_what_to_do(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(MACHINE, agent, "", drain=False)
+    host.bus.unit(UNITS[0], "inactive", "masked")
+    assert start(MACHINE, agent, "") == 1
+    assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
+
+
 def test_an_unknown_machine(agent: Reconciler) -> None:
     with pytest.raises(ConfigError, match="machine nowhere is not configured"):
         stop("nowhere", agent, "", drain=False)

@@ -122,6 +122,8 @@ def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
     running = machine.condition(ConditionType.MACHINE_RUNNING)
     assert (running.status, running.reason) == (Status.FALSE, "Stopped")
     assert f"`systemctl unmask {UNITS[0]}`" in running.message
+    assert not reconciler(gpu_host).run_pass(by_hand=True).failures
+    assert START not in gpu_host.runner.calls, "systemd would refuse it"
     Reconciler(Config(machines={}), gpu_host, gpu_host).reconcile()
     assert not gpu_host.exists(nspawn_file(MACHINE)), "no process of it needs its settings"
 
