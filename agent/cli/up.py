@@ -15,6 +15,7 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.locks import PASS_WAIT, locked
 from agent.model.errors import AgentError, ConfigError
 from agent.model.paths import PROVISION_LOCK
+from agent.model.text import printable
 from agent.system.files import System
 from agent.system.https import ask
 from agent.system.network import HostNetwork, NetworkSource
@@ -98,7 +99,8 @@ def in_words(check: Check) -> str:
     state = "ok" if check.passed else "FAILED" if check.required else "warning"
     where = f"{check.machine}: " if check.machine else ""
     advice = f" ({check.advice})" if check.advice else ""
-    return f"{state:>7}  {check.name}: {where}{check.message}{advice}"
+    # Messages quote what servers and programs wrote.
+    return printable(f"{state:>7}  {check.name}: {where}{check.message}{advice}")
 
 
 def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:

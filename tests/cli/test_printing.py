@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent.cli.printing import report, say
+from agent.cli.up import in_words
+from agent.host.provision.preflight import Check
 
 
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +24,9 @@ def test_attack_a_message_that_a_server_chose_cannot_control_the_terminal(capsys
     assert capsys.readouterr().err == (
         "unbounded-agent: http://mirror/kubelet: 404 \\x1b]0;x\\x07\\u202e\n  unbounded-agent: all is well\n"
     )
+
+
+def test_attack_a_check_cannot_control_the_terminal() -> None:
+    """It quotes the status line of a server, or of somebody between."""
+    check = Check("programs", "http://mirror/kubelet: 404 \x1b]0;x\x07", "check the network")
+    assert in_words(check) == r" FAILED  programs: http://mirror/kubelet: 404 \x1b]0;x\x07 (check the network)"
