@@ -13,6 +13,8 @@ REMOVED = "[removed]"
 PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     # Up to the next beginning if there is no end.
     (re.compile(r"(?s)-----BEGIN ([A-Z ]+)-----(?:(?!-----BEGIN ).)*?(?:-----END \1-----|(?=-----BEGIN ))"), REMOVED),
+    # Without an end: the lines of base64 that follow.
+    (re.compile(r"-----BEGIN [A-Z ]+-----(?:\s*+[\w+/=]{16,}+)*+"), REMOVED),
     # Bootstrap tokens (bootstrap-token-secret-format in Kubernetes' documentation): the part before the dot is public.
     (re.compile(r"\b([a-z0-9]{6})\.[a-z0-9]{16}\b"), rf"\1.{REMOVED}"),
     # JSON web tokens, such as those of service accounts (RFC 7519).

@@ -110,6 +110,8 @@ def test_secrets_are_removed(text: str, secret: str) -> None:
 def test_a_key_that_was_cut_off_is_removed_too() -> None:
     cut = KEY.partition("-----END")[0]
     assert redacted(f"{cut}\n{KEY}\nthe end") == f"{REMOVED}{REMOVED}\nthe end"
+    line = 64 * "a"
+    assert redacted(f"-----BEGIN PRIVATE KEY-----\n{line}\n{line}\nthe end") == f"{REMOVED}\nthe end"
 
 
 @pytest.mark.parametrize(
