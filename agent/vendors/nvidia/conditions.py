@@ -1,5 +1,7 @@
 """Evaluates the host's conditions for NVIDIA's GPUs and driver. Messages say what to do next. Pure."""
 
+from collections.abc import Sequence
+
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
@@ -62,12 +64,16 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             )
 
 
+def _binds(unbound: Sequence[str]) -> str:
+    return " and ".join(f"`{bind(each)}`" for each in unbound)
+
+
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
     loaded = isinstance(driver.module_version, str)
     # modprobe does nothing if the module is loaded already.
     if fault := common_fault(
-        facts, grant, lambda unbound: f"run `{bind(unbound[0]) if loaded else 'modprobe nvidia'}`, and see `dmesg`"
+        facts, grant, lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`"
     ):
         return fault
     lost = [

@@ -97,7 +97,7 @@ def reload_driver(modules: Set[str]) -> tuple[str, ...]:
         f"rmmod {' '.join(loaded)}  # in this order",
         f"modprobe -a {' '.join(reversed(loaded))}",
         f"systemctl start {' '.join(DAEMONS)}  # those that ran before",
-        "systemctl reboot  # instead, if a module stays in use",
+        "systemctl reboot  # instead, if a module stays in use: drain the nodes of all machines first",
     )
 
 
