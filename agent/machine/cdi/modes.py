@@ -181,7 +181,8 @@ class _Publisher:
         self._raise_if_refused(mode, devices, foreign)
         text = _text(spec)
         self._owned.claim(mode.spec_path)
-        self._system.write(mode.spec_path, text)
+        self._system.write_quickly(mode.spec_path, text)
+        self._context.unsynced.append(mode.spec_path)
         noted["digest"] = sha256(text)
         self._notes.save(mode.note, noted)
         return noted
