@@ -120,7 +120,7 @@ def generation(item: Object) -> int:
 def is_current(
     wanted: Sequence[Object], existing: Sequence[Object], stored: Mapping[str, tuple[Object, Object]]
 ) -> bool:
-    """Return whether the server has the wanted slices, all of one generation.
+    """Return whether the server has the wanted slices, all of one generation. `wanted` has the names of `existing`.
 
     `stored` has, by name, the content that was last written and the content that the server then stored. These differ:
     the server adds times, writes quantities in another form, and drops fields that its version does not know.
@@ -129,8 +129,6 @@ def is_current(
         return False
     for want, have in zip(wanted, existing, strict=True):
         name = want["metadata"]["name"]
-        if have["metadata"].get("name") != name:
-            return False
         if content(have) != content(want) and stored.get(name) != (content(want), content(have)):
             return False
     return True
