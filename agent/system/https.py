@@ -50,9 +50,11 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
     try:
-        # A blank instead of an empty text, with which the library would accept the host's CAs.
-        context = ssl.create_default_context(cadata=ca.decode("ascii") or " ")
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+        if not ca:
+            # The library would accept the host's CAs.
+            raise ValueError("empty")
+        context = ssl.create_default_context(cadata=ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
         raise ValueError("no certificate in PEM format") from error
     return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)
 

@@ -158,7 +158,7 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
         # A server that sends a byte from time to time never makes a read fail, and the read may need a million of them.
         return bounded(f"GET {binary.source}", download, limit)
     except TimeoutError as error:
-        raise _unreachable(binary, f"not complete after {limit / 60:.0f} minutes") from error
+        raise _unreachable(binary, error.strerror or "not complete in time") from error
 
 
 @contextlib.contextmanager
