@@ -62,21 +62,18 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
     own = [group for (reason, _), group in groups.items() if reason not in CONSEQUENCES] or list(groups.values())
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
     if ready and ready.status is not Status.TRUE:
-        _explain_ready(ready, worst)
+        worst = _with_ready(ready, worst)
     return tuple(tuple(group) for group in sorted(worst, key=_rank))
 
 
-def _explain_ready(ready: Condition, groups: list[list[Condition]]) -> None:
-    """If no group that Ready needs explains it, add it to the group with its reason, or as a group of its own."""
+def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
+    """Return the groups. If none that Ready needs explains it, add it to the one with its reason, or on its own."""
     same_status = [group for group in groups if group[0].status is ready.status]
     if any(prevents_ready(each.type for each in group) for group in same_status):
-        return
+        return groups
     # GPUsComplete, which Ready otherwise ignores, makes it False if all GPUs are lost. Settling is Ready's own.
-    same_reason = next((group for group in same_status if group[0].reason == ready.reason), None)
-    if same_reason:
-        same_reason.append(ready)
-    else:
-        groups.append([ready])
+    cause = next((group for group in same_status if group[0].reason == ready.reason), None)
+    return [*(group for group in groups if group is not cause), [*(cause or ()), ready]]
 
 
 def prevents_ready(kinds: Iterable[ConditionType]) -> bool:
