@@ -74,7 +74,10 @@ def render_drop_in(
 
 
 def stop_order() -> list[str]:
-    """Return the lines that let the machine stop before the host stops or unmounts what its pods use."""
+    """Return the lines that let the machine stop before the host stops or unmounts what its pods use.
+
+    At the start, prepare@ waits for the same units. Without the agent, the machine itself waits for them.
+    """
     services = (service for vendor in HOST_VENDORS for service in vendor.services)
     return [
         "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",

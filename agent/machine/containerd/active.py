@@ -14,7 +14,9 @@ from agent.system.files import System
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
 CHANGED = "containerd-changed"
-"""Name of the note about the agent's last change to containerd's configuration: time, and digest of the result."""
+"""Name of the note about the agent's last change to containerd's configuration: its time in `microseconds` of the
+monotonic clock, and in `effective` a digest of the result. The digest is null until all files are written, and then
+empty until the result was read back: so a later run knows where an earlier one was killed."""
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd process that was known to run with its current configuration: when it
 started, and a digest of the configuration."""
