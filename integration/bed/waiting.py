@@ -8,9 +8,9 @@ from integration.bed.process import BedError
 
 T = TypeVar("T")
 
-# Asking takes a tenth of the time at most: kubectl, or a program in the emulated machine, takes the processor from what
-# is waited for.
-PAUSE = 9
+PAUSE_PER_QUESTION = 9
+"""How many times as long as its question a pause is, within the limits below: kubectl, or a program in the emulated
+machine, takes the processor from what is waited for."""
 SHORTEST, LONGEST = 0.1, 3.0
 """Seconds between two questions."""
 
@@ -19,7 +19,10 @@ class NotReachedError(BedError):
     """What was waited for did not happen in time; the text has the evidence."""
 
 
-def wait(what: str, reached: Callable[[], T], seconds: float, evidence: Callable[[], str] = str) -> T:
+def wait(
+    what: str, reached: Callable[[], T], seconds: float, evidence: Callable[[], str] | None = None,
+    *, longest_pause: float = LONGEST,
+) -> T:  # fmt: skip
     """Return the first true value of `reached()`. Raises NotReachedError, with `evidence()`, after so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
@@ -28,5 +31,5 @@ def wait(what: str, reached: Callable[[], T], seconds: float, evidence: Callable
             return found
         now = time.monotonic()
         if now > deadline:
-            raise NotReachedError(f"not within {seconds:.0f} s: {what}\n{evidence()}")
-        time.sleep(min(LONGEST, max(SHORTEST, PAUSE * (now - asked))))
+            raise NotReachedError(f"not within {seconds:.0f} s: {what}\n{evidence() if evidence else ''}")
+        time.sleep(min(longest_pause, max(SHORTEST, PAUSE_PER_QUESTION * (now - asked))))

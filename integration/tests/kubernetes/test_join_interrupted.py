@@ -121,7 +121,7 @@ def test_the_host_loses_its_power(empty_host: EmptyHost, cut: str) -> None:
     """The guest's memory is lost, and with it all that was not synced."""
     empty_host.guest.start(["sh", "-c", f"exec unbounded-agent up >{EVENTS} 2>&1"])
     wait(cut, lambda: empty_host.guest.run(["sh", "-c", CUTS[cut]], check=False).status == 0, SECONDS,
-         lambda: empty_host.guest.read(EVENTS).decode(errors="replace"))  # fmt: skip
+         lambda: empty_host.guest.read(EVENTS).decode(errors="replace"), longest_pause=0.2)  # fmt: skip
     empty_host.host.cut_power()
     empty_host.guest.set_clock()
     expect_joined(empty_host)

@@ -278,7 +278,7 @@ def test_the_kubelet_s_wipe_is_repaired(
         until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
         longest = max(longest, time.monotonic() - begun)
     assert generation(cluster) > before
-    measured("slices wiped by the kubelet, and written again", f"{longest:.1f} s at most, with kubectl's pauses")
+    measured("slices wiped by the kubelet, and written again", f"{longest:.1f} s at most, the test's pauses included")
 
 
 def test_thirty_changes_are_generation_after_generation(cluster: ControlPlane, machine: DraMachine) -> None:
