@@ -89,12 +89,12 @@ class _Move:
 
     def run(self) -> bool:
         """Take the steps in order, up to one that the user must take. Return whether all are done."""
-        for index in range(len(steps := self._observe())):
+        for index in range(len(steps := self._reconcile_and_list_steps())):
             number, step = index + 1, steps[index]
             if not step.done and step.kubectl:
                 self._take(step)
                 # A step may change whether later ones are done.
-                steps = self._observe()
+                steps = self._reconcile_and_list_steps()
             elif not step.done:
                 say([f"{number}. to do: {step.what}", *(f"     {command}" for command in step.commands)])
                 say(["then repeat this command"])
@@ -111,7 +111,7 @@ class _Move:
         if step.kubectl[0] == "uncordon":
             self._system.remove(note)
 
-    def _observe(self) -> tuple[Step, ...]:
+    def _reconcile_and_list_steps(self) -> tuple[Step, ...]:
         prefixes = [vendor.resource_prefix for name in VENDOR_NAMES if (vendor := machine_vendor(name))]
         node = self._get("node", self._node)
         pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self._node}")

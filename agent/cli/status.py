@@ -80,7 +80,7 @@ def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tup
         case _ if len(machines) > 1:
             say(summaries(machines, time.time(), style(whole=False)))
             if any(causes(each.conditions) for each in machines):
-                say(["", "Whole messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
+                say(["", "Full messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
         case _:
             print_machines(machines, reconciler)
 

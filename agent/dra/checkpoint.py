@@ -97,7 +97,8 @@ class Checkpoint:
             self._system.sync(CHECKPOINT)
         except OSError as error:
             log.error(
-                "cannot sync %s to disk: %s; if the host crashes before the next change, the last ones may be lost",
+                "cannot sync %s to disk: %s; if the host crashes before the next change is synced, the latest changes "
+                "may be lost",
                 CHECKPOINT,
                 error.strerror,
             )

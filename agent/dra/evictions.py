@@ -1,6 +1,6 @@
 """Evicts the pods that Kubernetes itself does not evict from GPUs that are being detached.
 
-Kubernetes evicts pods that have a device with a NoExecute taint by a claim (pkg/controller/devicetainteviction). In
+Kubernetes evicts pods that got a tainted (NoExecute) device through a claim (pkg/controller/devicetainteviction). In
 1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim
 (kubernetes/kubernetes#141290). A kubelet's identity may evict the pods of its own node (admitPodEviction in
 plugin/pkg/admission/noderestriction). An eviction respects disruption budgets and grace periods.
@@ -107,5 +107,5 @@ def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ..
 def _consumer(where: str, item: dict[str, Any]) -> tuple[str, str, str]:
     resource, name, uid = (get(where, item, key, str) for key in ("resource", "name", "uid"))
     if not (resource and name and uid):
-        raise DocumentError(f"{where}: a consumer has an empty name")
+        raise DocumentError(f"{where}: a consumer has an empty resource, name or uid")
     return resource, name, uid

@@ -13,7 +13,7 @@ from agent.model.text import one_line
 PREFIX = 5
 """Length in bytes of the prefix of each message: one byte says whether it is compressed, four give its length."""
 TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
-"""The form of the header grpc-timeout."""
+"""The form of the `grpc-timeout` header."""
 UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.DOTALL)
 
@@ -86,10 +86,10 @@ def only_message(body: bytes | bytearray, limit: int) -> bytes:
 
 
 def time_limit(value: bytes) -> float:
-    """Return the value of a header grpc-timeout in seconds. Raises RpcError if it is malformed."""
+    """Return the value, in seconds, of a `grpc-timeout` header. Raises RpcError if it is malformed."""
     match = TIMEOUT.fullmatch(value)
     if not match:
-        raise RpcError(Code.INTERNAL, "the header grpc-timeout is malformed")
+        raise RpcError(Code.INTERNAL, "the grpc-timeout header is malformed")
     return int(match[1]) * UNIT_SECONDS[match[2]]
 
 

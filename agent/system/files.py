@@ -264,11 +264,11 @@ class System(Rooted):
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[str]:
-        """Yield the path of a temporary file, which replaces the file at the end, and is removed after an error.
+        """Yield the path of a temporary file, which replaces the file when the block ends.
 
-        The temporary file always has the same name, so that leftovers of killed writers do not pile up: each is removed
-        by the next writer. The name begins with a dot, so that programs that read whole directories skip the file.
-        A directory in its place, which somebody else made, is put aside.
+        After an error, it is removed instead. It always has the same name, so that leftovers of killed writers do not
+        pile up: each is removed by the next writer. The name begins with a dot, so that programs that read whole
+        directories skip the file. A directory in its place, which somebody else made, is put aside.
         """
         try:
             self.remove_temporary(path)

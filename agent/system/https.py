@@ -23,7 +23,7 @@ class Answer:
 
     status: int
     date: float | None
-    """The server's clock, in seconds since the epoch; None if the header Date is missing or invalid."""
+    """The server's clock, in seconds since the epoch; None if the `Date` header is missing or invalid."""
 
 
 def ask(url: str, *, ca: bytes, token: str = "") -> Answer:

@@ -36,7 +36,7 @@ class MachineFinding(Struct, frozen=True):
     symptoms: str = ""
     """The symptoms that users see; empty if unknown."""
     fix: tuple[str, ...] = ()
-    """The commands that fix the fault; empty if there is nothing to do but wait."""
+    """Commands that fix the fault, or sentences; empty if there is nothing to do but wait."""
 
     @property
     def prevents_ready(self) -> bool:

@@ -64,7 +64,8 @@ def publish(index: int, system: System) -> None:
         if not failure:
             return
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
-            # The parent is mounted, or was not tried: the kernel may well have overlay file systems.
+            # PID 1 has mounted the parent, or has not tried to. The kernel may support overlay file systems, so do not
+            # fall back to a plain directory.
             raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
         _remove_unit(driver_root(index), system)

@@ -260,8 +260,8 @@ def _only_bindable(grant: Grant) -> Grant:
 def _request(grant: Grant) -> Request:
     """Return what the machine half sets up for a grant.
 
-    A GPU without a node, as before its driver is loaded, is granted: no other machine gets it. But no pod can use it
-    yet, so the handoff does not name it.
+    A GPU that has no node yet, for example because its driver is not loaded, counts as granted: no other machine gets
+    it. But no pod can use it yet, so the handoff does not name it.
     """
     root = grant.driver_root
     with_node = {node.pci_address for node in grant.nodes}

@@ -123,7 +123,7 @@ def _memory(system: System) -> str | Problem:
         return Problem(
             "memory",
             f"the host has {size // 10**6} MB of memory",
-            f"give it at least {MEMORY_MINIMUM >> 30} GiB, better 2 GiB",
+            "give it 2 GiB: 1 GiB is too little, because the kernel keeps a part of it",
         )
     return f"{size // 10**6} MB of memory"
 

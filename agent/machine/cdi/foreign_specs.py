@@ -185,7 +185,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
     else:
-        # The file is copied into a directory of its own, so that the listed devices are only those of this file.
+        # The file is copied into a separate directory, so that the listed devices are only those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
         # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))

@@ -108,8 +108,8 @@ def config_argument(exec_start: str) -> str:
 def unit_properties(context: Context) -> dict[str, str]:
     """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
 
-    Asking takes a tenth of a CDI generator's time, so the step that asks after the generator reuses the answer. Raises
-    CommandError.
+    `systemctl show` takes a tenth as long as a CDI generator, so a step that needs the properties later reuses the
+    answer. Raises CommandError.
     """
 
     def show() -> dict[str, str]:

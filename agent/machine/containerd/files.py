@@ -27,7 +27,7 @@ def effective_config(system: System, main: str, version: tuple[int, ...]) -> Tab
     Raises CommandError or DocumentError.
     """
     # From 2.0.0 to 2.0.5, `dump` prints defaults instead of the tables of a version 2 file. `migrate` prints what the
-    # daemon uses (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
+    # daemon uses (cmd/containerd/command/config.go; `server.New` in cmd/containerd/server/server.go).
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     text = system.run("containerd", "--config", main, "config", verb)
     return parse(main, text.encode(errors="surrogateescape"))

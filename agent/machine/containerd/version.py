@@ -72,9 +72,10 @@ def _version_without_groups(context: Context) -> str:
 
 
 def _running_without_groups(context: Context, program: str) -> str:
-    """Return the running containerd's version if its program was replaced and does not support additionalGids.
+    """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
 
-    Otherwise return an empty string. The process is noted, because the result changes when it exits.
+    Return an empty string if it does, or if its file on disk was not replaced: then the file's version counts. The
+    process is noted, because the result changes when it exits.
     """
     system = context.system
     process = unit_properties(context).get("MainPID", "0")

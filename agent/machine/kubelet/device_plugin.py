@@ -166,11 +166,13 @@ def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
         if not plugin.dead and not plugin.registered:
             message = f"no device plugin for {vendor.resource_prefix}* has registered with the kubelet"
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
-        why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
+        why = f"its socket in {PLUGINS} is gone"
+        if plugin.dead:
+            why = f"no connection is accepted at {', '.join(plugin.dead)}"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
     if plugin.dead:
         # Each resource has its own socket: one that is served says nothing about the others.
-        why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"
+        why = f"no connection is accepted at {', '.join(plugin.dead)}, only at {', '.join(plugin.serving)}"
         return false(
             KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
         )

@@ -1,6 +1,6 @@
 """Publishes the devices that pods may get by claims, and checks whether agent.dra offers them: GPUsAdvertised.
 
-agent.dra is a service of its own (unbounded-agent-dra.service), because it talks to the kubelet and the API server, and
+agent.dra is a separate service (unbounded-agent-dra.service), because it talks to the kubelet and the API server, and
 the GPU setup never waits for these. This module only reads its status.
 """
 

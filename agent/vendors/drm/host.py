@@ -22,8 +22,8 @@ SYMPTOMS = {
 class DrmHost(HostVendor):
     """A vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
-    No driver counts as wrong: the kernel's other drivers, such as radeon, are for older GPUs. No program of the vendor
-    keeps a GPU open, and the drivers write no numbered errors into the kernel log.
+    Another driver of a GPU is no fault: the kernel's others, such as radeon, are for older GPUs. No program of the
+    vendor keeps a GPU open, and the drivers write no numbered errors into the kernel log.
     """
 
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})

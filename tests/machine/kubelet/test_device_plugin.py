@@ -129,7 +129,7 @@ def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
     assert serving.condition() == ("True", "Advertised")
     serving.kill(other)
     assert serving.condition() == ("False", "DevicePluginDown")
-    assert serving.message().startswith(f"{other} accepts no connection")
+    assert serving.message().startswith(f"no connection is accepted at {other}, only at {PLUGIN_SOCKET};")
 
 
 def test_a_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:

@@ -25,9 +25,9 @@ ALL = "all"
 """The device with all nodes of a mode. Mode imex also has a device for each channel."""
 
 BLOCKED_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
-"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (New in pkg/nvcdi/lib.go). That
-initialises the GPUs, and hangs if a GPU hangs. No mode needs it: libcuda's name has the version too. So the search path
-starts with a directory of empty files with these names, which cannot be loaded. Without these files, nvidia-ctk might
+"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (`New` in pkg/nvcdi/lib.go).
+That initialises the GPUs, and hangs if a GPU hangs. No mode needs it: libcuda's name has the version too. So the search
+path starts with a directory of empty files with these names, which cannot be loaded. Without them, nvidia-ctk might
 load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
@@ -55,7 +55,7 @@ MODES: Mapping[str, Mode] = {
     "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
     "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
     "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
-    # 1.18 lists nvswitch among its modes, but exits with "unknown mode" (New in pkg/nvcdi/lib.go).
+    # 1.18 lists nvswitch among its modes, but exits with "unknown mode" (`New` in pkg/nvcdi/lib.go).
     "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
     "management": Mode(
         "management.nvidia.com",
