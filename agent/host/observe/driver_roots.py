@@ -134,11 +134,10 @@ def _is_plain(index: int, system: System) -> bool:
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
     """Return the index above all taken ones or, if too few mount points are left there, the lowest free index.
 
-    The SPARE - 1 indices after the returned one are free too. If no such index is left, the one above all taken ones is
-    returned, although it has no mount point. `protected` means that HOST_NVIDIA is mounted. If it is not, machines can
-    create directories in it, so indices whose directory exists are skipped.
+    The SPARE - 1 indices after the returned one are free too. `protected` means that HOST_NVIDIA is mounted. If it is
+    not, machines can create directories in it, so indices whose directory exists are skipped. If no index is left, the
+    one above all taken ones is returned; it may have no mount point, and its directory may exist.
     """
-    above = max(taken, default=-1) + 1
-    free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]
-    unused = (each for each in free if taken.isdisjoint(range(each, each + SPARE)))
+    above, end = max(taken, default=-1) + 1, INDICES - SPARE + 1
+    unused = (each for each in (*range(above, end), *range(end)) if taken.isdisjoint(range(each, each + SPARE)))
     return next((each for each in unused if protected or not system.exists(driver_root(each))), above)

@@ -215,6 +215,11 @@ def test_indices_are_reused_when_mount_points_run_out(host: Host) -> None:
     assert observe_staged(host).next_index == 1
 
 
+def test_the_last_two_mount_points_are_used(host: Host) -> None:
+    stage(host, INDICES - 3)
+    assert observe_staged(host).next_index == INDICES - 2
+
+
 def test_a_machine_without_anything(host: Host) -> None:
     facts = observe_machine("node", Unit("inactive"), host, Ages())
     assert (facts.unit_state, facts.live) == ("inactive", None)
