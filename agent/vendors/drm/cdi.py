@@ -177,8 +177,10 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
     if (live.major, live.minor) != (device.major, device.minor):
         is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
         yield f"{where}: device node {path} is {is_now} in this machine, but {granted} was granted"
+    # Any number: `_gid` may choose another group than the node's.
+    gid = node.get("gid")
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
-    expected |= {"path": path, "permissions": "rw", "gid": node.get("gid")}
-    # The types are compared too: True equals 1 in Python, but is not a number in a specification.
-    if node != expected or type(node.get("gid")) is not int or any(isinstance(each, bool) for each in node.values()):
+    expected |= {"path": path, "permissions": "rw", "gid": gid if type(gid) is int else live.gid}
+    # The types are compared too: 1, 1.0 and True are equal in Python.
+    if node != expected or any(type(node[key]) is not type(value) for key, value in expected.items()):
         yield f"{where}: device node {path} has unexpected values: {node!r}"

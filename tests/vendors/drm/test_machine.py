@@ -504,6 +504,9 @@ def document() -> dict[str, Any]:
 FAULTS: list[tuple[str, Any, str]] = [
     ("path", "/dev/mem", "not granted"),
     ("minor", 1, "has unexpected values"),
+    ("major", 226.0, "has unexpected values"),
+    ("minor", False, "has unexpected values"),
+    ("uid", 0.0, "has unexpected values"),
     ("permissions", "rwm", "has unexpected values"),
     ("hostPath", "/dev/sda", "has unexpected values"),
     ("gid", "render", "has unexpected values"),

@@ -116,7 +116,9 @@ def _node_problems(where: str, node: dict[str, Any], expected: Expectations) -> 
         yield f"{where}: device node {path} is {live_number} in this machine, but {major}:{minor} was granted"
     # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
     written = (node.get("major"), node.get("minor", 0))
-    if "major" in node and written != (number.major, number.minor):
+    # The types are compared too: 1, 1.0 and True are equal in Python.
+    well_formed = all(type(each) is int for each in written)
+    if "major" in node and not (well_formed and written == (number.major, number.minor)):
         specified = f"{written[0]}:{written[1]}"
         yield f"{where}: device node {path} is {specified} in the specification, but {live_number} in this machine"
     for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):

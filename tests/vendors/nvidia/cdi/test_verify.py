@@ -155,6 +155,11 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"),
         "195:0 in the specification, but",
     ),
+    "a float as major": (lambda s: edits(s)["deviceNodes"][1].update(major=234.0), "is 234.0:0 in"),
+    "a boolean as minor": (
+        lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=True),
+        "195:True in the specification, but 195:1 in",
+    ),
     "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "is 511:0 in the specification"),
     "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "unexpected fields"),
     "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "unexpected fields"),
