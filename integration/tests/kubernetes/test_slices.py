@@ -205,7 +205,12 @@ def of_vendor(device: dict[str, Any]) -> str:
 def test_mig_devices_are_given_by_claims_and_their_gpu_is_not(cluster: ControlPlane, machine: DraMachine) -> None:
     parts = [AllocatableDevice(GPUS[0], (f"nvidia.com/gpu=MIG-{each}",), (each, 0)) for each in (7, 8)]
     machine.allocate([whole(GPUS[0]), *parts])
-    until("only partitions are offered", lambda: len(listed(cluster, "resourceslices")[0]["spec"]["devices"]) == 2)
+
+    def offered_names() -> list[str]:
+        return [each["name"] for item in listed(cluster, "resourceslices") for each in item["spec"]["devices"]]
+
+    # By their names: two whole GPUs were offered before.
+    until("only partitions are offered", lambda: [name[-8:] for name in offered_names()] == ["-mig-7-0", "-mig-8-0"])
     claim, user = with_claim("part", f'device.attributes["{DRA_DRIVER}"].gpuInstance == 8')
     claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = "nvidia-mig"
     create(cluster, by_resource("whole"), claim, user)
