@@ -5,10 +5,13 @@ The GPUs and their driver are simulated: no test here has seen silicon. The real
 """
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from agent.machine.run import HANDOFF, REPORT
@@ -290,3 +293,15 @@ def systemctl(
     text = f"LoadState={load}\nActiveState={state}\nSubState={substate}\nExecMainStartTimestampMonotonic={started}\n"
     text += f"MainPID={main_process}\n"
     return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")
+
+
+def recorded_syncs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each fsync appends its path; a temporary file counts as the file that it replaces."""
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(machine.tree))
+        synced.append(re.sub(r"/\.([^/]+)\.unbounded-agent-new$", r"/\1", path))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return synced

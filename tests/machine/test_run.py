@@ -28,6 +28,7 @@ from tests.fakes.machine import (
     hang,
     nvidia_ctk,
     recorded_spec,
+    recorded_syncs,
     systemctl,
 )
 
@@ -149,13 +150,7 @@ def test_systemd_answers_while_links_are_made(machine: Machine) -> None:
 
 def test_the_report_does_not_wait_for_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published specification is synced, with its directory, but only afterwards."""
-    synced: list[str] = []
-
-    def fsync(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        synced.append(path.removeprefix(str(machine.tree)).replace(".report.json.unbounded-agent-new", "report.json"))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    synced = recorded_syncs(machine, monkeypatch)
     run(machine)
     assert synced.index(SPEC) > synced.index(REPORT)
     assert synced.index("/etc/cdi", synced.index(SPEC)) > 0

@@ -17,7 +17,7 @@ from agent.config.settings import MachineSettings
 from agent.machine.cdi.modes import publish_modes
 from agent.machine.context import Context
 from agent.machine.notes import OWNED_COPY
-from agent.machine.run import run
+from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
@@ -43,6 +43,7 @@ from tests.fakes.machine import (
     gpu_machine,
     nvidia_ctk,
     recorded_spec,
+    recorded_syncs,
 )
 
 FS = (GrantedDevice("/dev/nvidia-fs0", "nvidia-fs", 237, 0), GrantedDevice("/dev/nvidia-fs1", "nvidia-fs", 237, 1))
@@ -541,3 +542,9 @@ def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:
     assert json.loads(render_handoff(asked))["version"] == 2
     assert parse_handoff(render_handoff(asked)) == asked
     assert b"cdi_modes" not in render_handoff(machine.hand(REQUEST))
+
+
+def test_the_report_does_not_wait_for_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = recorded_syncs(machine, monkeypatch)
+    run(machine)
+    assert synced.index(published("gds")) > synced.index(REPORT)
