@@ -5,8 +5,7 @@ import os
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
 from agent.cli.printing import progress
-from agent.config.last_good import Loaded, load_or_last_good, save_last_good
-from agent.config.load import load_config
+from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import NoMachinesError, UnsupportedError
 from agent.model.paths import CONFIG_FILE
@@ -66,14 +65,12 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
     standard = options.config == CONFIG_FILE
     if options.command not in AT_START or not standard:
         try:
-            config = load_config(system, options.config)
+            config = load_config(system, options.config, save=options.command in ("apply", "up"))
         except NoMachinesError as error:
             if _name(options) not in WITHOUT_CONFIGURATION or not standard:
                 raise
             progress(str(error))
             config = Config(machines={})
-        if options.command in ("apply", "up") and standard:
-            save_last_good(config, system)
         return Loaded(config)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":

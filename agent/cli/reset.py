@@ -2,11 +2,13 @@
 
 import argparse
 
+from msgspec.structs import replace
+
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress, report, report_failures, say
 from agent.cli.up import BUSY, LOCK_WAIT
 from agent.cli.wiring import make_reconciler
-from agent.config.last_good import Loaded
+from agent.config.load import Loaded
 from agent.config.settings import Config
 from agent.host.provision.reset import Ending, Reset
 from agent.host.reconcile import Reconciler
@@ -34,7 +36,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
     """
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
     without_machine = Reconciler(
-        reconciler.config.model_copy(update={"machines": others}),
+        replace(reconciler.config, machines=others),
         reconciler.system,
         reconciler.devices,
         reconciler.progress,

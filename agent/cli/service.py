@@ -7,7 +7,7 @@ from agent.cli import garbage
 from agent.cli.answering import Answers
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
-from agent.config.last_good import Loaded
+from agent.config.load import Loaded
 from agent.host.daemon import loop
 from agent.host.reconcile import Reconciler
 

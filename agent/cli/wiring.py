@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress
-from agent.config.last_good import Loaded
+from agent.config.load import Loaded
 from agent.host.reconcile import Reconciler
 from agent.system.files import System
 from agent.system.sysfs import Sysfs

@@ -3,8 +3,7 @@
 from operator import attrgetter
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
-
+from agent.config.table import Check, Table
 from agent.config.values import absolute, is_below, once, plain
 
 DeviceClassName = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
@@ -37,12 +36,10 @@ def _allowed_path(value: str) -> str:
     return value
 
 
-class ExtraDevice(BaseModel):
+class ExtraDevice(Table, frozen=True, kw_only=True):
     """One character device of the host. It has the same path in the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
-
-    path: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_allowed_path)]
+    path: Annotated[str, Check(absolute), Check(plain), Check(_allowed_path)]
     """Below `/dev`. A symbolic link is not followed."""
     mode: Literal["r", "rw", "rwm"] = "rw"
     """What the machine's cgroup permits: reading (`r`), writing (`w`), mknod (`m`)."""

@@ -7,14 +7,19 @@ import ipaddress
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
+from agent.config.table import Check, text
 
 NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 SUBDOMAIN_LIMIT = 253
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
-NodeName = Annotated[str, StringConstraints(pattern=rf"^{SUBDOMAIN}$", max_length=SUBDOMAIN_LIMIT)]
+NodeName = Annotated[
+    str,
+    text(
+        SUBDOMAIN, "a DNS name (lower-case letters, digits and hyphens, parts joined by dots)", longest=SUBDOMAIN_LIMIT
+    ),
+]
 """A DNS subdomain (RFC 1123) in lower case, as Kubernetes requires it."""
 
 
@@ -84,9 +89,9 @@ def node_addresses(value: str) -> str:
     return ",".join(addresses)
 
 
-LabelKey = Annotated[str, AfterValidator(label_key)]
-LabelValue = Annotated[str, AfterValidator(label_value)]
-Taint = Annotated[str, AfterValidator(taint)]
-StartupTaint = Annotated[str, AfterValidator(startup_taint)]
-IpAddress = Annotated[str, AfterValidator(ip_address)]
-NodeAddresses = Annotated[str, AfterValidator(node_addresses)]
+LabelKey = Annotated[str, Check(label_key)]
+LabelValue = Annotated[str, Check(label_value)]
+Taint = Annotated[str, Check(taint)]
+StartupTaint = Annotated[str, Check(startup_taint)]
+IpAddress = Annotated[str, Check(ip_address)]
+NodeAddresses = Annotated[str, Check(node_addresses)]

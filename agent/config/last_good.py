@@ -1,57 +1,68 @@
-"""Saves the last valid configuration, for a service or a machine that starts while the current one is invalid.
+"""Keeps the last valid configuration in a file.
 
-A machine must start after a reboot of the host, and keep its GPUs, even if a configuration file has become invalid.
+It has the document that was valid, and the settings in it. A service or a machine that starts while the current
+configuration is invalid uses the document: a machine must start after a reboot of the host, and keep its GPUs. While
+the configuration is what it was, the settings are used, and nothing is validated again.
 """
 
 import contextlib
+import json
+import os
+from typing import Any
 
-from msgspec import Struct
-from pydantic import ValidationError
+from msgspec import ValidationError, convert, to_builtins
 
-from agent.config.load import load_config
+from agent import __version__
 from agent.config.settings import Config
-from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.errors import DocumentError
+from agent.model.json_document import parse_object
 from agent.model.paths import LAST_GOOD_CONFIG
 from agent.system.files import System
 
 
-class Loaded(Struct, frozen=True):
-    """The configuration to use."""
+def last_good_document(system: System) -> object:
+    """Return the document that was valid last, which must be validated; None without one."""
+    saved = _saved(system)
+    # Earlier releases saved only the document.
+    return saved.get("document", saved)
 
-    config: Config
-    rejected: str = ""
-    """Why the files were rejected, if the last valid configuration is used instead; otherwise empty."""
 
-
-def load_or_last_good(system: System) -> Loaded:
-    """Return the configuration and save it as the last good one; if it is invalid, return the last good one.
-
-    Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no file, or no
-    file has a table of machines: the last good one is not used then, because removed machines must not come back.
-    """
+def known_settings(document: dict[str, Any], system: System) -> Config | None:
+    """Return the settings in a document if it is the one that was valid last, and None otherwise."""
+    saved = _saved(system)
     try:
-        config = load_config(system)
-    except NoMachinesError:
-        raise
-    except ConfigError as error:
-        try:
-            return Loaded(Config.model_validate_json(system.read(LAST_GOOD_CONFIG)), str(error))
-        except (OSError, ValidationError):
-            raise error from None
-    save_last_good(config, system)
-    return Loaded(config)
+        # As texts, because Python's 1, 1.0 and True are equal.
+        same = json.dumps(saved.get("document")) == json.dumps(document)
+        return convert(saved.get("settings"), Config) if same and saved.get("validated_by") == _validator() else None
+    except (TypeError, ValidationError):
+        # TOML has dates and times, which JSON lacks.
+        return None
 
 
-def save_last_good(config: Config, system: System) -> None:
+def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
     """Save the configuration as the last good one. If that fails, remove the previous one; raise no error."""
-    # Save only explicit settings, because a later release may read the file and have other defaults.
-    content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
+    # A later release validates the document, not the settings, because it may have other defaults.
+    saved = {"validated_by": _validator(), "document": document, "settings": to_builtins(config)}
+    content = json.dumps(saved, default=str).encode() + b"\n"
     try:
-        if not system.exists(LAST_GOOD_CONFIG) or system.read(LAST_GOOD_CONFIG) != content:
-            # The configuration files may be readable by root only.
-            system.write(LAST_GOOD_CONFIG, content, 0o600)
+        # The configuration files may be readable by root only.
+        system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
         # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
         # removed even from a full disk.
         with contextlib.suppress(OSError):
             system.remove(LAST_GOOD_CONFIG)
+
+
+def _saved(system: System) -> dict[str, Any]:
+    """Return the file's content; empty if there is none or it is damaged."""
+    try:
+        return parse_object(LAST_GOOD_CONFIG, system.read(LAST_GOOD_CONFIG))
+    except (OSError, DocumentError):
+        return {}
+
+
+def _validator() -> str:
+    """Return what identifies this installation of the agent: another one may no longer accept the same document."""
+    # Installing a package replaces the files in this directory.
+    return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"

@@ -7,10 +7,9 @@ starting, hide what the agent and systemd need in it, or let the machine take co
 import posixpath
 from collections.abc import Collection, Iterable
 from operator import attrgetter
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
-
+from agent.config.table import Check, Table
 from agent.config.values import absolute, is_below, once, plain
 from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
 
@@ -91,22 +90,18 @@ def _is_above(path: str, paths: Iterable[str]) -> bool:
     return any(each.startswith(f"{path.rstrip('/')}/") for each in paths)
 
 
-class ExtraMount(BaseModel):
+class ExtraMount(Table, frozen=True, kw_only=True):
     """A directory or file of the host, with everything mounted below it, at a path in the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
-
-    source: Annotated[str, AfterValidator(absolute), AfterValidator(plain)]
+    source: Annotated[str, Check(absolute), Check(plain)]
     """Absolute path on the host."""
-    target: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_allowed_target)]
+    target: Annotated[str, Check(absolute), Check(plain), Check(_allowed_target)]
     """Absolute path in the machine."""
     read_only: bool = True
     """Mount it read-only. This guards only against mistakes: root in the machine can remount it writable."""
 
-    @model_validator(mode="after")
-    def _mountable(self) -> Self:
+    def __post_init__(self) -> None:
         mountable(self.source, read_only=self.read_only)
-        return self
 
 
 ExtraMounts = Annotated[list[ExtraMount], once("a mount at", attrgetter("target"))]

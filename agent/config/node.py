@@ -1,33 +1,60 @@
 """Settings of the Kubernetes node in a machine, for `unbounded-agent up`. Pure."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from msgspec import field
 
 from agent.config.kubernetes_names import IpAddress, LabelKey, LabelValue, NodeAddresses, NodeName, StartupTaint, Taint
+from agent.config.table import Table, text
 from agent.config.values import AbsolutePath
 
 ImageName = Annotated[
     str,
-    StringConstraints(
-        pattern=r"^(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)$", max_length=512
+    text(
+        r"(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)",
+        "an image: docker://REGISTRY/NAME:TAG, oci:/DIRECTORY:TAG or docker-archive:/FILE:TAG",
+        longest=512,
     ),
 ]
 """An image in a transport of containers-transports(5): a registry, an OCI layout, or an archive."""
-Repository = Annotated[str, StringConstraints(pattern=r"^docker://[^\s@]+[^\s@/:]$", max_length=400)]
-Tag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+Repository = Annotated[
+    str, text(r"docker://[^\s@]+[^\s@/:]", "a repository, such as docker://registry.example.com/nodes", longest=400)
+]
+Tag = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image")]
 """The distribution specification's grammar."""
-Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@]+(/[^\s]*)?$", max_length=1024)]
+Version = Annotated[str, text(r"[0-9]+\.[0-9]+\.[0-9]+", "a version, such as 1.36.3")]
+Sha256 = Annotated[str, text(r"[0-9a-f]{64}", "a SHA-256 digest: 64 hexadecimal digits in lower case")]
+Url = Annotated[
+    str,
+    text(
+        r"https?://[^\s/@]+(/[^\s]*)?", "a URL with http or https, and without a user name", longest=1024, secret=True
+    ),
+]
 """Without a user name and password, because the configuration must not contain secrets."""
-ServerUrl = Annotated[str, StringConstraints(pattern=r"^https://[^\s/@]+$", max_length=300)]
-Registry = Annotated[str, StringConstraints(pattern=r"^(_default|[A-Za-z0-9.-]+(:[0-9]{1,5})?)$", max_length=253)]
+ServerUrl = Annotated[str, text(r"https://[^\s/@]+", "an API server, such as https://10.0.0.1:6443", longest=300)]
+Registry = Annotated[
+    str,
+    text(
+        r"(_default|[A-Za-z0-9.-]+(:[0-9]{1,5})?)",
+        "a registry, such as docker.io or registry.example.com:5000",
+        longest=253,
+    ),
+]
 """A registry's host name with its port, or `_default` for every registry without mirrors of its own."""
-SysctlName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+([./][A-Za-z0-9_-]+)+$")]
-SysctlValue = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+([ \t][\x21-\x7e]+)*$", max_length=1024)]
-KernelModule = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=63)]
-SecretFile = Annotated[str, StringConstraints(pattern=r"^(/[^\s]+|credential:[A-Za-z0-9_.-]+)$", max_length=1024)]
+SysctlName = Annotated[
+    str, text(r"[a-z0-9_]+([./][A-Za-z0-9_-]+)+", "the name of a kernel parameter, such as vm.overcommit_memory")
+]
+SysctlValue = Annotated[str, text(r"[\x21-\x7e]+([ \t][\x21-\x7e]+)*", "one line of text", longest=1024)]
+KernelModule = Annotated[str, text(r"[A-Za-z0-9_-]+", "the name of a kernel module", longest=63)]
+SecretFile = Annotated[
+    str,
+    text(
+        r"(/[^\s]+|credential:[A-Za-z0-9_.-]+)",
+        "an absolute path, or credential:NAME; the secret itself must not be here",
+        longest=1024,
+        secret=True,
+    ),
+]
 """Where a secret is: a file that only root may read, or `credential:NAME`, a systemd credential (systemd.exec(5),
 LoadCredential=). The secret itself is never in the configuration."""
 
@@ -36,13 +63,7 @@ ARCHIVES: tuple[Literal["crictl", "cni_plugins"], ...] = ("crictl", "cni_plugins
 """Programs that their projects publish in archives."""
 
 
-class NodeModel(BaseModel):
-    """Immutable; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
-
-
-class ImageSettings(NodeModel):
+class ImageSettings(Table, frozen=True, kw_only=True):
     """The OCI image from which the machine's root file system is made."""
 
     name: ImageName | Literal[""] = ""
@@ -66,14 +87,12 @@ class ImageSettings(NodeModel):
     """A signature policy, containers-policy.json(5). Without one, the host's `/etc/containers/policy.json` applies. If
     that is missing too, only the digest is verified."""
 
-    @model_validator(mode="after")
-    def _one_image(self) -> Self:
+    def __post_init__(self) -> None:
         if not self.name and not self.repository:
             raise ValueError("name or repository is missing: which image is the machine made from?")
-        return self
 
 
-class BinariesSettings(NodeModel):
+class BinariesSettings(Table, frozen=True, kw_only=True):
     """Programs of a node, if the image does not contain them."""
 
     version: Version | Literal[""] = ""
@@ -94,8 +113,7 @@ class BinariesSettings(NodeModel):
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
     `crictl` and `cni_plugins`. Only these are fetched."""
 
-    @model_validator(mode="after")
-    def _versions(self) -> Self:
+    def __post_init__(self) -> None:
         for name in self.sha256:
             key = f"{name}_version" if name in ARCHIVES else "version"
             if not getattr(self, key):
@@ -103,10 +121,9 @@ class BinariesSettings(NodeModel):
         for name in ARCHIVES:
             if getattr(self, f"{name}_version") and name not in self.sha256:
                 raise ValueError(f"sha256.{name} is missing: set the digest of the archive, or remove {name}_version")
-        return self
 
 
-class KubeletSettings(NodeModel):
+class KubeletSettings(Table, frozen=True, kw_only=True):
     """The kubelet of the node."""
 
     labels: dict[LabelKey, LabelValue] = {}
@@ -123,7 +140,7 @@ class KubeletSettings(NodeModel):
     node_ip: NodeAddresses = ""
     """The node's address. Empty means the host's address on the default route, or, if the machine has a network of its
     own, the one that the kubelet finds in it."""
-    cluster_dns: list[IpAddress] = ["10.96.0.10"]
+    cluster_dns: list[IpAddress] = field(default_factory=lambda: ["10.96.0.10"])
     """Addresses of the cluster's DNS service."""
     cluster_domain: NodeName = "cluster.local"
     """The cluster's DNS domain."""
@@ -132,7 +149,7 @@ class KubeletSettings(NodeModel):
     other values replace the agent's."""
 
 
-class ContainerdSettings(NodeModel):
+class ContainerdSettings(Table, frozen=True, kw_only=True):
     """containerd in the node."""
 
     sandbox_image: str = ""
@@ -143,18 +160,18 @@ class ContainerdSettings(NodeModel):
     """The directory with the CNI plugins, in the machine."""
 
 
-class HostNodeSettings(NodeModel):
+class HostNodeSettings(Table, frozen=True, kw_only=True):
     """Settings of the host that a node needs."""
 
     sysctls: dict[SysctlName, SysctlValue] = {}
     """Kernel parameters, in addition to those that the kubelet and CNI need (docs/bootstrap.md#host-settings)."""
-    kernel_modules: list[KernelModule] = ["overlay", "br_netfilter"]
+    kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter"])
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
     """Whether swap is turned off, as the kubelet requires by default."""
 
 
-class NodeSettings(NodeModel):
+class NodeSettings(Table, frozen=True, kw_only=True):
     """The Kubernetes node in the machine. Only `unbounded-agent up` uses these settings (docs/bootstrap.md)."""
 
     name: NodeName | Literal[""] = ""
@@ -179,10 +196,8 @@ class NodeSettings(NodeModel):
     host: HostNodeSettings = HostNodeSettings()
     """Settings of the host."""
 
-    @model_validator(mode="after")
-    def _one_credential(self) -> Self:
+    def __post_init__(self) -> None:
         if bool(self.bootstrap_token) == bool(self.exec_credential):
             raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
         if self.exec_credential and not self.exec_credential[0].startswith("/"):
             raise ValueError(f"exec_credential: {self.exec_credential[0]!r} is not an absolute path in the machine")
-        return self

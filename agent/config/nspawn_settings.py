@@ -1,16 +1,20 @@
 """Settings for systemd-nspawn, with the defaults that a Kubernetes node needs (systemd.nspawn(5)). Pure."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from msgspec import field
 
 from agent.config.pod_environment import VariableName
+from agent.config.table import Table, text
 
-OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?$")]
+OneLine = Annotated[
+    str,
+    text(r"([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?", "one line of text that does not end in a backslash", secret=True),
+]
 """Text for one line of a unit file. A line break would start another setting; a backslash at the end would join the
 next line."""
-SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
-KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
+SectionName = Annotated[str, text(r"[A-Z][A-Za-z]*", "the name of a section, such as Files")]
+KeyName = Annotated[str, text(r"[A-Z][A-Za-z0-9]*", "the name of a setting, such as Bind")]
 
 NO_USER_NAMESPACE = (
     "a machine cannot have a user namespace: systemd could bind no device into it while it runs; the "
@@ -19,11 +23,9 @@ NO_USER_NAMESPACE = (
 )
 
 
-class NspawnSettings(BaseModel):
+class NspawnSettings(Table, frozen=True, kw_only=True):
     """Settings of systemd-nspawn, systemd.nspawn(5). Where a default weakens the machine's isolation, its description
     says why."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     capability: OneLine = "CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG"
     """Capabilities in addition to systemd-nspawn's own set (`--capability=` in systemd-nspawn(1)), which contains
@@ -44,18 +46,18 @@ class NspawnSettings(BaseModel):
     """Bind `/dev/kmsg`. The kubelet watches it for out-of-memory kills and does not start without it."""
     modules: bool = True
     """Bind `/lib/modules` read-only. kube-proxy and CNI plugins read it."""
-    environment: dict[VariableName, OneLine] = {
-        "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
-        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
-    }
+    environment: dict[VariableName, OneLine] = field(
+        default_factory=lambda: {
+            "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+            "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
+        }
+    )
     """Environment variables of systemd-nspawn itself. The defaults give the machine cgroup v2, and make `/proc/sys/net`
     writable for CNI."""
     extra: dict[SectionName, dict[KeyName, OneLine | list[OneLine]]] = {}
     """Any other settings of systemd.nspawn(5), by section, such as `extra.Files.Bind = ["/srv/data"]`. They are
     appended unchanged."""
 
-    @model_validator(mode="after")
-    def _no_user_namespace(self) -> Self:
+    def __post_init__(self) -> None:
         if self.private_users or "PrivateUsers" in self.extra.get("Exec", {}):
             raise ValueError(NO_USER_NAMESPACE)
-        return self

@@ -7,10 +7,10 @@ CDI's Go library). Therefore variables that other programs depend on are refused
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, StringConstraints
+from agent.config.table import Check, text
 
-VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
-VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
+VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
+VariableValue = Annotated[str, text(r"[^\x00-\x1f\x7f]*", "one line of text", longest=1024, secret=True)]
 """One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 NUMBER_LIMIT = 32
 """The largest number of variables that may be set: far more than the drivers know, and too few to slow down the start
@@ -35,6 +35,6 @@ def _acceptable(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-Variables = Annotated[dict[VariableName, VariableValue], AfterValidator(_acceptable)]
+Variables = Annotated[dict[VariableName, VariableValue], Check(_acceptable)]
 PodEnvironment = dict[Literal["nvidia"], Variables]
 """Variables by vendor. A pod gets only those of its device's vendor: another vendor's driver may misread them."""

@@ -4,15 +4,14 @@ docs/configuration.md is generated from these classes and their docstrings (`mak
 """
 
 import re
-from typing import Annotated, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from typing import Annotated, Literal
 
 from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, DeviceClasses, ExtraDevices
 from agent.config.mounts import ExtraMounts
 from agent.config.node import NodeSettings
 from agent.config.nspawn_settings import NspawnSettings, OneLine
 from agent.config.pod_environment import PodEnvironment
+from agent.config.table import Check, Range, Table, text
 from agent.config.values import AbsolutePath
 from agent.model.pci_address import as_in_sysfs
 
@@ -20,28 +19,55 @@ GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 MachineName = Annotated[
     str,
-    StringConstraints(
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*$", max_length=64
+    text(
+        r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*",
+        "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
+        longest=64,
     ),
 ]
 """A host name (machinectl(1)). It becomes part of unit names and paths, so it must not contain a slash."""
-Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
+ADDRESS = text(
+    r"(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}", "an address with a port, such as 127.0.0.1:9788 or [::1]:9788"
+)
 PORT_LIMIT = 65535
 
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
 """A path for containerd's `imports`, which are glob patterns: it has no wildcards, and no part of it is hidden."""
 
 
-class Model(BaseModel):
-    """Immutable; an unknown key is an error."""
+def _gpus(value: str | list[str]) -> str | list[str]:
+    if isinstance(value, str):
+        if value != "all" and not re.fullmatch(r"count=[1-9][0-9]{0,3}", value):
+            raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
+        return value
+    if not value:
+        raise ValueError("the list names no GPU")
+    for each in value:
+        if not as_in_sysfs(each) and not GPU_UUID.fullmatch(each):
+            raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
+    return [as_in_sysfs(each) or each for each in value]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+
+def _drop_in(value: str) -> str:
+    # config.toml is the main file of containerd or of nvidia-container-runtime, so it cannot be a drop-in.
+    if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
+        raise ValueError(
+            f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
+            "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
+        )
+    return value
 
 
-class MachineSettings(Model):
+def _port(value: str) -> str:
+    if int(value.rpartition(":")[2]) > PORT_LIMIT:
+        raise ValueError(f"the highest port is {PORT_LIMIT}")
+    return value
+
+
+class MachineSettings(Table, frozen=True, kw_only=True):
     """The machine NAME, whose root file system is `/var/lib/machines/NAME`."""
 
-    gpus: OneLine | list[OneLine] = "all"
+    gpus: Annotated[OneLine | list[OneLine], Check(_gpus)] = "all"
     """Which GPUs the machine gets: `"all"`, `"count=N"`, or a list of PCI addresses and UUIDs.
 
     `"all"` means all GPUs of all vendors. `"count=2"` means two GPUs that no other machine has: NVIDIA's first, then
@@ -54,7 +80,7 @@ class MachineSettings(Model):
     require_gpus: bool = False
     """Whether the machine counts as not ready while it gets no GPU: the host has none, an administrator detached them,
     or they have another kernel driver or none (docs/conditions.md#ready)."""
-    driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
+    driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits for a driver that loads late when the host boots.
 
     A start waits for the driver of an Intel or AMD GPU only if `gpus` names that GPU, one of its vendor's kernel
@@ -62,7 +88,7 @@ class MachineSettings(Model):
     """
     on_detach: Literal["refuse", "drain-wait", "force"] = "refuse"
     """What `gpus detach` does with a GPU that processes have open (docs/gpu-hotplug.md)."""
-    drain_wait: Annotated[int, Field(ge=0, le=86400)] = 600
+    drain_wait: Annotated[int, Range(0, 86400)] = 600
     """How many seconds `on_detach = "drain-wait"` waits at most until no process has the GPU open."""
     device_mode: Literal["rw", "rwm"] = "rw"
     """What the machine's cgroup permits on GPU nodes. `"rwm"` adds mknod, which crun needs. runc does not need
@@ -88,7 +114,7 @@ class MachineSettings(Model):
     secret: every user of the host can read them."""
     default_runtime: bool = False
     """Make `nvidia` containerd's default runtime. Pods then need no RuntimeClass."""
-    containerd_drop_in: str = ""
+    containerd_drop_in: Annotated[str, Check(_drop_in)] = ""
     """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
@@ -133,52 +159,25 @@ class MachineSettings(Model):
         """Whether the machine gets devices, mounts or a node's settings even on a host without GPUs."""
         return bool(self.devices or self.extra_devices or self.extra_mounts or self.node)
 
-    @field_validator("gpus")
-    @classmethod
-    def _gpus(cls, value: str | list[str]) -> str | list[str]:
-        if isinstance(value, str):
-            if value != "all" and not re.fullmatch(r"count=[1-9][0-9]{0,3}", value):
-                raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
-            return value
-        if not value:
-            raise ValueError("the list names no GPU")
-        for each in value:
-            if not as_in_sysfs(each) and not GPU_UUID.fullmatch(each):
-                raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
-        return [as_in_sysfs(each) or each for each in value]
-
-    @field_validator("containerd_drop_in")
-    @classmethod
-    def _drop_in(cls, value: str) -> str:
-        # config.toml is the main file of containerd or of nvidia-container-runtime, so it cannot be a drop-in.
-        if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
-            raise ValueError(
-                f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
-                "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _cdi_modes_have_their_settings(self) -> Self:
+    def __post_init__(self) -> None:
         for mode in self.cdi_modes:
             match CDI_MODES[mode]:
                 case ("devices", name) if name not in self.devices:
                     raise ValueError(f'cdi_modes "{mode}" needs "{name}" in devices')
                 case ("imex_channels", _) if not self.imex_channels:
                     raise ValueError(f'cdi_modes "{mode}" needs imex_channels = true')
-        return self
 
 
-class DriverSettings(Model):
+class DriverSettings(Table, frozen=True, kw_only=True):
     """NVIDIA's driver on this host. If neither `root` nor `library_directories` is set, the agent searches the places
     in docs/drivers/roots.md#how-it-is-found."""
 
     load_modules: bool = False
     """Load the driver's kernel modules and make its device nodes, if the host has not done so by itself
     (docs/drivers/prerequisites.md)."""
-    root: AbsolutePath = "/"
+    root: AbsolutePath | Literal[""] = ""
     """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means only the
-    host's own loader cache; without this key, the agent searches other places too
+    host's own loader cache. Empty means that the agent searches other places too
     (docs/drivers/roots.md#how-to-configure-the-place)."""
     library_directories: list[AbsolutePath] = []
     """Directories with the driver's libraries, if no loader cache lists them; relative to `root`, if that is set."""
@@ -194,30 +193,21 @@ class DriverSettings(Model):
         """The key that says where the libraries are; empty if the agent has to search for them."""
         if self.library_directories:
             return "driver.library_directories"
-        return "driver.root" if "root" in self.model_fields_set else ""
+        return "driver.root" if self.root else ""
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def __post_init__(self) -> None:
         if (self.binary_directories or self.data_directories) and not self.place_key:
             raise ValueError("binary_directories and data_directories need root or library_directories to be set too")
-        return self
 
 
-class MetricsSettings(Model):
+class MetricsSettings(Table, frozen=True, kw_only=True):
     """Metrics and health pages."""
 
-    address: Address = "127.0.0.1:9788"
+    address: Annotated[str, ADDRESS, Check(_port)] = "127.0.0.1:9788"
     """Address and port of the metrics and health pages (docs/metrics.md)."""
 
-    @field_validator("address")
-    @classmethod
-    def _port(cls, value: str) -> str:
-        if int(value.rpartition(":")[2]) > PORT_LIMIT:
-            raise ValueError(f"the highest port is {PORT_LIMIT}")
-        return value
 
-
-class Config(Model):
+class Config(Table, frozen=True, kw_only=True):
     """Everything that can be configured."""
 
     machines: dict[MachineName, MachineSettings]

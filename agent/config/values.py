@@ -1,11 +1,11 @@
-"""Validators that several settings use: for paths, and for lists without repetitions. Pure."""
+"""Checks that several settings use: for paths, and for lists without repetitions. Pure."""
 
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator
+from agent.config.table import Check
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def absolute(value: str) -> str:
     return "/" + "/".join(part for part in value.split("/") if part)
 
 
-AbsolutePath = Annotated[str, AfterValidator(absolute)]
+AbsolutePath = Annotated[str, Check(absolute)]
 """Normalised: no trailing and no doubled slashes."""
 
 
@@ -45,8 +45,8 @@ def is_below(path: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in patterns)
 
 
-def once(kind: str, key: Callable[[T], str]) -> AfterValidator:
-    """Return a validator for lists that raises ValueError if two items have the same key. `kind` names the items."""
+def once(kind: str, key: Callable[[T], str]) -> Check:
+    """Return a check for lists that raises ValueError if two items have the same key. `kind` names the items."""
 
     def check(values: list[T]) -> list[T]:
         keys = [key(value) for value in values]
@@ -54,4 +54,4 @@ def once(kind: str, key: Callable[[T], str]) -> AfterValidator:
             raise ValueError(f"{kind} {repeated} appears twice")
         return values
 
-    return AfterValidator(check)
+    return Check(check)

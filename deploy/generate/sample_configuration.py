@@ -9,10 +9,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from pydantic import BaseModel
+from msgspec.structs import fields
 
+from agent.config.table import Table
 from agent.model.paths import CONFIG_FILE
-from tests.project.configuration_reference import OPTIONAL, TABLES, docstrings, toml, values
+from tests.project.configuration_reference import OPTIONAL, TABLES, default_of, docstrings, toml, values
 
 LISTS = ("extra_devices", "extra_mounts")
 """Tables of which there may be several."""
@@ -28,18 +29,17 @@ def sample() -> str:
     return INTRODUCTION + "".join(_table(table, model) for table, model in TABLES.items())
 
 
-def _table(table: str, model: type[BaseModel]) -> str:
+def _table(table: str, model: type[Table]) -> str:
     header = f"[[{table}]]" if table.endswith(LISTS) else f"[{table}]"
     texts = dict(docstrings(model))
-    schema = model.model_json_schema()
     lines = ["", *_comment(inspect.getdoc(model) or ""), f"#{header}"]
-    for key, properties in schema["properties"].items():
-        name = f"{table}.{key}"
+    for field in fields(model):
+        name = f"{table}.{field.name}"
         if name in TABLES or name in OPTIONAL:
             continue
-        default = toml(properties["default"]) if "default" in properties else '""'
-        lines += ["", *_comment(texts[key]), *_comment(f"Values: {_plain(values(properties, schema))}.")]
-        lines.append(f"#{key} = {default}" + ("" if "default" in properties else "  # required"))
+        default = '""  # required' if field.required else toml(default_of(field))
+        lines += ["", *_comment(texts[field.name]), *_comment(f"Values: {_plain(values(field.type))}.")]
+        lines.append(f"#{field.name} = {default}")
     return "\n".join(lines) + "\n"
 
 

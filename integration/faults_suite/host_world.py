@@ -213,7 +213,7 @@ class HostWorld(HostDevices):
     # ---- the agent
 
     def configured(self) -> Reconciler:
-        config = Config.model_validate({"machines": self.machines})
+        config = Config.validated({"machines": self.machines})
         return Reconciler(config, self.host, self.host, self._answer_when_waiting)
 
     def _answer_when_waiting(self, sentence: str) -> None:

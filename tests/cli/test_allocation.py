@@ -73,7 +73,7 @@ class Cluster:
 
     def run(self, to: str, *machine: str, kubeconfig: str = ADMIN, node: str = NODE) -> int:
         self.publish()
-        config = Config.model_validate({"machines": {MACHINE: {"allocation": self.allocation}}})
+        config = Config.validated({"machines": {MACHINE: {"allocation": self.allocation}}})
         agent = Reconciler(config, self.host, self.host)
         self.report(agent)
         options = make_parser().parse_args(

@@ -56,7 +56,7 @@ class Site:
         self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
 
     def configure(self, **settings: object) -> Reconciler:
-        config = Config.model_validate({"machines": {MACHINE: settings}})
+        config = Config.validated({"machines": {MACHINE: settings}})
         self.agent = Reconciler(config, self.host, self.host, self.on_progress)
         return self.agent
 

@@ -111,7 +111,7 @@ def host(tmp_path: Path, programs: Programs) -> Host:
 def load(host: Host, *, configured: bool = True) -> str:
     """Load the modules, and return the messages."""
     messages: list[str] = []
-    config = Config.model_validate({"machines": {"a": {}}, "driver": {"load_modules": configured}})
+    config = Config.validated({"machines": {"a": {}}, "driver": {"load_modules": configured}})
     load_modules(config, host, host, messages.append)
     return "\n".join(messages)
 

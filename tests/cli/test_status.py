@@ -75,7 +75,7 @@ def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture
 
 
 def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    agent = Reconciler(Config.model_validate({"machines": {MACHINE: {}, "gone": {}}}), gpu_host, gpu_host)
+    agent = Reconciler(Config.validated({"machines": {MACHINE: {}, "gone": {}}}), gpu_host, gpu_host)
     gpu_host.bus.unit("systemd-nspawn@gone.service", "inactive")
     text = printed(agent, capsys)
     assert "unbounded-agent status MACHINE" in text

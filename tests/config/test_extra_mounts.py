@@ -25,7 +25,7 @@ DATA: dict[str, object] = {"source": "/srv/data", "target": "/mnt/data"}
 
 
 def config(*mounts: dict[str, object]) -> Config:
-    return Config.model_validate({"machines": {"gpu-node": {"extra_mounts": list(mounts)}}})
+    return Config.validated({"machines": {"gpu-node": {"extra_mounts": list(mounts)}}})
 
 
 def goal(seen: Facts, *mounts: dict[str, object]) -> MachineGoal:
@@ -83,7 +83,7 @@ def test_the_settings_name_the_path_that_was_checked() -> None:
 def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> None:
     """Real paths decide, whether or not the other mount is read-only, or exists already."""
     seen = with_sources(data=at("/disk/data", "/srv/data"), outer=at("/disk", "/srv/outer"))
-    settings = Config.model_validate({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
+    settings = Config.validated({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
     (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
     assert b"/mnt/data" not in machine.nspawn.content
     (why,) = machine.missing
@@ -99,7 +99,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
         "gpu-node": {"extra_mounts": [{"source": f"/srv/a{sub}", "target": f"/mnt{sub}"} for sub in ("", "/sub")]},
         "other": {"extra_mounts": [{"source": "/usr/share/data", "target": "/mnt"}]},
     }
-    settings = Config.model_validate({"machines": machines})
+    settings = Config.validated({"machines": machines})
     seen = replace(facts(), mount_sources=observe_sources(settings, host))
     one, other = plan(settings, seen).goal.machines
     assert b"/usr" not in one.nspawn.content
@@ -111,9 +111,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
 
 def test_two_machines_share_one_source() -> None:
     machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
-    for machine in plan(
-        Config.model_validate({"machines": machines}), with_sources(data=at("/srv/data"))
-    ).goal.machines:
+    for machine in plan(Config.validated({"machines": machines}), with_sources(data=at("/srv/data"))).goal.machines:
         assert machine.missing == ()
 
 

@@ -1,6 +1,7 @@
 """A wrong configuration, and the last good one."""
 
 import errno
+import json
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli.host import load
-from agent.config.last_good import Loaded, load_or_last_good
+from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG
@@ -25,6 +26,13 @@ devices = ["kvm"]
 extra_mounts = [{ source = "/srv/models", target = "/models", read_only = true }]
 pod_environment.nvidia.SECRET = "s3"
 nspawn.extra.Files.Bind = ["/srv/data"]
+"""
+NODE = """
+[machines.a.node]
+server = "https://10.0.0.1:6443"
+ca_file = "/etc/ca.crt"
+bootstrap_token = "/etc/token"
+image.name = "oci:/srv/image:1"
 """
 
 
@@ -48,6 +56,13 @@ def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) 
     assert found.config == right.config
     assert found.config.driver.place_key == "driver.root", "what is set and what is a default differ"
     assert "machines.a.speed: unknown key" in found.rejected
+
+
+def test_the_last_good_configuration_of_an_earlier_release_is_used(tmp_path: Path) -> None:
+    """Its file had only the document. The configuration may be wrong during an upgrade too."""
+    system = host(tmp_path, b"machines.a.speed = 9\n")
+    system.write(LAST_GOOD_CONFIG, b'{"machines": {"a": {"devices": ["kvm"]}}}')
+    assert load_or_last_good(system).config.machines["a"].devices == ["kvm"]
 
 
 def test_only_root_can_read_the_last_good_configuration(tmp_path: Path) -> None:
@@ -104,6 +119,64 @@ def test_an_empty_table_is_a_good_configuration_without_machines(tmp_path: Path)
     load_or_last_good(host(tmp_path, RIGHT))
     assert load_or_last_good(host(tmp_path, b"[machines]\n")) == Loaded(Config(machines={}))
     assert not load_or_last_good(host(tmp_path, b"speed = 9\n[machines]\n")).config.machines
+
+
+def settings_of_saved(tmp_path: Path, content: bytes, **saved: object) -> list[str]:
+    """Return the machines of a configuration, after the saved settings in the last good one were replaced.
+
+    If the saved settings are used, there is a machine `saved`.
+    """
+    system = host(tmp_path, content)
+    load_or_last_good(system)
+    last_good = {**json.loads(system.read(LAST_GOOD_CONFIG)), "settings": {"machines": {"saved": {}}}, **saved}
+    system.write(LAST_GOOD_CONFIG, json.dumps(last_good).encode())
+    return list(load_config(system).machines)
+
+
+def test_what_was_valid_is_not_validated_again(tmp_path: Path) -> None:
+    """Neither the settings nor the files of the configuration have changed."""
+    assert settings_of_saved(tmp_path, RIGHT) == ["saved"]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"validated_by": "0.0.1 1"},
+        {"document": {"machines": {}}},
+        {"settings": {"machines": {"a": {"later": 1}}}},
+        {"settings": None},
+    ],
+)
+def test_saved_settings_of_something_else_are_not_used(tmp_path: Path, saved: dict[str, object]) -> None:
+    """Another installation of the agent saved them, or they are those of another document."""
+    assert settings_of_saved(tmp_path, RIGHT, **saved) == ["a"]
+
+
+def test_a_value_of_another_type_is_another_document(tmp_path: Path) -> None:
+    system = host(tmp_path, b"[machines.a]\nrequire_gpus = true\n")
+    load_or_last_good(system)
+    system.write(CONFIG_FILE, b"[machines.a]\nrequire_gpus = 1\n")
+    with pytest.raises(ConfigError, match="must be true or false"):
+        load_config(system)
+
+
+@pytest.mark.parametrize("value", ["2026-01-01", "nan", str(2**70)])
+def test_values_that_json_lacks_stay_what_they_are(tmp_path: Path, value: str) -> None:
+    """Only the kubelet's configuration can have them. Saved or not, the settings are the same."""
+    system = host(tmp_path, f"{NODE}\n[machines.a.node.kubelet]\nconfiguration.x = {value}\n".encode())
+    node, again = (load_or_last_good(system).config.machines["a"].node for _ in range(2))
+    assert node is not None
+    assert again is not None
+    assert repr(node.kubelet.configuration) == repr(again.kubelet.configuration)
+
+
+@pytest.mark.parametrize(
+    "text", ['gpus = ["00000000:01:00.0"]', '[machines.a.node.kubelet]\ncluster_dns = ["FD00::0"]']
+)
+def test_saved_settings_are_those_that_pydantic_made(tmp_path: Path, text: str) -> None:
+    """pydantic's are normalised, complete, and of the same types."""
+    system = host(tmp_path, f"{NODE}\n[machines.a]\n{text}".encode() if "gpus" in text else f"{NODE}\n{text}".encode())
+    assert load_config(system, save=True) == load_config(system)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run `apply`")

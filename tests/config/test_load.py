@@ -104,7 +104,7 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
     own = load_config(system_with(tmp_path, main='[driver]\nroot = "/"\n[machines.a]\n'))
     assert (own.driver.root, own.driver.place_key) == ("/", "driver.root")
     listed = load_config(system_with(tmp_path, main='[driver]\nlibrary_directories = ["/opt/lib"]\n[machines.a]\n'))
-    assert (listed.driver.root, listed.driver.place_key) == ("/", "driver.library_directories")
+    assert (listed.driver.root, listed.driver.place_key) == ("", "driver.library_directories")
     assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.place_key == ""
 
 

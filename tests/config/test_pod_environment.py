@@ -45,7 +45,7 @@ def test_configuration(tmp_path: Path) -> None:
         ('A = "x\\ny"', ".A: it is not one line of text"),
         ('A = "x\\u0000y"', ".A: it is not one line of text"),
         ("A = 1", ".A: must be a string"),
-        (f'A = "{"x" * 1025}"', ".A: String should have at most 1024 characters"),
+        (f'A = "{"x" * 1025}"', ".A: must not be longer than 1024 characters"),
         ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many: the limit is 32"),
         ('NVIDIA_VISIBLE_DEVICES = "all"', ": NVIDIA_VISIBLE_DEVICES may not be set for all pods: the container"),
         ('NVIDIA_DRIVER_CAPABILITIES = "all"', ": NVIDIA_DRIVER_CAPABILITIES may not be set for all pods: "),
@@ -72,7 +72,7 @@ def test_an_unknown_vendor_is_named(tmp_path: Path) -> None:
 
 
 def planned(**settings: Any) -> Request:  # noqa: ANN401
-    config = Config.model_validate({"machines": {"gpu-node": settings}})
+    config = Config.validated({"machines": {"gpu-node": settings}})
     return plan(config, facts()).goal.machines[0].handoff.requests[0]
 
 
@@ -81,7 +81,7 @@ def test_only_the_handoff_changes(tmp_path: Path) -> None:
     variables = {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "A": "1"}
     assert planned(pod_environment={"nvidia": variables}).environment == (Variable("A", "1"), GLX)
     goals = [
-        plan(Config.model_validate({"machines": {"gpu-node": settings}}), facts()).goal.machines[0]
+        plan(Config.validated({"machines": {"gpu-node": settings}}), facts()).goal.machines[0]
         for settings in ({}, {"pod_environment": {"nvidia": variables}})
     ]
     assert goals[0].nspawn == goals[1].nspawn

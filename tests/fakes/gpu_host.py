@@ -19,7 +19,7 @@ UNITS = ("systemd-nspawn@gpu-node.service", "nvidia-persistenced.service", "nvid
 
 
 def reconciler(host: Host, **settings: object) -> Reconciler:
-    return Reconciler(Config.model_validate({"machines": {MACHINE: settings}}), host, host)
+    return Reconciler(Config.validated({"machines": {MACHINE: settings}}), host, host)
 
 
 def units(host: Host, machine: str, stopped_at: int = 0, device_allow: list[tuple[str, str]] | None = None) -> None:

@@ -215,4 +215,4 @@ def node_reconciler(host: NodeHost, **node: object) -> Reconciler:
         "kubelet": {"node_ip": "192.0.2.10"},
         **node,
     }
-    return Reconciler(Config.model_validate({"machines": {MACHINE: {"node": settings}}}), host, host)
+    return Reconciler(Config.validated({"machines": {MACHINE: {"node": settings}}}), host, host)

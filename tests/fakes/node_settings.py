@@ -18,8 +18,7 @@ NEEDED = {
 
 def node_settings(**settings: Any) -> NodeSettings:  # noqa: ANN401
     """Return settings that join with a token, unless they name a program."""
-    joins = {} if "exec_credential" in settings else {"bootstrap_token": TOKEN_FILE}
-    return NodeSettings.model_validate({**NEEDED, **joins, **settings})
+    return NodeSettings.validated(_complete(settings))
 
 
 def config(**nodes: dict[str, Any]) -> Config:
@@ -27,5 +26,10 @@ def config(**nodes: dict[str, Any]) -> Config:
     machines = {}
     for name, settings in nodes.items():
         nspawn = settings.pop("nspawn", {})
-        machines[name] = {"nspawn": nspawn, "node": node_settings(**settings).model_dump()}
-    return Config.model_validate({"machines": machines})
+        machines[name] = {"nspawn": nspawn, "node": _complete(settings)}
+    return Config.validated({"machines": machines})
+
+
+def _complete(settings: dict[str, Any]) -> dict[str, Any]:
+    joins = {} if "exec_credential" in settings else {"bootstrap_token": TOKEN_FILE}
+    return {**NEEDED, **joins, **settings}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from agent.config.last_good import Loaded, load_or_last_good
+from agent.config.load import Loaded, load_or_last_good
 from agent.host.daemon import loop
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status, summarize, with_transitions

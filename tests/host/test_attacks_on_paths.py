@@ -75,7 +75,7 @@ def host(tmp_path: Path) -> Host:
 
 def agent(host: Host) -> Reconciler:
     machines = {name: {"node_condition": True} for name in (MACHINE, BAD)}
-    return Reconciler(Config.model_validate({"machines": machines}), host, host)
+    return Reconciler(Config.validated({"machines": machines}), host, host)
 
 
 def state(host: Host) -> dict[str, tuple[int, int, int, str]]:

@@ -47,7 +47,7 @@ def two(host: Host, **settings: object) -> Reconciler:
     host.bus.unit(f"systemd-nspawn@{BAD}.service", "inactive")
     host.make_directory(f"/var/lib/machines/{BAD}")
     machines = {MACHINE: settings, BAD: settings}
-    return Reconciler(Config.model_validate({"machines": machines}), host, host)
+    return Reconciler(Config.validated({"machines": machines}), host, host)
 
 
 def outcomes(machines: tuple[MachineOutcome, ...]) -> dict[str, MachineOutcome]:
@@ -93,7 +93,7 @@ def two_seen(**bad: object) -> Facts:
 
 
 def planned(seen: Facts) -> Plan:
-    return plan(Config.model_validate({"machines": {"gpu-node": {}, BAD: {}}}), seen)
+    return plan(Config.validated({"machines": {"gpu-node": {}, BAD: {}}}), seen)
 
 
 def test_an_error_in_the_plan_for_one_machine() -> None:

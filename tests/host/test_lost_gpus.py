@@ -163,7 +163,7 @@ def test_a_gpu_that_settings_no_longer_name_is_not_missed(gpu_host: Host) -> Non
 def test_a_machine_that_is_not_configured_misses_nothing(gpu_host: Host) -> None:
     gpu_host.make_directory("/var/lib/machines/other")
     gpu_host.bus.unit("systemd-nspawn@other.service", "inactive")
-    both = Config.model_validate({"machines": {MACHINE: {"gpus": [FIRST]}, "other": {"gpus": [SECOND]}}})
+    both = Config.validated({"machines": {MACHINE: {"gpus": [FIRST]}, "other": {"gpus": [SECOND]}}})
     agent = Reconciler(both, gpu_host, gpu_host)
     assert complete(evaluate(agent)) == COMPLETE
     gpu_host.unplug(SECOND)

@@ -65,7 +65,7 @@ def too_early() -> float:
 
 def calls_of_a_pass(host: Host, names: list[str], clock: Callable[[], float]) -> int:
     """Return how many functions the main thread calls in a pass with nothing to do."""
-    config = Config.model_validate({"machines": {name: {} for name in names}})
+    config = Config.validated({"machines": {name: {} for name in names}})
     agent = Reconciler(config, host, host, memory=Memory(file_cache=FileCache(clock)))
     for _ in range(2):
         agent.reconcile()

@@ -99,6 +99,6 @@ def test_removed_settings_do_not_return(gpu_host: Host, disk: Disk) -> None:
     for name in tuple(gpu_host.bus.units):
         gpu_host.bus.units[name.replace(MACHINE, "other")] = gpu_host.bus.units[name]
     disk.calls.clear()
-    Reconciler(reconciler(gpu_host).config.model_validate({"machines": {"other": {}}}), gpu_host, gpu_host).reconcile()
+    Reconciler(reconciler(gpu_host).config.validated({"machines": {"other": {}}}), gpu_host, gpu_host).reconcile()
     assert ("unlink", nspawn_file(MACHINE)) in disk.calls
     assert disk.unsynced() == []

@@ -262,7 +262,7 @@ def test_an_interrupted_removal_is_forgotten_by_the_next_pass(gpu_host: Host) ->
     reconciler(gpu_host).run_pass()
     for unit in UNITS:
         gpu_host.bus.units[unit.replace(MACHINE, "other")] = gpu_host.bus.units[unit]
-    other = Reconciler(Config.model_validate({"machines": {"other": {}}}), gpu_host, gpu_host)
+    other = Reconciler(Config.validated({"machines": {"other": {}}}), gpu_host, gpu_host)
     gpu_host.remove_file(nspawn_file(MACHINE))
     gpu_host.remove_file(unit_drop_in(MACHINE))
     other.reconcile()
@@ -606,7 +606,7 @@ def test_a_clock_jump_makes_no_report_outdated(gpu_host: Host, jump: float, monk
     assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
     report(gpu_host, OPENED)
     assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
-    only = Reconciler(Config.model_validate({"machines": {MACHINE: {"gpus": "count=1"}}}), gpu_host, gpu_host)
+    only = Reconciler(Config.validated({"machines": {MACHINE: {"gpus": "count=1"}}}), gpu_host, gpu_host)
     only.memory = agent.memory
     gpu_host.bus.changes.clear()
     only.reconcile()

@@ -1,7 +1,6 @@
 """Write the reference part of docs/configuration.md from the settings' classes: `make docs`.
 
-A key's text is the docstring below it; its values and default are those of pydantic's JSON schema. A path such as
-docs/kubernetes.md in a docstring becomes a link.
+A key's text is the docstring below it. A path such as docs/kubernetes.md in a docstring becomes a link.
 """
 
 import ast
@@ -12,9 +11,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from msgspec import NODEFAULT
+from msgspec.structs import FieldInfo, fields
 
 from agent.config.devices import ExtraDevice
 from agent.config.mounts import ExtraMount
@@ -28,10 +29,11 @@ from agent.config.node import (
 )
 from agent.config.nspawn_settings import NspawnSettings
 from agent.config.settings import DriverSettings, MachineSettings, MetricsSettings
+from agent.config.table import Range, Table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN = "<!-- Generated from the settings' classes by `make docs`. Do not edit below this line. -->\n"
-TABLES: Mapping[str, type[BaseModel]] = {
+TABLES: Mapping[str, type[Table]] = {
     "machines.NAME": MachineSettings,
     "machines.NAME.extra_devices": ExtraDevice,
     "machines.NAME.extra_mounts": ExtraMount,
@@ -48,11 +50,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
 OPTIONAL = ("machines.NAME.node", "machines.NAME.node.binaries")
 """Tables without which a part of the agent does nothing."""
-UNSET = ("driver.root",)
-"""Keys whose absence means something other than their default."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
-
-Schema = Mapping[str, Any]
 
 
 def page(text: str) -> str:
@@ -69,8 +67,8 @@ def _contents() -> str:
     before: Counter[str] = Counter()
     lines = []
     for table, model in TABLES.items():
-        links = [f"[{field}](#{field}{f'-{before[field]}' if before[field] else ''})" for field in model.model_fields]
-        before.update(list(model.model_fields))
+        links = [f"[{key}](#{key}{f'-{before[key]}' if before[key] else ''})" for key in keys(model)]
+        before.update(keys(model))
         lines.append(f"- {_title(table)}: {', '.join(links)}\n")
     return "\n" + "".join(lines)
 
@@ -79,25 +77,33 @@ def _title(table: str) -> str:
     return f"entries of `{table}`" if table.endswith(("extra_devices", "extra_mounts")) else f"`[{table}]`"
 
 
-def _section(table: str, model: type[BaseModel]) -> str:
+def _section(table: str, model: type[Table]) -> str:
     title = _title(table)
     title = title[0].upper() + title[1:]
-    schema = model.model_json_schema()
     texts = dict(docstrings(model))
     parts = [f"\n## {title}\n\n{_prose(inspect.getdoc(model) or '')}"]
-    for field, properties in schema["properties"].items():
-        default = f"default `{toml(properties['default'])}`" if "default" in properties else "required"
-        if f"{table}.{field}" in UNSET:
-            default = "not set by default"
-        if f"{table}.{field}" in OPTIONAL:
+    for field in fields(model):
+        if f"{table}.{field.name}" in OPTIONAL:
             default = "optional, see below"
-        elif "$ref" in properties or f"{table}.{field}" in TABLES:
+        elif f"{table}.{field.name}" in TABLES:
             default = "see below"
-        parts.append(f"\n### `{field}`\n\n*{values(properties, schema)}; {default}*\n\n{_prose(texts[field])}")
+        else:
+            default = "required" if field.required else f"default `{toml(default_of(field))}`"
+        parts.append(f"\n### `{field.name}`\n\n*{values(field.type)}; {default}*\n\n{_prose(texts[field.name])}")
     return "".join(parts)
 
 
-def docstrings(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+def keys(model: type[Table]) -> list[str]:
+    """Return the names of a table's keys."""
+    return [field.name for field in fields(model)]
+
+
+def default_of(field: FieldInfo) -> object:
+    """Return the default of a key that is not required."""
+    return field.default_factory() if field.default is NODEFAULT else field.default
+
+
+def docstrings(model: type[Table]) -> Iterator[tuple[str, str]]:
     """Yield each field with the string below it. Raises ValueError for a field without one."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
@@ -118,27 +124,22 @@ def _prose(docstring: str) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def values(schema: Schema, root: Schema) -> str:
-    """Describe the values that a key accepts."""
-    if "$ref" in schema:
+def values(kind: object) -> str:
+    """Describe the values that a key of this type accepts."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        limits = [each for each in arguments[1:] if isinstance(each, Range)]
+        return f"whole number from {limits[0].lowest} to {limits[0].highest}" if limits else values(arguments[0])
+    if origin in (Union, UnionType):
+        return ", or ".join(values(each) for each in arguments if each is not NoneType)
+    if origin is Literal:
+        *others, last = (f"`{toml(each)}`" for each in arguments)
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin is list:
+        return f"list of {values(arguments[0]).replace('string', 'strings').replace('table', 'tables')}"
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, Table)):
         return "table"
-    if "anyOf" in schema:
-        return ", or ".join(values(each, root) for each in schema["anyOf"] if each.get("type") != "null")
-    if "const" in schema:
-        return f"`{toml(schema['const'])}`"
-    if "enum" in schema:
-        *others, last = (f"`{toml(each)}`" for each in schema["enum"])
-        return f"{', '.join(others)} or {last}"
-    match schema["type"]:
-        case "array":
-            items = schema["items"]
-            return f"list of {'tables' if '$ref' in items else values(items, root).replace('string', 'strings')}"
-        case "object":
-            return "table"
-        case "integer":
-            return f"whole number from {schema['minimum']} to {schema['maximum']}"
-        case kind:
-            return {"boolean": "`true` or `false`", "string": "string"}[kind]
+    return {bool: "`true` or `false`", str: "string"}[kind]  # type: ignore[index]
 
 
 def toml(value: object) -> str:

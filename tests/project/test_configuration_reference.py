@@ -1,9 +1,10 @@
 """docs/configuration.md has what the settings' classes say."""
 
 import pytest
-from pydantic import BaseModel
+from msgspec.structs import fields
 
 from agent.config.settings import Config
+from agent.config.table import Table
 from tests.project.configuration_reference import BEGIN, PAGE, TABLES, page
 
 
@@ -12,14 +13,14 @@ def test_the_page_is_up_to_date() -> None:
     assert text == page(text), "docs/configuration.md differs from the settings' docstrings: run `make docs`"
 
 
-def models(model: type[BaseModel]) -> set[type[BaseModel]]:
+def models(model: type[Table]) -> set[type[Table]]:
     """Return the classes that a class's fields consist of, including itself."""
     found = {model}
-    pending: list[object] = [field.annotation for field in model.model_fields.values()]
+    pending: list[object] = [field.type for field in fields(model)]
     while pending:
         each = pending.pop()
         pending += getattr(each, "__args__", ())
-        if isinstance(each, type) and issubclass(each, BaseModel):
+        if isinstance(each, type) and issubclass(each, Table):
             found |= models(each)
     return found
 

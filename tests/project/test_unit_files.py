@@ -5,11 +5,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from msgspec.structs import fields
 
 from agent.cli.prepare import WAIT_LIMIT
 from agent.config.settings import MachineSettings, MetricsSettings
+from agent.config.table import Range
 from agent.dra.service import SETUP_AGAIN
 from agent.host.daemon.http.server import Server
 from agent.host.daemon.loop import START_STEP, Timing
@@ -162,7 +165,8 @@ def test_prepare_never_stops_a_machine_from_booting() -> None:
     assert "systemd-nspawn@%i.service" in unit["Before"].split()
     assert service["Type"] == "oneshot"
     assert "RemainAfterExit" not in service
-    (longest,) = [each.le for each in MachineSettings.model_fields["driver_wait"].metadata if hasattr(each, "le")]
+    (wait,) = (field.type for field in fields(MachineSettings) if field.name == "driver_wait")
+    (longest,) = (each.highest for each in get_args(wait) if isinstance(each, Range))
     assert longest + 2 * PASS_WAIT <= WAIT_LIMIT <= int(service["TimeoutStartSec"]) - 60
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from msgspec import to_builtins
+
 from agent.cli.doctor.redaction import redacted
 from agent.cli.doctor.words import Report, as_object, in_words
 from agent.cli.documents import document
@@ -127,7 +129,7 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
     yield "doctor.json", lambda: document("doctor", now, as_object(report))
     yield "status.json", lambda: as_json(machines, facts, now)
     yield "plan.txt", lambda: steps
-    yield "settings.json", lambda: json.dumps(json.loads(reconciler.config.model_dump_json()), indent=1)
+    yield "settings.json", lambda: json.dumps(to_builtins(reconciler.config), indent=1)
     for path in FILES:
         yield f"files{path}", partial(system.read_text, path)
     for path in _below(system):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from agent.config.last_good import Loaded
+from agent.config.load import Loaded
 from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health, statusz

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.config.mounts import ExtraMount
 from agent.config.settings import MachineSettings
@@ -35,7 +36,7 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
                 why = f"the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link"
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
-                possible.append(mount.model_copy(update={"source": real}))
+                possible.append(replace(mount, source=real))
             case Broken(why) | Unseen(why):
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case Absent() | None:

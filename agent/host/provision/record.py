@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from msgspec import to_builtins
+
 from agent.config.node import NodeSettings
 from agent.host.provision.durable import Durable
 from agent.model.node import NodeBinary, NodeFile, NodeImage
@@ -74,7 +76,7 @@ def make_record(
 
 def settings_of_root(settings: NodeSettings) -> dict[str, str]:
     """Return the settings that are in the root file system, as JSON by key."""
-    flat = dict(_flat("", settings.model_dump(mode="json")))
+    flat = dict(_flat("", to_builtins(settings)))
     return {key: value for key, value in flat.items() if key not in NOT_IN_ROOT and not key.startswith(HOST_SETTINGS)}
 
 

@@ -108,7 +108,7 @@ def _seconds(argv: list[process.Argument], directory: Path, registry: Registry, 
 def up(directory: str, image: str, url: str) -> None:
     """Make the root file system by the steps of `up`, below the directory."""
     host = System(host_runner, directory, tool_runner=tool_runner)
-    settings = ImageSettings.model_validate({"name": image, "ca_directory": f"{directory}/ca"})
+    settings = ImageSettings.validated({"name": image, "ca_directory": f"{directory}/ca"})
     found, files = inspect(settings, image, host), _files()
     programs = tuple(
         NodeBinary(name, f"{url}/{name}", digest, f"{PROGRAMS}/{name}")

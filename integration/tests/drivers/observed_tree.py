@@ -15,7 +15,7 @@ from integration.bed.process import run
 from tests.fakes.host import Host, ScriptedRunner
 
 MACHINE = "gpu-node"
-CONFIG = Config.model_validate({"machines": {MACHINE: {}}})
+CONFIG = Config.validated({"machines": {MACHINE: {}}})
 QEMU_ARM64 = "qemu-aarch64-static"
 
 

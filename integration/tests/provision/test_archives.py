@@ -1,14 +1,18 @@
 """crictl and the CNI plugins are taken from archives that GNU tar made, without a network."""
 
 import hashlib
+import json
 import sys
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from integration.bed.cache import REPOSITORY
 from integration.bed.process import run
 from tests.fakes.node_settings import node_settings
 
 FILL = """
+import json
 import sys
 from agent.config.node import NodeSettings
 from agent.host.provision.actions import FetchBinaries, FillRoot
@@ -19,7 +23,7 @@ from agent.system.network import HostNetwork
 from agent.system.host_runner import host_runner
 from agent.system.tool_runner import tool_runner
 
-programs = wanted_binaries(NodeSettings.model_validate_json(sys.argv[1]), "amd64")
+programs = wanted_binaries(NodeSettings.validated(json.loads(sys.argv[1])), "amd64")
 tools = Tools(System(host_runner, sys.argv[2], tool_runner=tool_runner), HostNetwork())
 run((FetchBinaries(programs), FillRoot("/unpacked", "/staged", programs, ())), tools, print)
 """
@@ -44,6 +48,6 @@ def test_programs_come_from_the_archives_of_releases(tmp_path: Path) -> None:
     }
     versions = {"crictl_version": "1.36.0", "cni_plugins_version": "1.9.1"}
     settings = node_settings(binaries={**versions, "bundle": "/srv", "sha256": sha256})
-    run(["unshare", "--net", sys.executable, "-c", FILL, settings.model_dump_json(), host], cwd=REPOSITORY)
+    run(["unshare", "--net", sys.executable, "-c", FILL, json.dumps(to_builtins(settings)), host], cwd=REPOSITORY)
     assert run([host / "staged/usr/local/bin/crictl"]) == "crictl"
     assert sorted(each.name for each in (host / "staged/usr/lib/cni").iterdir()) == ["bridge", "crictl", "host-local"]

@@ -78,7 +78,7 @@ def settings(registry: Registry, name: str, **more: str) -> ImageSettings:
     login.touch(0o600)
     login.write_bytes(credentials(registry, "127.0.0.1"))
     access = {"credentials": str(login), "ca_directory": str(registry.client_directory())}
-    return ImageSettings.model_validate({"name": place(registry, name), **access, **more})
+    return ImageSettings.validated({"name": place(registry, name), **access, **more})
 
 
 def make(settings: ImageSettings, root: Path) -> list[str]:
@@ -188,7 +188,7 @@ def test_a_mirror_has_the_same_image(registry: Registry, layout: Layout, root: P
         mirror.copy(layout.name("plain"), "copies/node", "1")
         assert "manifest unknown" in failure(settings(registry, "nodes/node:1", **both), root)
         digest = mirror.copy(layout.name("node"), "copies/node", "other-tag")
-        pinned = ImageSettings.model_validate({"name": f"docker://127.0.0.1:9/nodes/node:1@{digest}", **both})
+        pinned = ImageSettings.validated({"name": f"docker://127.0.0.1:9/nodes/node:1@{digest}", **both})
         assert inspect(pinned, pinned.name, SYSTEM).name == place(mirror, f"copies/node@{digest}")
         make(settings(registry, "nodes/node:1", **both), root)
     assert (root / "etc/os-release").exists()

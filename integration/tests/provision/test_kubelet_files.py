@@ -112,7 +112,7 @@ class Root:
 
 def settings(server: str = "https://127.0.0.1:1", **kubelet: Any) -> NodeSettings:  # noqa: ANN401
     overlay = {**OLD_CGROUPS, **kubelet.pop("configuration", {})}
-    return NodeSettings.model_validate(
+    return NodeSettings.validated(
         {
             "server": server,
             "ca_file": "/ca.crt",

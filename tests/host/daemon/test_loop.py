@@ -20,8 +20,7 @@ from uuid import uuid4
 
 import pytest
 
-from agent.config.last_good import Loaded
-from agent.config.load import load_config
+from agent.config.load import Loaded, load_config
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.loop import Daemon, Timing

@@ -13,7 +13,7 @@ from agent.model.facts import Absent, VendorFacts
 from agent.model.paths import OWNED, machine_unit
 from tests.fakes.host import HOSTS, Host
 
-CONFIG = Config.model_validate({"machines": {"node": {}}})
+CONFIG = Config.validated({"machines": {"node": {}}})
 SERVICES = [service for vendor in HOST_VENDORS for service in vendor.services]
 
 

@@ -45,7 +45,7 @@ def test_a_node_asks_the_servers_behind_systemd_resolved() -> None:
     assert nspawn_lines(config(gpu=own), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
     own = {"nspawn": {"virtual_ethernet": True}}
     assert nspawn_lines(config(gpu=own), stub_resolver=False) == [b"ResolvConf=replace-host"]
-    assert nspawn_lines(Config.model_validate({"machines": {"gpu": {}}}), stub_resolver=True) == []
+    assert nspawn_lines(Config.validated({"machines": {"gpu": {}}}), stub_resolver=True) == []
 
 
 def test_the_users_own_setting_comes_last() -> None:

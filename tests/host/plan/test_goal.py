@@ -33,7 +33,7 @@ CONFIG = Config(machines={"gpu-node": MachineSettings()})
 
 
 def configured(**settings: object) -> Config:
-    return Config.model_validate({"machines": {"gpu-node": settings}})
+    return Config.validated({"machines": {"gpu-node": settings}})
 
 
 def template(systemd: int) -> tuple[DeviceAllow, ...]:

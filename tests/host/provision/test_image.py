@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config.node import ImageSettings
 from agent.host.provision.image import choose_image, inspect
@@ -51,7 +52,7 @@ def answer(host: Host, name: str, manifest: str, *options: str, architecture: st
 def test_the_image_of_a_machine() -> None:
     assert choose_image(NODES, nvidia=False) == "docker://registry.example.com/nodes/agent-ubuntu2404:1.2"
     assert choose_image(NODES, nvidia=True) == "docker://registry.example.com/nodes/agent-ubuntu2404-nvidia:1.2"
-    named = NODES.model_copy(update={"name": "oci:/srv/image:1"})
+    named = replace(NODES, name="oci:/srv/image:1")
     assert choose_image(named, nvidia=True) == "oci:/srv/image:1"
 
 
@@ -119,7 +120,7 @@ def test_a_strange_manifest_is_an_error(source: Host, manifest: str) -> None:
 def test_a_mirror_is_asked_for_the_registrys_digest(source: Host) -> None:
     mirrored = f"docker://mirror.example.com/copies/agent@{digest(MANIFEST)}"
     answer(source, mirrored, MANIFEST)
-    settings = NODES.model_copy(update={"mirror": "docker://mirror.example.com/copies"})
+    settings = replace(NODES, mirror="docker://mirror.example.com/copies")
     assert inspect(settings, NAME, source).name == mirrored
 
 
@@ -128,7 +129,7 @@ def test_login_and_own_ca(source: Host) -> None:
     source.file("/etc/unbounded-agent/auth.json", '{"auths": {}}')
     source.owners["/etc/unbounded-agent/auth.json"] = (0o600, 0)
     source.make_directory("/etc/ca")
-    settings = NODES.model_copy(update={"credentials": "/etc/unbounded-agent/auth.json", "ca_directory": "/etc/ca"})
+    settings = replace(NODES, credentials="/etc/unbounded-agent/auth.json", ca_directory="/etc/ca")
     options = ("--authfile", "/etc/unbounded-agent/auth.json", "--cert-dir", "/etc/ca")
     answer(source, NAME, MANIFEST, *options)
     answer(source, PINNED, MANIFEST, *options)
@@ -139,7 +140,7 @@ def test_login_and_own_ca(source: Host) -> None:
 
 
 def test_a_missing_policy_is_never_ignored(source: Host) -> None:
-    settings = NODES.model_copy(update={"signature_policy": "/etc/policy.json"})
+    settings = replace(NODES, signature_policy="/etc/policy.json")
     with pytest.raises(ConfigError, match=r"image.signature_policy: /etc/policy.json does not exist"):
         inspect(settings, NAME, source)
 

@@ -30,7 +30,7 @@ SECRET = "abcdef.0123456789abcdef"
 def settings(**changes: object) -> NodeSettings:
     image = {"name": "docker://registry.example.com/nodes/agent:1"}
     values = {"server": SERVER, "ca_file": CA, "bootstrap_token": TOKEN, "image": image, **changes}
-    return NodeSettings.model_validate(values)
+    return NodeSettings.validated(values)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def facts_of(vendors: tuple[VendorFacts, ...], *machines: str) -> Facts:
 
 def grants(vendors: tuple[VendorFacts, ...], gpus: object = "all") -> dict[str, Grant]:
     """Return the one machine's grants by vendor."""
-    config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
+    config = Config.validated({"machines": {"node": {"gpus": gpus}}})
     return {grant.vendor: grant for grant in plan(config, facts_of(vendors)).goal.machines[0].grants}
 
 
@@ -143,7 +143,7 @@ def test_a_gpu_with_another_driver_is_left_alone(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "vfio-pci")
     cards.card(FLEX, INTEL, "xe-vfio-pci")
     cards.card(INSTINCT, AMD, "radeon", number=0)
-    assert plan(Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())).goal.machines[0].grants
+    assert plan(Config.validated({"machines": {"node": {}}}), facts_of(cards.look())).goal.machines[0].grants
     assert all(not grant.gpus and not grant.problems for grant in grants(cards.look()).values())
     granted = grants(cards.look(), [IGPU, "0000:99:00.0"])
     assert [each for grant in granted.values() for each in grant.problems] == [
@@ -154,7 +154,7 @@ def test_a_gpu_with_another_driver_is_left_alone(cards: Cards) -> None:
 
 def reasons(vendors: tuple[VendorFacts, ...], gpus: object) -> dict[ConditionType, str]:
     """Return the reasons of the machine's conditions on the host, of all vendors."""
-    config, facts = Config.model_validate({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
+    config, facts = Config.validated({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
     goal = plan(config, facts).goal.machines[0]
     return {each.type: each.reason for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
 
@@ -201,7 +201,7 @@ def test_a_number_of_gpus_takes_the_processors_own_last(cards: Cards) -> None:
 def test_two_machines_share_the_gpus_of_all_vendors(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(INSTINCT, AMD, "amdgpu", number=1)
-    config = Config.model_validate({"machines": {"a": {"gpus": "count=1"}, "b": {"gpus": "count=1"}}})
+    config = Config.validated({"machines": {"a": {"gpus": "count=1"}, "b": {"gpus": "count=1"}}})
     machines = plan(config, facts_of(cards.look(), "a", "b")).goal.machines
     granted = {machine.name: [gpu for grant in machine.grants for gpu in grant.gpus] for machine in machines}
     assert granted == {"a": [INSTINCT], "b": [IGPU]}
@@ -214,7 +214,7 @@ def test_unlisted_devices_change_nothing(cards: Cards) -> None:
         broken = Cards(Path(cards.root))
         broken.pci, broken.drm = cards.pci, cards.drm
         setattr(broken, name, Unseen(f"the list of {name} devices: Permission denied"))
-        config = Config.model_validate({"machines": {"node": {}}})
+        config = Config.validated({"machines": {"node": {}}})
         assert plan(config, facts_of(broken.look())).held.keys() == {"node"}
     facts = cards.look()[2]
     found = replace(facts, devices=Unseen("/proc/devices: Input/output error"))
@@ -269,7 +269,7 @@ def test_a_gpu_that_needs_no_driver_is_awaited_only_by_its_machine(cards: Cards)
     facts = facts_of(vendors)
     machine = facts.machines[0]
     for gpus in ("all", "count=1"):
-        config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
+        config = Config.validated({"machines": {"node": {"gpus": gpus}}})
         had = replace(facts, machines=(replace(machine, granted=Granted("", (IGPU,), {})),))
         assert IGPU in plan(config, had).goal.machines[0].granted.gpus
         unseen = Unseen("granted.json: Input/output error")
@@ -294,7 +294,7 @@ def test_a_late_driver_of_nvidias_does_not_leave_the_machine_with_the_processors
 
 def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
-    config, facts = Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())
+    config, facts = Config.validated({"machines": {"node": {}}}), facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]
     ready = evaluate(config.machines["node"], goal, facts, Absent("none"), "")[-1]
     assert (ready.reason, "(drivers: none)" in ready.message) == ("NoGPUGranted", True)
@@ -321,7 +321,7 @@ def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
 def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
     """The host needs no driver root, no libraries and no other vendor's driver."""
     cards.card(IGPU, INTEL, "i915", number=0)
-    config = Config.model_validate({"machines": {"node": {"require_gpus": True}}})
+    config = Config.validated({"machines": {"node": {"require_gpus": True}}})
     facts = facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]
     running = replace(facts, machines=(replace(facts.machines[0], unit_state="active", live=goal.live),))
@@ -339,7 +339,7 @@ def test_one_vendors_missing_driver_is_reported_with_anothers_loaded_one(cards: 
     cards.driver("550.163.01", gpus=1)
     cards.card(IGPU, INTEL, "")
     cards.file("/sys/module/i915/refcnt", "0\n")
-    config = Config.model_validate({"machines": {"node": {}}})
+    config = Config.validated({"machines": {"node": {}}})
     facts = facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]
     found = {each.type: each for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}

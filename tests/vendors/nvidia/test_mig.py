@@ -24,7 +24,7 @@ def observe(host: Host) -> VendorFacts:
 
 
 def granted(facts: VendorFacts, **settings: object) -> Grant:
-    machine = Config.model_validate({"machines": {"gpu-node": settings}}).machines["gpu-node"]
+    machine = Config.validated({"machines": {"gpu-node": settings}}).machines["gpu-node"]
     return grant_nvidia(facts, machine, DriverRoots(()), select((facts,), machine.gpus, Share()).gpus)
 
 

@@ -38,7 +38,7 @@ def daemons(host: Host) -> Host:
 
 
 def granted(host: Host, *names: Any) -> tuple[tuple[str, ...], tuple[ServiceDirectory, ...]]:  # noqa: ANN401
-    settings = MachineSettings.model_validate({"sockets": list(names)})
+    settings = MachineSettings.validated({"sockets": list(names)})
     facts = observe_nvidia(sources(host))
     grant = grant_nvidia(facts, settings, DriverRoots(()), facts.gpus)
     return grant.services, grant.directories

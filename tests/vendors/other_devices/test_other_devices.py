@@ -61,7 +61,7 @@ def devices(host: Host) -> Host:
 
 
 def look(host: Host, **settings: object) -> VendorFacts:
-    machines = {"node": MachineSettings.model_validate(settings)}
+    machines = {"node": MachineSettings.validated(settings)}
     return OTHER.observe(Sources(host, "x86_64", (), (), lambda root: Absent(""), {}, machines=machines))
 
 
@@ -71,7 +71,7 @@ def paths(found: VendorFacts) -> list[str]:
 
 
 def config(**settings: object) -> Config:
-    return Config.model_validate({"machines": {"gpu-node": settings}})
+    return Config.validated({"machines": {"gpu-node": settings}})
 
 
 def with_others(seen: Facts, host: Host, **settings: object) -> Facts:
@@ -206,7 +206,7 @@ def test_missing_devices_are_reported_and_stop_nothing(host: Host) -> None:
     seen = with_others(facts(), host, **requested)
     machine = goal(requested, seen)
     assert machine.handoff == goal({}, facts()).handoff
-    settings = MachineSettings.model_validate(requested)
+    settings = MachineSettings.validated(requested)
     found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
     without = {each.type: each for each in evaluate(settings, goal({}, facts()), facts(), Absent("none"), "")}
     present = found[ConditionType.DEVICES_PRESENT]
@@ -241,7 +241,7 @@ def test_a_host_without_gpus_grants_them_too(devices: Host) -> None:
 )  # fmt: skip
 def test_paths_that_are_refused(path: str) -> None:
     with pytest.raises(ValidationError):
-        MachineSettings.model_validate({"extra_devices": [{"path": path}]})
+        MachineSettings.validated({"extra_devices": [{"path": path}]})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_paths_that_are_refused(path: str) -> None:
 )  # fmt: skip
 def test_settings_that_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        MachineSettings.model_validate(wrong)
+        MachineSettings.validated(wrong)
 
 
 def test_tables_of_the_kernel() -> None:

@@ -112,7 +112,7 @@ def configured_place(settings: DriverSettings) -> Place | None:
         return None
     return Place(
         settings.place_key,
-        settings.root,
+        settings.root or "/",
         tuple(settings.library_directories),
         tuple(settings.binary_directories),
         tuple(settings.data_directories),

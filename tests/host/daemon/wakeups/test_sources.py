@@ -174,7 +174,7 @@ def test_libraries_in_other_places_need_a_pass(host: Host, cache: Directories, t
     assert not cache.needs_pass()
     (directory / "libcuda.so.570.211.01").touch()
     assert cache.needs_pass()
-    settings = DriverSettings.model_validate({"root": "/srv/image"})
+    settings = DriverSettings.validated({"root": "/srv/image"})
     configured = driver_libraries(host, HOST_VENDORS, lambda: settings)
     configured.open()
     (directory / "libcuda.so.1").touch()

@@ -530,11 +530,11 @@ def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
 )
 def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -> None:
     if accepted:
-        granted = grant_nvidia(VendorFacts("nvidia"), MachineSettings.model_validate(settings), DriverRoots(()), ())
+        granted = grant_nvidia(VendorFacts("nvidia"), MachineSettings.validated(settings), DriverRoots(()), ())
         assert granted.cdi_modes == tuple(settings["cdi_modes"])  # type: ignore[arg-type]
         return
     with pytest.raises(ValidationError):
-        MachineSettings.model_validate(settings)
+        MachineSettings.validated(settings)
 
 
 def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:

@@ -27,7 +27,7 @@ def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
         listing = LoaderCache().read(host, root)
         return listing.entries if isinstance(listing, Listing) else listing
 
-    settings = DriverSettings.model_validate(driver)
+    settings = DriverSettings.validated(driver)
     return Sources(host, host.architecture(), host.pci, host.drm, entries, {}, driver=settings)
 
 

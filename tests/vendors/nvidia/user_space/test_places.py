@@ -338,13 +338,13 @@ def test_watched_directories() -> None:
     assert everything[:3] == ("/etc", "/run/nvidia/driver/etc", "/usr/local/glibc/usr/lib")
     assert len(set(everything)) == len(everything)
     assert not [each for each in everything if each.startswith(("/opt", "/home"))], "which may be a network's"
-    assert watched_directories(DriverSettings.model_validate({"root": "/"})) == ("/etc",)
+    assert watched_directories(DriverSettings.validated({"root": "/"})) == ("/etc",)
     for driver in (
         {"root": "/srv/image"},
         {"library_directories": ["/srv/lib"]},
         {"root": "/srv", "library_directories": ["/lib"]},
     ):
-        assert watched_directories(DriverSettings.model_validate(driver)) == ()
+        assert watched_directories(DriverSettings.validated(driver)) == ()
 
 
 # ---- loader caches of other roots

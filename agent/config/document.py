@@ -1,0 +1,81 @@
+"""Reads config.toml and config.d/*.toml, and merges them in this order into one document."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.model.toml_document import parse_toml
+from agent.system.files import System
+from agent.system.path_trust import settings_fault
+
+
+class Document(Struct, frozen=True):
+    """What the files of the configuration contain."""
+
+    content: dict[str, Any]
+    origins: dict[tuple[str, ...], str]
+    """The file that each key is from, by the names of its tables and its own."""
+    file: str
+    """The last file, where a key that none of them has can be added."""
+
+
+def read_document(system: System, path: str) -> Document:
+    """Return the content of all files, or only that of `path` if it is not CONFIG_FILE. Raises ConfigError."""
+    try:
+        files = [path] if system.exists(path) else []
+        if path == CONFIG_FILE and system.is_directory(CONFIG_DIRECTORY):
+            names = system.entries(CONFIG_DIRECTORY)
+            files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
+    except OSError as error:
+        # A file that cannot be read must not count as absent: its machines would be removed from the configuration.
+        raise ConfigError(f"cannot read {path} or {CONFIG_DIRECTORY}: {error.strerror}") from error
+    if not files:
+        raise NoMachinesError(
+            f"{path}: no such file",
+            "create it with a table [machines.NAME] for each machine, or with an empty table [machines] for none",
+        )
+    document = Document({}, {}, files[-1])
+    for file in files:
+        try:
+            # Only the standard files must belong to root: a user who passes --config is responsible for that file.
+            content = _parse(system, file, root_owned=path == CONFIG_FILE)
+            _merge(document.content, content, file, document.origins, ())
+        except RecursionError as error:
+            raise ConfigError(f"{file}: tables or lists are nested too deeply", "nest them less deeply") from error
+    return document
+
+
+def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
+    try:
+        if root_owned and (fault := settings_fault(system, file)):
+            raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
+        return parse_toml(system.read(file).decode())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+
+
+def _merge(
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    file: str,
+    origins: dict[tuple[str, ...], str],
+    parents: tuple[str, ...],
+) -> None:
+    """Merge `new` into `into`: merge tables, replace other values. Record in `origins` which file each key is from.
+
+    `parents` are the keys of the tables around `new`.
+    """
+    for key, value in new.items():
+        origins[(*parents, key)] = file
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, file, origins, (*parents, key))
+        elif isinstance(value, dict):
+            into[key] = {}
+            _merge(into[key], value, file, origins, (*parents, key))
+        else:
+            into[key] = value
