@@ -165,7 +165,7 @@ class HostNodeSettings(Table, frozen=True, kw_only=True):
 
     sysctls: dict[SysctlName, SysctlValue] = {}
     """Kernel parameters, in addition to those that the kubelet and CNI need (docs/bootstrap.md#host-settings)."""
-    kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter"])
+    kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter", "nf_conntrack"])
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
     """Whether swap is turned off, as the kubelet requires by default."""

@@ -31,7 +31,7 @@ def settings(root: Path, node: str = "", image: str = "", tables: str = "") -> N
 def test_defaults(tmp_path: Path) -> None:
     found = settings(tmp_path)
     assert found.kubelet.cluster_dns == ["10.96.0.10"]
-    assert found.host.kernel_modules == ["overlay", "br_netfilter"]
+    assert found.host.kernel_modules == ["overlay", "br_netfilter", "nf_conntrack"]
     assert found.name == found.kubelet.node_ip == found.kubelet.startup_taint == ""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.config.node import HostNodeSettings
 from agent.model.conditions import ConditionType
 from agent.model.reasons import Reason
 
@@ -54,6 +55,12 @@ def test_every_reason_is_documented_with_its_status() -> None:
 def test_every_row_of_the_tables_is_read() -> None:
     lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     assert len(lines) == len(rows())
+
+
+def test_up_loads_the_modules_that_the_page_names() -> None:
+    page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    modules = "\n".join(HostNodeSettings().kernel_modules)
+    assert f"```\n{modules}\n```" in page
 
 
 def test_every_condition_has_its_section() -> None:

@@ -51,15 +51,16 @@ class Kernel(ScriptedRunner):
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)
         match argv:
-            case ("modprobe", "--use-blacklist", "br_netfilter"):
-                self.host.file("/sys/module/br_netfilter/refcnt", "0\n")
-                for name in ("iptables", "ip6tables"):
+            case ("modprobe", "--use-blacklist", module):
+                self.host.file(f"/sys/module/{module}/refcnt", "0\n")
+                for name in ("iptables", "ip6tables") if module == "br_netfilter" else ():
                     self.host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "0\n")
             case ("modprobe", "--remove", module):
                 if module in self.busy:
                     return Completed(1, b"", b"modprobe: FATAL: Module is in use.")
-                for directory in (f"/sys/module/{module}", "/proc/sys/net/bridge"):
-                    shutil.rmtree(self.host.full_path(directory))
+                self.host.remove_tree(f"/sys/module/{module}")
+                if module == "br_netfilter":
+                    self.host.remove_tree("/proc/sys/net/bridge")
             case ("swapoff", path):
                 del self.swaps[path.replace(" ", "\\040")]
             case ("swapon", *options, path):
@@ -127,7 +128,7 @@ def test_the_observation_changes_nothing(host: Host, kernel: Kernel) -> None:
     before = settings(host)
     found = observe_host(goal(), host)
     assert found.swaps == (Swap("/dev/sda2", -1), Swap("/swap file", 5))
-    assert found.modules == {"overlay": True, "br_netfilter": False}
+    assert found.modules == {"overlay": True, "br_netfilter": False, "nf_conntrack": False}
     assert found.sysctls["net.bridge.bridge-nf-call-iptables"] is None
     assert found.absent_directories == ("/etc/needrestart", "/etc/needrestart/conf.d")
     assert kernel.calls == []
