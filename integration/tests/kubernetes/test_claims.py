@@ -14,6 +14,7 @@ import yaml
 
 from agent.cli.kube import DIRECTORY
 from agent.dra.checkpoint import CHECKPOINT
+from agent.dra.devices import device_name
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
@@ -67,14 +68,17 @@ def offer(
         node.machine.states(GpuStatus(each, vendor, GpuState.HEALTHY, kernel_driver=driver) for each in addresses)
     node.machine.allocate(devices, vendor)
 
-    def count() -> int:
-        found = [device for each in listed(node.cluster, "resourceslices") for device in each["spec"]["devices"]]
-        return sum(
-            device["attributes"]["vendor"]["string"] == vendor and device.get(SHARED, False) == shared
-            for device in found
-        )
+    def key(device: dict[str, Any]) -> tuple[str, str, bool]:
+        # A GPU without a known state has no kernel driver.
+        kernel_driver = device["attributes"].get("kernelDriver", {}).get("string", "")
+        return device["name"], kernel_driver, device.get(SHARED, False)
 
-    until("the devices are offered", lambda: count() == len(devices))
+    def offered() -> set[tuple[str, str, bool]]:
+        return {key(each) for item in listed(node.cluster, "resourceslices") for each in item["spec"]["devices"]}
+
+    # By their names: as many other devices may have been offered before.
+    wanted = {(device_name(each), driver, shared) for each in devices}
+    until("only these devices are offered", lambda: offered() == wanted)
 
 
 def example(name: str) -> str:
