@@ -5,7 +5,6 @@ import json
 import shutil
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from http import HTTPStatus
@@ -20,6 +19,7 @@ from integration.bed.machine.buildah import buildah
 from integration.bed.process import run
 from integration.bed.run_directory import run_directory
 from integration.bed.vm.transfer import HOST_FROM_GUEST
+from integration.bed.waiting import wait
 
 USER = "puller"
 PASSWORD = "correct-horse"
@@ -46,11 +46,7 @@ class Registry(Lifetime):
         argv = ["setpriv", "--pdeathsig", "KILL", str(docker_registry()), "serve", str(configuration)]
         with (self.directory / "log").open("wb") as log:
             self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + SECONDS
-        while not self._answers():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise OSError(f"docker-registry does not answer: {(self.directory / 'log').read_text()[-2000:]}")
-            time.sleep(0.1)
+        wait("docker-registry answers", self._answers, SECONDS, lambda: (self.directory / "log").read_text()[-2000:])
 
     def close(self) -> None:
         """Stop the registry and remove everything that it stored."""
