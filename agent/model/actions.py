@@ -108,6 +108,8 @@ class ChangeDevices(Struct, frozen=True):
     after: LiveSettings
     foreign: tuple[DeviceAllow, ...]
     """Entries of the unit's DeviceAllow= list that the agent did not add. They stay."""
+    read_only: frozenset[str] = frozenset()
+    """Paths of nodes to bind read-only."""
 
     @property
     def rebinds(self) -> bool:

@@ -1,12 +1,12 @@
 """The goal, as frozen data. It depends on nothing but the configuration and the facts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
 from agent.model.facts import DeviceNode, Seen, ServiceDirectory, StagedRoot
 from agent.model.granted import Granted
-from agent.model.handoff import Handoff, Variable
+from agent.model.handoff import OTHER_DEVICES, Handoff, Variable
 from agent.model.live import LiveSettings
 from agent.model.remembered import Remembered
 
@@ -61,6 +61,16 @@ class Grant(Struct, frozen=True):
     """Requests that cannot be granted, one sentence each."""
     missing: tuple[str, ...] = ()
     """Requested non-GPU devices that are missing, in words. Everything else is granted without them."""
+
+
+def gpu_nodes(grants: Iterable[Grant]) -> frozenset[str]:
+    """Return the paths of the GPUs' nodes, which machines get read-only.
+
+    A read-only node can be opened for writing as before. But a pod, which is given a bind of the machine's node, cannot
+    change the mode and owner of the host's node. Other devices are writable, because some programs change the owner of
+    their node, such as KubeVirt that of /dev/net/tun.
+    """
+    return frozenset(node.path for grant in grants if grant.vendor != OTHER_DEVICES for node in grant.nodes)
 
 
 class OwnedFile(Struct, frozen=True):

@@ -64,7 +64,7 @@ def test_the_plan_with_differences(gpu_host: Host, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(f"+++ {nspawn_file(MACHINE)}")
     assert lines[place - 2].startswith(f"would write {nspawn_file(MACHINE)}")
-    assert "+Bind=/dev/nvidia0" in lines
+    assert "+BindReadOnly=/dev/nvidia0" in lines
     assert "would start machine gpu-node" in lines
 
 

@@ -144,7 +144,7 @@ def test_a_full_disk_costs_no_settings(gpu_host: Host) -> None:
     """/etc may be on another disk. Driver roots of the machine's last start are kept."""
     gpu_host.full.append(f"{MACHINES_STATE}/")
     prepare(MACHINE, reconciler(gpu_host))
-    assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+    assert b"BindReadOnly=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
 
 
 class DuringAnotherPass(Host):

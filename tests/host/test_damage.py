@@ -155,9 +155,21 @@ def test_a_machine_without_a_note_is_known_by_its_started_settings(gpu_host: Hos
     outcome = reconciler(gpu_host).reconcile()
     assert outcome.failures == ()
     changes = [change for change in gpu_host.bus.changes if change[0] == "BindMountMachine"]
-    assert "/dev/nvidia2" in {change[2] for change in changes}
-    assert not {change[2] for change in changes} & {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"}
+    bound = {change[2]: change[4] for change in changes}
+    assert bound["/dev/nvidia2"] is True
+    assert not bound.keys() & {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"}
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
+
+
+def test_a_machine_that_an_earlier_release_started_without_a_note_is_known_too(gpu_host: Host) -> None:
+    """It bound GPUs' nodes writable, and they stay so until the machine starts again."""
+    running(gpu_host)
+    removed(gpu_host)
+    text = gpu_host.read_text(started_nspawn(MACHINE))
+    gpu_host.write(started_nspawn(MACHINE), text.replace("BindReadOnly=/dev/", "Bind=/dev/").encode())
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert [change for change in gpu_host.bus.changes if change[0] == "BindMountMachine"] == []
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
 
 
 def test_a_machine_without_a_note_loses_permissions_that_are_not_granted(gpu_host: Host) -> None:

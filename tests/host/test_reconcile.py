@@ -60,7 +60,7 @@ def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
     for file in request.files:
         place = f"{TREES}/0/{file.target}"
         assert gpu_host.real_path(place).startswith(f"{TREES}/0/"), f"{place} leaves its driver root"
-    assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+    assert b"BindReadOnly=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
     assert gpu_host.runner.calls[-1] == ("systemctl", "start", "--no-block", UNITS[0])
 
 

@@ -148,7 +148,7 @@ def test_a_link_in_the_place_of_a_machines_root_is_named_and_nothing_is_written(
     gpu_host.remove_file(root)
     gpu_host.make_directory(root)
     prepare(MACHINE, agent)
-    assert b"Bind=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
+    assert b"BindReadOnly=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
 
 
 @pytest.mark.parametrize("directory", [MACHINE_ROOTS, "/run/systemd/nspawn"])

@@ -62,7 +62,8 @@ def _bind_all(
         if path in live.nodes:
             continue
         try:
-            machined.bind_mount(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
+            read_only = number.startswith(READ_ONLY) or path in action.read_only
+            machined.bind_mount(action.machine, path, read_only=read_only, system=system)
             live = replace(live, nodes={**live.nodes, path: number})
         except BusError as error:
             # Go on with the other nodes, unless the machine hangs: then each of them would take as long to fail.

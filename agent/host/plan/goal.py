@@ -21,7 +21,7 @@ from agent.host.vendors import host_vendor
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot, VendorFacts
 from agent.model.faults import Fault, fault
-from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
+from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
 from agent.model.granted import Granted
 from agent.model.handoff import DRA, OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
@@ -146,8 +146,9 @@ def _machine_goal(
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
+    dns = _resolv_conf(settings, facts)
     nspawn = render_nspawn(
-        name, settings.nspawn, nodes, directories, mounts.possible, dns=_resolv_conf(settings, facts)
+        name, settings.nspawn, nodes, directories, mounts.possible, read_only=gpu_nodes(grants), dns=dns
     )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)

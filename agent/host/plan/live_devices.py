@@ -8,7 +8,7 @@ from agent.host.plan.unit_drop_in import node_by_number
 from agent.model.actions import ChangeDevices
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import DeviceNode, Facts
-from agent.model.goal import MachineGoal
+from agent.model.goal import MachineGoal, gpu_nodes
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 
 
@@ -54,7 +54,7 @@ def change_running(
     )
     # As if the machine had no nodes, so that all are bound.
     base = replace(before, nodes={}) if rebind else before
-    return [ChangeDevices(goal.name, base, after, foreign)]
+    return [ChangeDevices(goal.name, base, after, foreign, gpu_nodes(goal.grants))]
 
 
 def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[str, ...]:

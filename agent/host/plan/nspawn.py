@@ -1,5 +1,7 @@
 """Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
+from collections.abc import Collection
+
 from agent.config.mounts import ExtraMount
 from agent.config.nspawn_settings import NspawnSettings
 from agent.host.plan.before_start import CONFIGURED
@@ -42,9 +44,14 @@ def render_nspawn(
     directories: tuple[ServiceDirectory, ...] = (),
     mounts: tuple[ExtraMount, ...] = (),
     *,
+    read_only: Collection[str] = (),
     dns: str = "",
 ) -> bytes:
-    """Return the machine's .nspawn file. `dns` is the value of ResolvConf=; empty means nspawn's own choice."""
+    """Return the machine's .nspawn file.
+
+    `read_only` has the paths of nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own
+    choice.
+    """
     sections: dict[str, list[str]] = {
         "Exec": [
             "Boot=yes",
@@ -66,7 +73,9 @@ def render_nspawn(
         sections["Files"].append(SYS_MODULE)
     if settings.kmsg:
         sections["Files"].append("Bind=/dev/kmsg")
-    sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
+    sections["Files"] += [
+        f"{'BindReadOnly' if node.path in read_only else 'Bind'}={escape(node.path)}" for node in nodes
+    ]
     sections["Files"] += [
         f"{'Bind' if directory.writable else 'BindReadOnly'}={escape(directory.path)}" for directory in directories
     ]

@@ -5,7 +5,7 @@ does not say with which settings the machine started.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -15,14 +15,16 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Facts, MachineFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal
-from agent.model.live import READ_ONLY, LiveSettings
+from agent.model.live import LiveSettings
 
 NOT_COMPARED = re.compile(rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
 """Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments, the
 order of units and commands before the start, because they differ between releases. A backslash at the end continues a
 line (systemd.syntax(7))."""
-DEVICE_BIND = re.compile(rb"Bind=/dev/(?!kmsg$)")
-"""A line of a .nspawn file that binds a device other than /dev/kmsg."""
+BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
+"""A line of a .nspawn file that binds a path. Earlier releases bound GPUs' nodes writable."""
+DEVICE = re.compile(rb"/dev/(?!kmsg$)")
+"""The beginning of a device's path, other than /dev/kmsg."""
 
 
 def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
@@ -54,18 +56,19 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
     NOT_COMPARED.
     """
     nspawn, drop_in = started[0].splitlines(), started[1].decode(errors="replace")
-    bind_lines = {path: _bind_line(path, number) for path, number in goal.live.nodes.items()}
-    same = _fixed_lines(nspawn, bind_lines) == _fixed_lines(goal.nspawn.content.splitlines(), bind_lines)
+    paths = {path: escape(path).encode() for path in goal.live.nodes}
+    same = _fixed_lines(nspawn, paths.values()) == _fixed_lines(goal.nspawn.content.splitlines(), paths.values())
     same = same and NOT_COMPARED.sub(b"", started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
     lines = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
     at_start = [DeviceAllow.parse(line.partition("=")[2]) for line in lines]
     numbers = {entry.node for entry in at_start}
     # Daemons' directories are left out, because it is unknown which of them existed at the start. So they are bound
     # again.
+    bound = {bind[1] for bind in map(BIND.fullmatch, nspawn) if bind}
     nodes = {
         path: number
         for path, number in goal.live.nodes.items()
-        if bind_lines[path] in nspawn and f"/dev/char/{number}" in numbers
+        if paths[path] in bound and f"/dev/char/{number}" in numbers
     }
     # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
     # drop-in. All permissions by number are the agent's. Their owners are not recorded, so those that are no longer
@@ -78,11 +81,7 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
 
 
-def _bind_line(path: str, number: str) -> bytes:
-    return f"{'BindReadOnly' if number.startswith(READ_ONLY) else 'Bind'}={escape(path)}".encode()
-
-
-def _fixed_lines(nspawn: list[bytes], bind_lines: dict[str, bytes]) -> list[bytes]:
+def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
     """Return the lines of a .nspawn file without comments, and without devices and directories bound for GPUs."""
-    bound = {*bind_lines.values()}
-    return [line for line in nspawn if line not in bound and not DEVICE_BIND.match(line) and not line.startswith(b"#")]
+    lines = ((line, BIND.fullmatch(line)) for line in nspawn if not line.startswith(b"#"))
+    return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

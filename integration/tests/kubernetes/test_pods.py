@@ -83,6 +83,15 @@ def test_one_gpu_by_cdi_name(shared: Bed) -> None:
     assert seen.uuids == [uuids(shared.run("nvidia-smi", "-L").stdout)[1]]
 
 
+def test_a_pod_cannot_change_the_mode_of_the_hosts_nodes(shared: Bed) -> None:
+    """runc binds the machine's nodes, which are binds of the host's. The pod's root needs no capability for chmod."""
+    nodes = ("/dev/nvidia1", "/dev/nvidiactl")
+    before = shared.run("stat", "-c", "%a", *nodes).stdout
+    pod = shared.node.pod(Pod(("sh", "-c", f"chmod 600 {' '.join(nodes)} 2>&1"), cdi=("1",)), check=False)
+    assert pod.stdout.count("Read-only file system") == len(nodes)
+    assert shared.run("stat", "-c", "%a", *nodes).stdout == before
+
+
 def test_runtime_class_gives_our_spec_and_nothing_else(shared: Bed) -> None:
     """With runtimeClassName nvidia, NVIDIA_VISIBLE_DEVICES may be an index, a UUID or `all`.
 

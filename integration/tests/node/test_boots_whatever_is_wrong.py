@@ -57,5 +57,5 @@ def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_age
     assert "size=1024k" in mounted
     assert ready.run("cmp", settings, f"/run/unbounded-agent/machines/{MACHINE}/started.nspawn").status == 0
     # Nodes that the driver makes in time are bound, and work: only the agent is missing.
-    if "Bind=/dev/nvidia1" in lines:
+    if "BindReadOnly=/dev/nvidia1" in lines:
         expect_by_cdi(ready)

@@ -46,7 +46,7 @@ def template(systemd: int) -> tuple[DeviceAllow, ...]:
 def bound(config: Config, seen: Facts) -> set[str]:
     machine = plan(config, seen).goal.machines[0]
     lines = machine.nspawn.content.decode().splitlines()
-    return {line.removeprefix("Bind=") for line in lines if line.startswith("Bind=/dev/nvidia")}
+    return {line.removeprefix("BindReadOnly=") for line in lines if line.startswith("BindReadOnly=/dev/nvidia")}
 
 
 def test_order_of_facts_does_not_matter() -> None:

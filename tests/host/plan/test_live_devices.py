@@ -47,6 +47,12 @@ def bind(path: str) -> tuple[object, ...]:
     return ("BindMountMachine", MACHINE, path, path, False, True)
 
 
+def test_gpus_nodes_are_bound_read_only(host: Host) -> None:
+    """Otherwise a pod could change the mode of the host's node."""
+    change_devices(replace(CHANGE, read_only=frozenset({"/dev/nvidia1"})), host)
+    assert [(each[2], each[4]) for each in host.bus.changes[1:]] == [("/dev/nvidia1", True), ("/dev/nvidia2", False)]
+
+
 @given(st.builds(
     LiveSettings, st.text(), st.lists(st.text().map(DeviceAllow.parse)).map(tuple),
     st.dictionaries(st.text(), st.text()), st.text(), st.booleans(),

@@ -166,6 +166,7 @@ def test_a_failed_observation_withdraws_nothing(devices: Host) -> None:
 def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
     requested: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse", "mode": "r"}]}
     machine = goal(requested, with_others(facts(nvidia(1)), devices, **requested))
+    assert b"\nBindReadOnly=/dev/nvidia0\n" in machine.nspawn.content
     assert b"\nBind=/dev/kvm\n" in machine.nspawn.content
     assert b"\nBind=/dev/fuse\n" in machine.nspawn.content
     assert b"\nDeviceAllow=/dev/char/10:232 rw\n" in machine.drop_in.content
