@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from agent.machine.containerd.tables import CRI_2, MAIN
+from agent.machine.notes import Notes
 from agent.machine.run import HANDOFF, run
+from agent.model.digest import sha256
 from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
 
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -76,6 +78,16 @@ def test_another_grant_is_not_a_repair(settled: Machine) -> None:
     edit(MAIN, "version = 2", f'version = 2\n[plugins."{CRI_2}"]\nsandbox_image = "theirs"')(settled)
     run(settled)
     assert "theirs" in settled.read_text(DROP_IN)
+    assert settled.report()["repairs"] == NONE
+
+
+def test_other_settings_of_another_release_are_not_a_repair(settled: Machine) -> None:
+    notes, (_, digest) = Notes(settled), Notes(settled).load("runtime-nvidia")["edited"]
+    older = settled.read_text(RUNTIME).replace('"cdi"', '"auto"')
+    settled.put(RUNTIME, older)
+    notes.save("runtime-nvidia", {"edited": ["settings of an older release", sha256(older.encode())]})
+    run(settled)
+    assert notes.load("runtime-nvidia")["edited"][1] == digest, "the file has the new settings"
     assert settled.report()["repairs"] == NONE
 
 

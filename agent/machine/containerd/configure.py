@@ -161,15 +161,16 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     """
     system, notes = context.system, context.notes
     name, settings = f"runtime-{vendor.name}", json.dumps(vendor.runtime_settings)
-    present, noted = files.read_optional(system, vendor.runtime_config), notes.load(name)
-    if present is not None and noted.get("edited") == [settings, sha256(present)]:
+    present, noted = files.read_optional(system, vendor.runtime_config), notes.load(name).get("edited")
+    if present is not None and noted == [settings, sha256(present)]:
         return
     text = (present or b"").decode(errors="surrogateescape")
     edited = vendor.edit_runtime_config(text)
     content = edited.encode(errors="surrogateescape")
     if content != present:
         system.write(vendor.runtime_config, content)
-        if noted:
+        # Another release may have set other keys.
+        if isinstance(noted, list) and noted[:1] == [settings]:
             record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
     notes.save(name, {"edited": [settings, sha256(content)]})
 
