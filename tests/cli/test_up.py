@@ -28,7 +28,7 @@ from agent.model.paths import (
 )
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.archives import entry, packed
-from tests.fakes.gpu_host import MACHINE, UNITS
+from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
@@ -361,6 +361,20 @@ def test_an_interrupted_reset_can_be_repeated(host: NodeHost, place: int) -> Non
     assert undo(host) == 0
     assert tree(host) == before
     assert not host.exists(AS_FOUND[0])
+
+
+def test_a_node_with_a_damaged_record_can_be_removed(host: NodeHost) -> None:
+    before = tree(host)
+    assert run(host) == 0
+    for path in record_paths(MACHINE):
+        host.file(path, b"damaged")
+    with pytest.raises(AgentError, match=f"remove {machine_root(MACHINE)} yourself and run this again"):
+        undo(host)
+    units(host, "inactive", stopped_at=1)
+    host.remove_tree(machine_root(MACHINE))
+    assert undo(host) == 0
+    assert tree(host) == before
+    assert not any(host.exists(path) for path in record_paths(MACHINE))
 
 
 def test_the_kernel_has_its_values_again(host: NodeHost) -> None:

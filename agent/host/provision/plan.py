@@ -143,24 +143,26 @@ def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
 
 def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Problem:
     """Return the first steps of `reset`, which stop the machine and remove its root file system."""
-    path = machine_root(facts.machine)
-    if isinstance(facts.record, Broken | Unseen):
-        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
-        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", advice)
-    if isinstance(facts.root, Unseen):
-        return Problem("root", facts.root.why, "correct this, then run `unbounded-agent reset` again")
-    if isinstance(facts.record, Absent) and not isinstance(facts.root, Absent):
+    path, absent = machine_root(facts.machine), isinstance(facts.root, Absent)
+    for kind, fact in (("record", facts.record), ("root", facts.root)):
+        if isinstance(fact, Unseen):
+            return Problem(kind, fact.why, "correct this, then run `unbounded-agent reset` again")
+    if isinstance(facts.record, Broken) and not absent:
+        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine, remove {path} yourself"
+        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", f"{advice} and run this again")
+    if isinstance(facts.record, Absent) and not absent:
         return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
-    if isinstance(facts.record, NodeRecord) and facts.root != facts.record.inode and not isinstance(facts.root, Absent):
+    if isinstance(facts.record, NodeRecord) and facts.root != facts.record.inode and not absent:
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
-    made_by_up = isinstance(facts.record, NodeRecord)
+    # A damaged record proves that too, and without a root file system nothing else in it is needed.
+    made_by_up = not isinstance(facts.record, Absent)
     if facts.enabled.get(unit) and made_by_up:
         steps.append(DisableUnit(unit))
     if made_by_up and unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
         steps.append(StopMachine(facts.machine))
-    if not isinstance(facts.root, Absent):
+    if not absent:
         steps.append(RemoveRoot(facts.machine))
     return (*steps, *(RemoveTree(path) for path in facts.staged))
 

@@ -165,6 +165,17 @@ def test_reset_can_be_repeated() -> None:
     assert plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
 
 
+def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
+    """The record shows at least that `up` made the machine."""
+    damaged = replace(MADE, record=Broken("damaged"), enabled={UNIT: True})
+    problem = plan_removal(damaged, "inactive")
+    assert isinstance(problem, Problem)
+    assert problem.advice.endswith("remove /var/lib/machines/gpu-node yourself and run this again")
+    removed = replace(damaged, root=Absent("removed"), staged=(UNPACKED,))
+    steps = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveTree(UNPACKED))
+    assert plan_removal(removed, "active") == steps
+
+
 @pytest.mark.parametrize(
     "facts",
     [
@@ -174,6 +185,7 @@ def test_reset_can_be_repeated() -> None:
         replace(MADE, root=Broken("a symbolic link")),
         replace(MADE, record=Broken("damaged")),
         replace(MADE, record=Unseen("no permission")),
+        replace(MADE, record=Unseen("no permission"), root=Absent("removed")),
     ],
 )
 def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
