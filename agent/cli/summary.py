@@ -136,11 +136,11 @@ def shortened(line: str, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in its largest unit."""
+    """Return a time span in the largest unit of which at least two have passed, rounded down."""
     for length, unit in UNITS:
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(max(seconds, 0))} s"
 
 
 def table(machine: MachineOutcome, since: Sequence[str]) -> Iterator[str]:

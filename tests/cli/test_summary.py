@@ -123,7 +123,17 @@ def test_a_ready_machine_without_gpus_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (86400 * 30, "30 d")]
+    ("seconds", "text"),
+    [
+        (-3, "0 s"),
+        (59.9, "59 s"),
+        (119.9, "119 s"),
+        (120, "2 min"),
+        (3599, "59 min"),
+        (5400, "90 min"),
+        (86399, "23 h"),
+        (86400 * 30, "30 d"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
