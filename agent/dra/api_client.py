@@ -85,11 +85,13 @@ class ApiClient:
         session, what = self._credentials.session(), f"watch {path}"
         connection = _Connection(session)
         try:
+            connection.connect()
+            # Kept: http.client gives up the connection's socket at once if the answer says `Connection: close`.
+            connected = connection.sock
             response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:
                 raise api_error(what, response.status, response.read(ANSWER_LIMIT))
-            if connection.sock is not None:
-                connection.sock.settimeout(WATCH_LIMIT + WATCH_MARGIN)
+            connected.settimeout(WATCH_LIMIT + WATCH_MARGIN)
             yield {}
             while line := _bounded(response.readline(ANSWER_LIMIT + 1), what):
                 yield _event(what, line)

@@ -201,6 +201,23 @@ def test_a_watch_tells_of_each_change(api: ApiServer, client: ApiClient) -> None
     events.close()
 
 
+@pytest.mark.parametrize("announces_close", [False, True])
+def test_an_idle_watch_goes_on(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, announces_close: bool
+) -> None:
+    """With `Connection: close`, http.client gives up its connection's socket at once, although it reads from it."""
+    api.announces_close = announces_close
+    version = client.get(HERE)["metadata"]["resourceVersion"]
+    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 1.0)
+    events = client.watch(NODES, version)
+    assert next(events) == {}
+    timer = threading.Timer(1.5, api.put, (HERE, {"metadata": {"name": NODE, "uid": "uid-2"}}))
+    timer.start()
+    assert next(events)["object"]["metadata"]["uid"] == "uid-2"
+    timer.join()
+    events.close()
+
+
 def test_a_watch_ends_with_the_server(api: ApiServer, client: ApiClient) -> None:
     events = client.watch(NODES, "1", fieldSelector=f"metadata.name={NODE}")
     assert next(events) == {}

@@ -52,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _watch(self, path: str, version: int) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Transfer-Encoding", "chunked")
+        if self.api.announces_close:
+            self.send_header("Connection", "close")
         self.end_headers()
         api, sent = self.api, version
         while not api.stopped.is_set():
@@ -101,6 +103,8 @@ class ApiServer:
         """Returns a scripted status and answer for a method and path; None for what the server does itself."""
         self.stored: Callable[[Object], Object] = lambda item: item
         """What the server makes of a slice that it stores."""
+        self.announces_close = False
+        """Whether answers to watches say `Connection: close`, as those of a server that is about to stop do."""
         self.changed, self.stopped = threading.Condition(), threading.Event()
         self._version = 10
         self._server: Listening | None = None
