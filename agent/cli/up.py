@@ -179,9 +179,17 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     provisioner.run(host)
     _reload_service(provisioner.system, output)
     outcome, failures = watch.start()
+    startable = {machine.name for machine in watch.machines(outcome) if machine.startable}
     for node in work.nodes:
-        # Only now, because a machine that starts at the host's boot needs its settings.
-        provisioner.enable(node.machine)
+        # Even if the wait failed, but not without the agent's settings: when the host boots, the template's -U would
+        # change the owners of all files in the machine.
+        if node.machine in startable:
+            provisioner.enable(node.machine)
+        elif not all(node.facts.enabled.values()):
+            failures += (
+                f"{node.machine} will not start when the host boots, because the agent's settings for it are not in "
+                f"place: see `unbounded-agent plan`, then run `unbounded-agent up {node.machine}` again",
+            )
     output.result(outcome, watch, failures)
     return 0 if not failures and watch.all_ready(outcome) else 1
 

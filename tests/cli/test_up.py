@@ -197,6 +197,17 @@ def test_a_finished_node_costs_nothing(host: NodeHost) -> None:
     assert written == []
 
 
+def test_a_machine_without_its_settings_is_not_enabled(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the host's boot, the template's -U would change the owners of all files in it."""
+    host.full.append(nspawn_file(MACHINE))
+    assert run(host) == 1
+    assert "gpu-node will not start when the host boots" in capsys.readouterr().err
+    assert not host.exists(wanted(UNITS[0]))
+    host.full.clear()
+    assert run(host) == 0
+    assert host.exists(wanted(UNITS[0]))
+
+
 def test_programs_get_one_object_per_line(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(host, for_programs=True) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
