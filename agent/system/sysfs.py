@@ -82,8 +82,9 @@ class Sysfs:
             kind = self._number(f"{place}/class")
             if not listed(kind):
                 return None
-            vendor = self._number(f"{place}/vendor")
+            # Before the vendor, whose absence shows that the device was removed: a driver may be missing anyway.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
+            vendor = self._number(f"{place}/vendor")
         except OSError as error:
             if error.errno in NOT_FOUND:
                 return None

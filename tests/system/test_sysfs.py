@@ -19,9 +19,16 @@ BRIDGE = "devices/pci0000:40/0000:40:01.1"
 
 
 class Removing(System):
-    """A System in which attributes fail as if their device were removed, or broke, after it was listed."""
+    """A System in which a device is removed, or its attributes fail, after it was listed."""
 
     failing: OSError | None = None
+    removed: Path | None = None
+    """The device's link, which is removed before the device's driver is read."""
+
+    def read_link(self, path: str) -> str | None:
+        if self.removed and path.endswith("/driver"):
+            self.removed.unlink()
+        return super().read_link(path)
 
     def attribute(self, path: str) -> str:
         if self.failing and path.endswith(str(self.failing.filename)):
@@ -128,6 +135,12 @@ def test_no_device_is_withdrawn_while_sysfs_is_not_mounted(tree: Tree) -> None:
     (tree.sys / "class").rmdir()
     unmounted = Unseen("/sys/class: sysfs is not mounted")
     assert (tree.source.pci_devices(), tree.source.drm_devices()) == (unmounted, unmounted)
+
+
+def test_a_device_that_is_removed_before_its_driver_is_read_is_left_out(tree: Tree) -> None:
+    """It would be taken for a GPU without a driver."""
+    tree.system.removed = tree.pci(GPU, "0x10de", "0x030200", "nvidia")
+    assert tree.source.pci_devices() == ()
 
 
 def test_what_is_removed_meanwhile_is_left_out(tree: Tree) -> None:
