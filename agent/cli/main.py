@@ -114,7 +114,7 @@ def _run_for_units(options: argparse.Namespace) -> int:
 
 
 def _run_for_nodes(options: argparse.Namespace) -> int:
-    """Run a command that makes, removes, starts or stops nodes."""
+    """Run a command that makes, removes, starts or stops nodes, or checks whether `up` could make them."""
     match options.command:
         case "up":
             from agent.cli.up import up

@@ -125,7 +125,10 @@ def up(
     network: NetworkSource | None = None,
     ask: Asking = ask,
 ) -> int:
-    """Make the nodes that do not exist yet, and wait until they are ready and have joined. Return the exit code."""
+    """Make the nodes that do not exist yet, or one again with `rebuild`. Return the exit code.
+
+    Wait until they have joined and it is settled whether they are ready.
+    """
     if rebuild and not name:
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
     names, output = chosen(reconciler, name), Output(for_programs=for_programs)

@@ -117,7 +117,7 @@ class Watch(Struct, frozen=True):
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
             if silent and now - started <= SERVER_LIMIT:
-                # While an API server does not answer, no kubelet can join through it, so the limit has not begun.
+                # While an API server does not answer, no kubelet can join through it: start counting when it answers.
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(

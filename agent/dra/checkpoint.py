@@ -80,8 +80,8 @@ class Checkpoint:
     def save(self, claims: Prepared) -> None:
         """Replace the file without waiting for the disk. Raises OSError.
 
-        The file survives a crash of this process. It need not survive a crash of the kernel at once, because no pod
-        does either; the next call of `sync` makes it durable.
+        The file survives a crash of this process. It need not be durable right away, because a crash of the kernel ends
+        all pods anyway; the next call of `sync` makes it durable.
         """
         self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
         self._durable.clear()

@@ -140,7 +140,7 @@ def _device(device: PreparedDevice) -> bytes:
 def encode_unprepared(results: Mapping[str, str]) -> bytes:
     """Return a NodeUnprepareResourcesResponse.
 
-    `results` has, by uid, why the claim could not be given back; empty if it was.
+    `results` has, by uid, why the claim could not be unprepared; empty if it was.
     """
     return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
 

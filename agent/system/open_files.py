@@ -168,7 +168,7 @@ class _Search:
                 if self._search_thread(pid, thread, deadline):
                     return
             except (FileNotFoundError, ProcessLookupError):
-                # ESRCH: the thread has no memory, because it has exited or is the kernel's own.
+                # The thread has exited, or has no memory: for that, some kernels return ESRCH, others an empty file.
                 continue
 
     def _search_thread(self, pid: int, thread: int, deadline: float) -> bool:

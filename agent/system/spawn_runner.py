@@ -38,7 +38,7 @@ class MachineRunner:
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         with self._lock:
-            # An outdated program must have ended before any other starts.
+            # No other program may start while an outdated one runs.
             self._close_outdated()
             early = self._early.pop(argv, None)
         process = early[0] if early else _Process(argv)
@@ -57,7 +57,8 @@ class MachineRunner:
             process.close()
 
     def _close_outdated(self) -> None:
-        # Also if the new call has other arguments: both programs may write to the same file.
+        # Also if the new call has other arguments: both programs may write to the same file. One that SIGKILL does not
+        # end at once hangs in a system call, and does nothing after it.
         for argv in [argv for argv, (_, is_current) in self._early.items() if not is_current()]:
             process, _ = self._early.pop(argv)
             process.close()

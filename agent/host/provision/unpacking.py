@@ -82,7 +82,7 @@ def _check_space(image: NodeImage, partial: str, system: System) -> None:
 
 def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: System) -> None:
     policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
-    # All layers become gzip layers, because umoci 0.4 does not know zstd. Those that are stay as they are.
+    # All layers become gzip layers, because umoci 0.4 does not know zstd. Layers that are already gzip stay unchanged.
     compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
     directory = system.full_path(partial)
     try:

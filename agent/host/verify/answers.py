@@ -68,9 +68,9 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
         return True
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
-    # Reports on an earlier handoff do not extend that time, because another machine may already have these devices. Nor
-    # does what root in the machine can cause: a full disk, on which no handoff can be published, or a node that cannot
-    # be bound.
+    # Reports on an earlier handoff do not give the machine half more time, because another machine may already have
+    # these devices. Nor does what root in the machine can cause: a full disk of the host, on which no handoff can be
+    # published, or a node that cannot be bound.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     kept_since = machine.live.kept_since if machine.live else 0.0
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)

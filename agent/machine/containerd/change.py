@@ -52,12 +52,14 @@ def write_and_read_back(
     before: dict[str, bytes | None],
     digest_inputs: Callable[[], str],
 ) -> tuple[str, str]:
-    """Write the files that differ. Return what is wrong with the result (empty if it is right), and the inputs' digest.
+    """Write the files that differ, and read back the result.
 
-    `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. The digest
-    is taken between writing and reading back, because somebody may change the files at any time. If the result is wrong
-    or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for example because of a
-    full disk or a time limit.
+    Return what is wrong with it (empty if it is right), and a digest of what it depends on, from `digest_inputs`. That
+    is called between writing and reading back, because somebody may change the files at any time.
+
+    `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
+    result is wrong or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for
+    example because of a full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in
     written = {
@@ -78,7 +80,7 @@ def write_and_read_back(
             note_change(notes, written=True)
         inputs = digest_inputs()
         resulting = files.effective_config(context.system, MAIN, planned.version)
-        # The digest omits the list of imports, which containerd 1.7 prints in a random order (a map in Go).
+        # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
         effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
         default = context.handoff.default_runtime
         problems = tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default)

@@ -1,4 +1,4 @@
-"""Makes and removes validation markers: files that show the vendor's components in the cluster what works here."""
+"""Makes and removes validation markers: files that tell the vendor's pods what works in this machine."""
 
 from agent.machine.context import Context
 from agent.machine.devices.former_grants import may_have_content
@@ -24,8 +24,8 @@ def settle_markers(
 ) -> tuple[Condition, ...]:
     """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    If markers are no longer configured, remove the agent's. Return an empty tuple if none are configured, or if the
-    vendor has none.
+    If markers are not configured, remove those that the agent made before. Return an empty tuple then, or if the vendor
+    has no markers.
     """
     configured = context.handoff.validation_markers
     if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:

@@ -94,8 +94,8 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
     `present` has the entries of all link directories by path: the target of each link, and FOREIGN for other files.
     """
     own = {path for path, target in present.items() if _points_into_driver_root(path, target)}
-    # ldconfig adds links to the agent's links, such as from libcuda.so.1 to libcuda.so.550.163.01, and removes links
-    # that dangle. So such links may be replaced here, but need not be removed.
+    # ldconfig adds links to the agent's links, such as from libcuda.so.1 to libcuda.so.550.163.01. They may be replaced
+    # here, but need not be removed, because ldconfig also removes links that dangle.
     replaceable = own | {
         path for path, target in present.items() if target and _resolve(path, target) in own | set(wanted)
     }

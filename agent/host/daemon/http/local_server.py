@@ -17,8 +17,8 @@ class LocalServer(Server):
     def __init__(self, directory: str, name: str, answer: Callable[[str], Page | None] = lambda query: None) -> None:
         """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created.
 
-        `answer` gets a command, the query of a request for COMMAND_PAGE, and returns the answer; None if the command is
-        unknown. It is called in the request's thread.
+        `answer` gets a command, which is the query of a request for COMMAND_PAGE. It returns the answer, or None if the
+        command is unknown. It is called in the request's thread.
         """
         self._make_answer = answer
         try:
