@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run any command but `version`. Each command imports its own modules; the imports above are cheap."""
-    # Loading the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
+    # Loading the modules of all commands, with msgspec, prometheus_client and asyncio, takes thirty times as long as
     # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
     match options.command:
         case "plan":

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
+
+from agent.model.typed_json import Base64
 
 Archive: TypeAlias = Literal["", "program", "programs"]
 
@@ -61,9 +63,8 @@ class HostSettings:
 class FoundFile:
     """A file of the host as it was observed."""
 
-    # Its content need not be text, and records are JSON.
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
-    content: bytes
+    content: Base64
+    """Need not be text, but records are JSON."""
     mode: int
 
 

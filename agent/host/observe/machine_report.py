@@ -1,10 +1,9 @@
 """Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable."""
 
-from collections.abc import Hashable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
@@ -12,10 +11,7 @@ from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Re
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
-
-H = TypeVar("H", bound=Hashable)
-KEYS = 16
-"""Keys that an object inside a report may have: more than any of them has."""
+from agent.model.typed_json import decode, to_builtins
 
 
 class Report(Struct, frozen=True):
@@ -35,60 +31,41 @@ class Report(Struct, frozen=True):
     """The publication of the handoff that the report answers; None if the machine half does not say."""
 
 
-def _printable(text: str) -> str:
-    # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
-    if not text.isprintable():
-        raise ValueError(f"unprintable characters are not allowed: {text[:80]!a}")
-    return printable(text)
+# msgspec searches for a pattern, so each one begins with \A and ends with \Z: `$` would also accept a final newline.
+Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
+Name = Annotated[str, Meta(max_length=255)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-def _distinct(items: list[H]) -> list[H]:
-    if len(set(items)) != len(items):
-        raise ValueError("an item appears twice")
-    return items
-
-
-def _with_few_keys(value: object) -> object:
-    # Before pydantic looks at the keys: it makes errors of a kilobyte for each wrong one, also for the same one again.
-    if isinstance(value, dict) and len(value) > KEYS:
-        raise ValueError(f"more than {KEYS} keys")
-    return value
-
-
-Printable = AfterValidator(_printable)
-FewKeys = BeforeValidator(_with_few_keys)
-Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
-Name = Annotated[str, StringConstraints(max_length=255), Printable]
-PathInMachine = Annotated[str, StringConstraints(pattern=f"^{PATH.pattern}$")]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Unsigned = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-
-
-class _Condition(_Model):
+class _Condition(Struct, frozen=True, forbid_unknown_fields=True):
     type: ConditionType
     status: Status
     reason: Word
-    message: Annotated[str, StringConstraints(max_length=2000), Printable]
+    message: Annotated[str, Meta(max_length=2000)]
 
 
-class _Document(_Model):
-    # Unknown keys, which a newer machine half may write, are ignored. Only the size of the whole report limits them.
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
+    """A struct, because errors do not name the keys of a dict. It has a field for each Repair."""
 
-    version: Annotated[int, Field(strict=True, ge=1, le=1)]
-    generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
-    boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]
-    agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
-    conditions: Annotated[list[Annotated[_Condition, FewKeys]], Field(max_length=len(ConditionType))]
-    cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
-    repairs: Annotated[dict[Repair, Count], FewKeys] = Field(default_factory=dict)
+    links: Count | UnsetType = UNSET
+    spec: Count | UnsetType = UNSET
+    containerd: Count | UnsetType = UNSET
+    runtime: Count | UnsetType = UNSET
+
+
+class _Document(Struct, frozen=True):
+    """Unknown keys, which a newer machine half may write, are ignored. Only the report's size limits them."""
+
+    version: Literal[1]
+    generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
+    boot_id: Annotated[str, Meta(pattern=r"\A[0-9a-f-]{0,36}\Z")]
+    agent_version: Annotated[str, Meta(max_length=64)]
+    conditions: Annotated[tuple[_Condition, ...], Meta(max_length=len(ConditionType))]
+    cdi_devices: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    repairs: _Repairs = _Repairs()
     advertised_gpus: Count | None = None
-    changed_files: Annotated[list[PathInMachine], Field(max_length=CHANGED_FILES_LIMIT), AfterValidator(_distinct)] = []
-    publication: tuple[Unsigned, Unsigned] | None = None
+    changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)] = ()
+    publication: Publication | None = None
 
 
 def parse_report(data: bytes) -> Report:
@@ -96,28 +73,45 @@ def parse_report(data: bytes) -> Report:
     if len(data) > SIZE_LIMIT:
         raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
     try:
-        document = _Document.model_validate_json(data)
-    except ValidationError as error:
-        raise DocumentError(f"{REPORT_NAME}: {_sentence(error)}", "the machine half writes it again") from error
-    conditions = tuple(Condition(each.type, each.status, each.reason, each.message) for each in document.conditions)
-    if len({each.type for each in conditions}) != len(conditions):
-        raise DocumentError(f"{REPORT_NAME}: conditions: a type appears twice", "the machine half writes it again")
+        document = decode(REPORT_NAME, data, _Document)
+        _check(document)
+    except DocumentError as error:
+        raise DocumentError(error.message, "the machine half writes it again") from error
     return Report(
         document.generation,
-        document.agent_version,
-        conditions,
-        document.repairs,
+        printable(document.agent_version),
+        tuple(Condition(each.type, each.status, each.reason, printable(each.message)) for each in document.conditions),
+        {Repair(name): count for name, count in to_builtins(document.repairs).items()},
         document.advertised_gpus,
-        tuple(document.changed_files),
-        Publication(*document.publication) if document.publication else None,
+        document.changed_files,
+        document.publication,
     )
 
 
-def _sentence(error: ValidationError) -> str:
-    """Return the first problem as a sentence.
-
-    The sentence may quote a key or text that the machine controls, so it is short and printable ASCII.
-    """
-    first: Any = error.errors(include_input=False, include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])[:200]
-    return f"{ascii(key)[1:-1] or 'the document'}: {ascii(first['msg'][:200])[1:-1]}"
+def _check(document: _Document) -> None:
+    """Check what the types do not say. Raises DocumentError."""
+    texts = {
+        "agent_version": document.agent_version,
+        **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
+        **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
+    }
+    for key, text in texts.items():
+        # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
+        if not text.isprintable():
+            raise DocumentError(f"{REPORT_NAME}: key {key} has unprintable characters: {text[:80]!a}")
+    for index, path in enumerate(document.changed_files):
+        if not PATH.fullmatch(path):
+            raise DocumentError(
+                f"{REPORT_NAME}: key changed_files[{index}] has a path that may not be listed: {path[:80]!a}"
+            )
+    lists = {
+        "conditions: a type": [each.type for each in document.conditions],
+        "cdi_devices: a name": document.cdi_devices,
+        "changed_files: a path": document.changed_files,
+    }
+    for what, items in lists.items():
+        if len(set(items)) != len(items):
+            raise DocumentError(f"{REPORT_NAME}: key {what} appears twice")
+    # msgspec's limits are numbers of 63 bits.
+    if document.publication and not all(0 <= each < 2**64 for each in document.publication):
+        raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")

@@ -7,10 +7,9 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
-from pydantic import ConfigDict
 
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot, VendorFacts
@@ -27,10 +26,7 @@ _different: set[int] = set()
 comparison while staging the driver keeps failing."""
 
 
-@dataclass(frozen=True)
-class _Times:
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
+class _Times(Struct, frozen=True, forbid_unknown_fields=True):
     of: str
     """The digest of the manifest to which the times belong."""
     mtimes: dict[str, int]

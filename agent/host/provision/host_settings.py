@@ -7,6 +7,7 @@ from functools import partial
 from agent.host.provision.host_goal import host_problems, is_ours, needs_writing, same_value, sysctl_path
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import FoundFile, HostSettings, HostState, Swap
+from agent.model.typed_json import Base64
 from agent.system.errnos import NOT_FOUND
 from agent.system.files import System
 
@@ -158,9 +159,9 @@ def _swap_on(swap: Swap, system: System) -> None:
 
 def _file(path: str, system: System) -> FoundFile | None:
     if system.read_link(path) == NOWHERE:
-        return FoundFile(b"", 0o644)
+        return FoundFile(Base64(), 0o644)
     try:
-        return FoundFile(system.read(path), system.mode(path))
+        return FoundFile(Base64(system.read(path)), system.mode(path))
     except FileNotFoundError:
         return None
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from agent.host.state.record import Record
 from agent.model.conditions import Condition, ConditionType, Status
@@ -13,8 +14,8 @@ History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
 
 
-class _Condition(BaseModel, defer_build=True):
-    """A condition in the file. Unknown keys are ignored: another release may have written them."""
+class _Condition(Struct, frozen=True):
+    """A Condition without `advertised`. Unknown keys are ignored: another release may have written them."""
 
     type: ConditionType
     status: Status
@@ -31,7 +32,7 @@ _RECORD = Record(dict[str, tuple[_Condition, ...]])
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
     content = _RECORD.read(CONDITIONS, system) or {}
-    return {machine: tuple(Condition(**vars(each)) for each in conditions) for machine, conditions in content.items()}
+    return {machine: tuple(Condition(*astuple(each)) for each in conditions) for machine, conditions in content.items()}
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
@@ -49,8 +50,4 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
 
 
 def _content(history: History) -> dict[str, tuple[_Condition, ...]]:
-    keys = _Condition.model_fields
-    return {
-        machine: tuple(_Condition.model_construct(**{key: getattr(each, key) for key in keys}) for each in conditions)
-        for machine, conditions in history.items()
-    }
+    return {machine: tuple(_Condition(*each[:-1]) for each in conditions) for machine, conditions in history.items()}

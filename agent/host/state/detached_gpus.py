@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 
 from msgspec import Struct, field
-from pydantic import BaseModel, ConfigDict
 
 from agent.host.state.record import Record
 from agent.model.errors import ObservationError
@@ -20,9 +19,7 @@ from agent.system.damage import count
 from agent.system.files import System
 
 
-class _Note(BaseModel):
-    model_config = ConfigDict(extra="forbid", defer_build=True)
-
+class _Note(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     device: int
     draining: bool
     granted: bool = False
@@ -79,17 +76,16 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
     return _record(system, address, draining=False, granted=True, evict=evict)
 
 
-def _record(system: System, address: str, **values: bool) -> bool:
+def _record(system: System, address: str, *, draining: bool, granted: bool = False, evict: bool | None = None) -> bool:
     """Record the GPU with these values, if it exists. Return whether it does.
 
-    If it is in the record already, `since` stays, and so does `evict` unless it is among the values: `gpus detach` may
-    first taint a GPU, and detach it later.
+    If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
+    a GPU, and detach it later.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:
-        before = notes.get(address)
-        kept = {"evict": before.evict, "since": before.since} if before else {"since": time.time()}
-        note = _Note.model_validate({"device": device, **kept, **values})
+        before = notes.get(address) or _Note(device, draining, since=time.time())
+        note = _Note(device, draining, granted, before.evict if evict is None else evict, before.since)
         _RECORD.write(DETACHED_GPUS, {**notes, address: note}, system)
     return device is not None
 

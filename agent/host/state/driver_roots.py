@@ -6,15 +6,15 @@ Unknown keys are ignored: another release may have written the file, before an u
 from collections.abc import Iterable
 from typing import Annotated
 
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
-from pydantic import BaseModel, Field
 
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot
 
 
-class _File(BaseModel, defer_build=True):
-    target: Annotated[str, Field(min_length=1)]
+class _File(Struct, frozen=True):
+    target: Annotated[str, Meta(min_length=1)]
     source: str
     link: str
     size: int
@@ -23,16 +23,16 @@ class _File(BaseModel, defer_build=True):
     text: str = ""
 
 
-class _Manifest(BaseModel, defer_build=True):
-    index: Annotated[int, Field(ge=0)]
+class _Manifest(Struct, frozen=True, kw_only=True):
+    index: Annotated[int, Meta(ge=0)]
     vendor: str
     driver_version: str
     place: str = ""
-    files: list[_File]
+    files: tuple[_File, ...]
 
 
-class _Handed(BaseModel, defer_build=True):
-    indices: list[Annotated[int, Field(ge=0)]]
+class _Handed(Struct, frozen=True):
+    indices: list[Annotated[int, Meta(ge=0)]]
 
 
 _MANIFEST = Record(_Manifest, 2, 1, advice="the driver root is ignored, and staged again")
@@ -41,24 +41,22 @@ _HANDED = Record(_Handed, 1, advice="no driver root is removed until the machine
 
 def render_manifest(root: StagedRoot) -> bytes:
     """Return the manifest of a driver root."""
-    files = [_File.model_construct(**asdict(file)) for file in root.files]
+    files = tuple(_File(**asdict(file)) for file in root.files)
     return _MANIFEST.render(
-        _Manifest.model_construct(
-            index=root.index, vendor=root.vendor, driver_version=root.version, place=root.place, files=files
-        )
+        _Manifest(index=root.index, vendor=root.vendor, driver_version=root.version, place=root.place, files=files)
     )
 
 
 def parse_manifest(path: str, data: bytes) -> StagedRoot:
     """Return the driver root in a manifest. Raises DocumentError, which names the key."""
     manifest = _MANIFEST.parse(path, data)
-    files = tuple(Library(**vars(each)) for each in manifest.files)
+    files = tuple(Library(**asdict(each)) for each in manifest.files)
     return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files, manifest.place)
 
 
 def render_handed(indices: Iterable[int]) -> bytes:
     """Return the record of the driver roots that handoffs have named since the machine's start."""
-    return _HANDED.render(_Handed(indices=sorted(set(indices))))
+    return _HANDED.render(_Handed(sorted(set(indices))))
 
 
 def parse_handed(path: str, data: bytes) -> tuple[int, ...]:

@@ -6,8 +6,6 @@ without either, `gpus attach` removes it from the record. A reboot of the host c
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel
-
 from agent.host.state.lost_gpus import binding
 from agent.host.state.record import Record
 from agent.model.gpu_facts import GpuFault
@@ -15,10 +13,7 @@ from agent.model.paths import GPU_FAULTS
 from agent.system.files import System
 
 
-class _Fault(BaseModel, defer_build=True):
-    reason: str
-    meaning: str
-    since: float
+class _Fault(GpuFault, frozen=True):
     binding: int
 
 
@@ -38,7 +33,7 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     bound, recorded = binding(system, address), _recorded(system)
     if bound is None or (address in recorded and recorded[address].reason == fault.reason):
         return False
-    new = _Fault(reason=fault.reason, meaning=fault.meaning, since=fault.since, binding=bound)
+    new = _Fault(fault.reason, fault.meaning, fault.since, bound)
     _RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)
     return True
 

@@ -5,19 +5,19 @@ The log shows only the event, so without the record the service would not know o
 
 from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel
+from msgspec import Struct
 
 from agent.host.state.record import Record
 from agent.model.paths import LOST_GPUS, PCI_DEVICES
 from agent.system.files import System
 
 
-class _Lost(BaseModel, defer_build=True):
+class _Lost(Struct, frozen=True):
     why: str
     binding: int
 
 
-class LogPosition(BaseModel, defer_build=True):
+class LogPosition(Struct, frozen=True):
     """How far the kernel log was read, and to which drivers GPUs were bound at that time."""
 
     sequence: int

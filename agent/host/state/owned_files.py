@@ -2,12 +2,13 @@
 
 import hashlib
 import posixpath
-from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
+from msgspec import Meta, Struct
 
 from agent.host.state.record import Record
+from agent.model.errors import DocumentError
+from agent.model.json_document import NAME_SHOWN
 
 MARK = b"# Written by unbounded-agent"
 """The first bytes of every settings file that the agent writes on the host. Its JSON files do not have them."""
@@ -24,19 +25,22 @@ def is_ours(content: bytes, digest: str) -> bool:
     return no_content or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
 
 
-def _normal(path: str) -> str:
-    # Recorded files may be removed later, so only paths are accepted that cannot lead to a different file.
-    if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
-        raise ValueError("not a normal absolute path")
-    return path
-
-
-@dataclass(frozen=True)
-class Owned:
+class Owned(Struct, frozen=True):
     """The whole record."""
 
-    files: dict[Annotated[str, AfterValidator(_normal)], Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]]
+    files: dict[str, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]
     """SHA-256 digests in hexadecimal, by path."""
 
 
-OWNED_FILES = Record(Owned, 1, advice="discarding it; the agent adopts files with the content that it would write")
+class _OwnedFiles(Record[Owned]):
+    def parse(self, where: str, data: bytes) -> Owned:
+        owned = super().parse(where, data)
+        # Recorded files may be removed later, so only paths are accepted that cannot lead to a different file.
+        for path in owned.files:
+            if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
+                raise DocumentError(f"{where}: key files[{path[:NAME_SHOWN]!a}] must be a normal absolute path", ADVICE)
+        return owned
+
+
+ADVICE = "discarding it; the agent adopts files with the content that it would write"
+OWNED_FILES = _OwnedFiles(Owned, 1, advice=ADVICE)

@@ -1,33 +1,17 @@
 """Reads, validates and writes the JSON files in which the host half keeps its state."""
 
 import json
-from functools import cached_property
-from typing import Generic, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Generic, TypeVar
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.json_document import accept_version, in_json, parse_object
+from agent.model.json_document import accept_version
+from agent.model.typed_json import convert, decode, to_builtins
 from agent.system.damage import discard, write_record
 from agent.system.files import System
 from agent.system.seen import read_seen
 
 T = TypeVar("T")
-PYDANTIC_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "string": "a string",
-    "bool": "a boolean",
-    "list": "a list",
-    "tuple": "a list",
-    "set": "a list",
-    "frozen_set": "a list",
-    "dict": "an object",
-    "model": "an object",
-    "dataclass": "an object",
-}
-"""JSON's words for the types in pydantic's errors."""
 
 
 class Record(Generic[T]):
@@ -36,34 +20,24 @@ class Record(Generic[T]):
     def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
         """Define the format.
 
-        `kind` is T. pydantic models in it set `defer_build`, so that a command builds only those that it uses.
-        `versions` are the versions that can be read; the first of them is written. If there are none, the file has no
-        key `version`. `advice` is added to messages about a damaged file.
+        `kind` is T. `versions` are the versions that can be read; the first of them is written. If there are none, the
+        file has no key `version`. `advice` is added to messages about a damaged file.
         """
         self._kind, self._versions, self._advice = kind, versions, advice
-
-    @cached_property
-    def _adapter(self) -> TypeAdapter[T]:
-        # Made at first use, because making it takes about a millisecond.
-        return TypeAdapter(self._kind)
 
     def render(self, value: T) -> bytes:
         """Return the content of the file for a value."""
         version = {"version": self._versions[0]} if self._versions else {}
-        document = self._adapter.dump_python(value, mode="json", exclude_unset=True)
-        return json.dumps({**version, **document}, indent=1).encode() + b"\n"
+        return json.dumps({**version, **to_builtins(value)}, indent=1).encode() + b"\n"
 
     def parse(self, where: str, data: bytes) -> T:
         """Return the value in the content of a file. Raises DocumentError, which names the key if one is wrong."""
         try:
-            document = parse_object(where, data)
+            document = decode(where, data, dict[str, Any])
             if self._versions:
                 accept_version(where, document, self._versions)
                 del document["version"]
-            # Validated as JSON, because pydantic in strict mode does not accept a Python list for a tuple.
-            return self._adapter.validate_json(json.dumps(document), strict=True)
-        except ValidationError as error:
-            raise DocumentError(f"{where}: {_first_problem(error)}", self._advice) from error
+            return convert(where, document, self._kind)
         except DocumentError as error:
             raise DocumentError(error.message, self._advice or error.hint) from error
 
@@ -85,14 +59,3 @@ class Record(Generic[T]):
     def write(self, path: str, value: T, system: System) -> None:
         """Write a value to a file. Raises OSError."""
         write_record(system, path, self.render(value))
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    # The error has no location if the document contains half of a surrogate pair, which pydantic does not accept.
-    name, *inner = first["loc"] or ("",)
-    key = f"key {name}{''.join(f'[{part!a}]' for part in inner)}" if name else "the document"
-    if first["type"].endswith("_type"):
-        wanted = first["type"].removesuffix("_type")
-        return f"{key} must be {PYDANTIC_TYPES.get(wanted, wanted)}, not {in_json(first['input'])}"
-    return f"{key}: {first['msg']}"

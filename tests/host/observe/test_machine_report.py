@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent.host.observe.machine_report import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, render_report
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair, render_report
 
 LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
 
@@ -59,13 +59,23 @@ def test_the_publication_is_read_back_and_its_numbers_are_bounded() -> None:
     assert parse_report(data).publication == answered
     assert "publication" not in json.loads(render_report("", (LINKED,), (), "", "", None, publication=answered))
     assert parse_report(document()).publication is None
-    for wrong in ([1], [1, 2, 3], [1, 2**64], [-1, 2], [1, "2"], "12"):
+    for wrong in (
+        [1],
+        [1, 2, 3],
+        [1, 2**64],
+        [-1, 2],
+        [1, "2"],
+        [1, True],
+        [1, 2.0],
+        {"inode": 1, "mtime_ns": 2},
+        "12",
+    ):
         with pytest.raises(DocumentError, match="publication"):
             parse_report(document(publication=wrong))
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/x; run `curl evil`", "etc/x", "/etc/\x1b[2J", "/etc/\u00e9", "/" + "x" * 255, "/", 7]
+    "path", ["/etc/x; run `curl evil`", "etc/x", "/etc/\x1b[2J", "/etc/\u00e9", "/etc/x\n", "/" + "x" * 255, "/", 7]
 )
 def test_attack_a_changed_file_cannot_read_like_a_command(path: object) -> None:
     with pytest.raises(DocumentError, match="changed_files"):
@@ -90,33 +100,59 @@ def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> No
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        (b"", "the document"),
-        (b"[]", "the document"),
-        (b"\xff", "the document"),
-        (b"[" * 100_000, "the document"),
-        (document(version=2), "version"),
-        (document(version="1"), "version"),
-        (document(version=True), "version"),
-        (document(generation="../../etc"), "generation"),
-        (document(conditions={}), "conditions"),
-        (document(conditions=condition() * 2), "conditions"),
-        (document(conditions=condition(extra=1)), "conditions.0.extra"),
-        (document(conditions=condition() * 100), "conditions"),
-        (document(conditions=condition(type="Ready\n")), "conditions.0.type"),
-        (document(conditions=condition(status="Maybe")), "conditions.0.status"),
-        (document(conditions=condition(reason="two words")), "conditions.0.reason"),
-        (document(conditions=condition(message="\x1b[2J")), "conditions.0.message"),
-        (document(conditions=condition(message="\u202e")), "conditions.0.message"),
-        (document(conditions=condition(message="x" * 2001)), "conditions.0.message"),
-        (document(cdi_devices=["0\n"]), "cdi_devices.0"),
-        (document(cdi_devices=["0", "0"]), "cdi_devices"),
-        (document(cdi_devices=["0"] * 5000), "cdi_devices"),
-        (document(agent_version=1), "agent_version"),
-        (document(repairs=[]), "repairs"),
-        (document(repairs={"spec": -1}), "repairs.spec"),
-        (document(repairs={"spec": 2**31}), "repairs.spec"),
-        (document(repairs={"spec": True}), "repairs.spec"),
-        (document(repairs={"another": 1}), "repairs.another"),
+        (b"", "not JSON"),
+        (b"[]", "the document must be an object, not a list"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "the document must be an object"),
+        (document(extra="?").replace(b"?", b"\xff"), "not JSON"),
+        (document(extra="\udc80"), "not JSON"),
+        (document(extra=float("nan")), "not JSON"),
+        (document(extra=0).replace(b'"extra": 0', b'"extra": ' + b"[" * 100_000), "not JSON"),
+        (document(version=2), "key version: unknown value 2"),
+        (document(version="1"), "key version must be a whole number, not a string"),
+        (document(version=True), "key version must be a whole number, not a boolean"),
+        (document(version=1.0), "key version must be a whole number, not a number"),
+        (document(generation="../../etc"), "key generation must be a string matching regex"),
+        (document(generation="a\n"), "key generation"),
+        (document(generation="a" * 65), "key generation"),
+        (document(boot_id="0-0\n"), "key boot_id"),
+        (document(boot_id=None), "key boot_id must be a string, not null"),
+        (document(conditions={}), "key conditions must be a list, not an object"),
+        (document(conditions=condition() * 2), "key conditions: a type appears twice"),
+        (document(conditions=condition(extra=1)), "key conditions[0].extra is unknown"),
+        (document(conditions=condition(last_transition=1)), "key conditions[0].last_transition is unknown"),
+        (document(conditions=[{}]), "key conditions[0].type is missing"),
+        (document(conditions=condition() * 100), "key conditions must be a list of length <= 17"),
+        (document(conditions=condition(type="Ready\n")), "key conditions[0].type: unknown value 'Ready\\n'"),
+        (document(conditions=condition(status="Maybe")), "key conditions[0].status: unknown value 'Maybe'"),
+        (document(conditions=condition(status=True)), "key conditions[0].status must be a string, not a boolean"),
+        (document(conditions=condition(reason="two words")), "key conditions[0].reason"),
+        (document(conditions=condition(reason="Linked\n")), "key conditions[0].reason"),
+        (document(conditions=condition(reason="x" * 65)), "key conditions[0].reason"),
+        (document(conditions=condition(reason="")), "key conditions[0].reason"),
+        (document(conditions=condition(message="\x1b[2J")), "key conditions[0].message has unprintable characters"),
+        (document(conditions=condition(message="\u202e")), "key conditions[0].message has unprintable characters"),
+        (document(conditions=condition(message="x" * 2001)), "key conditions[0].message must be a string of length <="),
+        (document(cdi_devices=["0\n"]), "key cdi_devices[0] has unprintable characters"),
+        (document(cdi_devices=["x" * 256]), "key cdi_devices[0] must be a string of length <= 255"),
+        (document(cdi_devices=["0", "0"]), "key cdi_devices: a name appears twice"),
+        (document(cdi_devices=[*map(str, range(4097))]), "key cdi_devices must be a list of length <= 4096"),
+        (document(changed_files=["/a", "/a"]), "key changed_files: a path appears twice"),
+        (document(changed_files=["/a\n"]), "key changed_files[0] has a path that may not be listed: '/a\\n'"),
+        (document(changed_files=[f"/{each}" for each in range(CHANGED_FILES_LIMIT + 1)]), "key changed_files must be"),
+        (document(agent_version=1), "key agent_version must be a string, not a whole number"),
+        (document(agent_version="x" * 65), "key agent_version"),
+        (document(agent_version="\x7f"), "key agent_version has unprintable characters"),
+        (document(advertised_gpus=True), "key advertised_gpus must be a whole number or null, not a boolean"),
+        (document(advertised_gpus=2**31), "key advertised_gpus"),
+        (document(repairs=[]), "key repairs must be an object, not a list"),
+        (document(repairs=None), "key repairs must be an object, not null"),
+        (document(repairs={"spec": -1}), "key repairs.spec must be a whole number >= 0"),
+        (document(repairs={"spec": 2**31}), "key repairs.spec"),
+        (document(repairs={"spec": True}), "key repairs.spec must be a whole number, not a boolean"),
+        (document(repairs={"spec": None}), "key repairs.spec must be a whole number, not null"),
+        (document(repairs={"another": 1}), "key repairs.another is unknown"),
+        (document(repairs={"é` - at `$.x\n": 1}), "key repairs.\\xe9` - at `$.x\\n is unknown"),
         (b" " * (SIZE_LIMIT + 1), "larger than"),
     ],
 )
@@ -125,6 +161,7 @@ def test_anything_else_is_refused_by_name(data: bytes, key: str) -> None:
         parse_report(data)
     assert str(caught.value).startswith(f"report.json: {key}")
     assert str(caught.value).isprintable()
+    assert str(caught.value).isascii()
 
 
 @pytest.mark.parametrize(
@@ -132,20 +169,35 @@ def test_anything_else_is_refused_by_name(data: bytes, key: str) -> None:
     [
         ("repairs", "{" + '"":-1,' * 140_000 + '"spec": 1}'),
         ("repairs", json.dumps({f"{number:x}": "" for number in range(70_000)})),
+        ("repairs", json.dumps({"\x1b" * 170_000: 1})),
         ("conditions", json.dumps([{f"{number:x}": 1 for number in range(90_000)}])),
+        ("conditions", json.dumps(condition(type="x" * 1_000_000))),
+        ("conditions", json.dumps(condition() * 10_000)),
+        ("cdi_devices", "[" + '"😀",' * 140_000 + '""]'),
+        ("changed_files", "[" + '"/a",' * 200_000 + '"/a"]'),
+        ("publication", "[" + "1" * 1_000_000 + ", 1]"),
     ],
-    ids=["one key", "many keys", "a condition"],
+    ids=[
+        *("one key", "many keys", "a long key", "a condition", "a long word", "many conditions"),
+        *("many names", "many paths", "a large number"),
+    ],
 )
 def test_attack_a_report_that_is_all_wrong_costs_little(name: str, wrong: str) -> None:
     """Each wrong key was an error of a kilobyte: at worst 5 s and 450 MB, almost all that the service may have."""
     data = document(**{name: "?"}).replace(b'"?"', wrong.encode())
+    assert len(data) <= SIZE_LIMIT
     tracemalloc.start()
     try:
-        with pytest.raises(DocumentError, match=f"report.json: {name}"):
+        with pytest.raises(DocumentError, match=f"report.json: key {name}") as caught:
             parse_report(data)
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
+        assert len(str(caught.value)) < 1000
     finally:
         tracemalloc.stop()
+
+
+def test_each_repair_is_counted() -> None:
+    assert parse_report(document(repairs=dict.fromkeys(Repair, 1))).repairs == dict.fromkeys(Repair, 1)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each)), st.text())

@@ -4,13 +4,14 @@ import dataclasses
 
 from agent.host.provision.differences import since_found
 from agent.model.node import FoundFile, HostState
+from agent.model.typed_json import Base64
 from tests.host.provision.test_durable import FOUND
 
 CHANGED = HostState(
     sysctls={"kernel.panic": "10", "net.bridge.bridge-nf-call-iptables": "1"},
     modules={"overlay": True, "br_netfilter": True},
     swaps=(),
-    files={"/etc/a": FoundFile(b"ours", 0o644), "/etc/b": None},
+    files={"/etc/a": FoundFile(Base64(b"ours"), 0o644), "/etc/b": None},
 )
 
 

@@ -11,6 +11,7 @@ from agent.model.facts import Absent, Broken, Unseen
 from agent.model.network import Link, Network, Route, Rule
 from agent.model.node import FoundFile, HostState, Swap
 from agent.model.paths import AS_FOUND
+from agent.model.typed_json import Base64
 from tests.fakes.host import Host
 
 NETWORK = Network((Link("lo", ""),), (Route(2, 254, 1, "", "192.0.2.1", "eth0", 16, 100),), (Rule(2, 0, 1, 255),))
@@ -19,7 +20,7 @@ FOUND = AsFound(
         sysctls={"kernel.panic": "0", "net.bridge.bridge-nf-call-iptables": None},
         modules={"overlay": True},
         swaps=(Swap("/dev/sda2", -2),),
-        files={"/etc/a": None, "/etc/b": FoundFile(b"\xff\0not text", 0o600)},
+        files={"/etc/a": None, "/etc/b": FoundFile(Base64(b"\xff\0not text"), 0o600)},
         absent_directories=("/etc/c",),
     ),
     units={"machines.target": False},
@@ -38,6 +39,12 @@ def host(tmp_path: Path) -> Host:
 
 def test_what_is_written_is_read(host: Host) -> None:
     assert RECORD.read(AS_FOUND, host) == FOUND
+
+
+def test_releases_before_and_after_this_one_read_the_same_file(host: Host) -> None:
+    document = json.loads(host.read(AS_FOUND[0]))
+    assert document["digest"] == "be3db51141a016b725f3c90e2cc8500e770b76c7c9c8c934436f61d9fd165e06"
+    assert document["content"]["host"]["files"]["/etc/b"] == {"content": "_wBub3QgdGV4dA==", "mode": 0o600}
 
 
 @pytest.mark.parametrize("copy", AS_FOUND)
@@ -81,7 +88,7 @@ def test_a_second_node_adds_what_it_changes_and_keeps_the_older_values() -> None
         sysctls={"kernel.panic": "10", "vm.swappiness": "60"},
         modules={"overlay": True, "br_netfilter": True},
         swaps=(),
-        files={"/etc/a": FoundFile(b"ours", 0o644), "/etc/d": None},
+        files={"/etc/a": FoundFile(Base64(b"ours"), 0o644), "/etc/d": None},
     )
     both = FOUND.extended(later, {"machines.target": True, "other.target": False})
     assert both.host.sysctls["kernel.panic"] == "0"

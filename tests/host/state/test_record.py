@@ -1,9 +1,7 @@
 """How records are written and read: what counts as damage, and how it is reported."""
 
-from dataclasses import dataclass
-
 import pytest
-from pydantic.errors import PydanticSchemaGenerationError
+from msgspec import Struct
 
 from agent.host.state.record import Record
 from agent.model.errors import DocumentError
@@ -14,25 +12,13 @@ from tests.fakes.host import Host
 PATH = "/run/unbounded-agent/numbers.json"
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(Struct, frozen=True):
     numbers: tuple[int, ...]
     name: str = ""
 
 
 VERSIONED = Record(Numbers, 2, 1, advice="count again")
 PLAIN = Record(dict[str, int])
-
-
-def test_pydantic_sees_a_format_at_its_first_use() -> None:
-    """Every command imports all formats, but needs few of them."""
-
-    class Unknown:
-        pass
-
-    record = Record(Unknown)
-    with pytest.raises(PydanticSchemaGenerationError):
-        record.render(Unknown())
 
 
 def test_a_record_is_read_back() -> None:
@@ -46,12 +32,20 @@ def test_a_record_is_read_back() -> None:
     ("data", "expected"),
     [
         (b"", "where: not JSON"),
-        (b"[]", "where: must be an object"),
+        (b"[]", "where: the document must be an object, not a list"),
         (b'{"numbers": []}', "key version is missing"),
         (b'{"version": 3, "numbers": []}', "version 3 is unknown"),
-        (b'{"version": 2}', "key numbers: Field required"),
+        (b'{"version": 2}', "key numbers is missing"),
         (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be a whole number, not a string"),
-        (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: the document: Invalid JSON"),
+        (b'{"version": 2, "numbers": [true]}', r"key numbers\[0\] must be a whole number, not a boolean"),
+        (b'{"version": 2, "numbers": [1.0]}', r"key numbers\[0\] must be a whole number, not a number"),
+        (b'{"version": 2, "numbers": {}}', "key numbers must be a list, not an object"),
+        (b'{"version": 2, "numbers": [], "name": null}', "key name must be a string, not null"),
+        (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: not JSON"),
+        (b'{"version": 2, "numbers": [], "other": "\\udc80"}', "where: not JSON"),
+        (b'{"version": 2, "numbers": [], "other": "\xff"}', "where: not JSON"),
+        (b'{"version": 2, "numbers": [], "other": NaN}', "where: not JSON"),
+        (b'{"version": 2, "numbers": [], "other": ' + b"[" * 100_000, "where: not JSON"),
     ],
 )
 def test_damage_names_the_key_and_what_follows(data: bytes, expected: str) -> None:

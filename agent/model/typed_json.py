@@ -1,0 +1,131 @@
+"""Reads JSON into values of given types with msgspec, for the host half: machines have no msgspec. Pure.
+
+The input is not trusted. Invalid input raises DocumentError, which names the document and, if one is wrong, the key.
+"""
+
+import re
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import NAME_SHOWN
+
+T = TypeVar("T")
+TYPES = {
+    "object": "an object",
+    "array": "a list",
+    "str": "a string",
+    "bool": "a boolean",
+    "int": "a whole number",
+    "float": "a number",
+}
+"""The words for the types in msgspec's errors, as in agent.model.json_document."""
+# Patterns for msgspec's errors. They are compiled at an error only, not at each start.
+EXPECTED = r"Expected `([^`]+)`(.*?)(?:, got `(\w+)`)?"
+FIELD = r"(?s)Object (?:missing required|contains (unknown)) field `(.*)`"
+STEP = r"\.(\w+)|\[([0-9]{1,9})\]"
+"""A step of a path: the name of a field, or an index."""
+ANY_KEY = "[...]"
+"""msgspec's step to a value of a dict."""
+
+
+class Base64(bytes):
+    """Bytes that are base64url in JSON (RFC 4648, section 5)."""
+
+
+def decode(where: str, data: bytes, kind: type[T]) -> T:
+    """Return the value in a JSON document. Errors do not name the keys of a dict; those of `convert` do."""
+    try:
+        # Decoded here, because msgspec does not look at the encoding of strings that it skips.
+        return msgspec.json.decode(data.decode(), type=kind)
+    except msgspec.ValidationError as error:
+        raise DocumentError(f"{where}: {_sentence(*_split(error))}") from error
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{where}: not JSON: {error}") from error
+
+
+def convert(where: str, document: dict[str, Any], kind: type[T]) -> T:
+    """Return the value in a parsed document. If it is invalid, most of it is removed from `document`."""
+    try:
+        return _convert(document, kind)
+    except msgspec.ValidationError as error:
+        what, path = _split(error)
+        named = _with_names(path, document, partial(_fails, document, kind, str(error)))
+        raise DocumentError(f"{where}: {_sentence(what, named)}") from error
+
+
+def to_builtins(value: object) -> Any:  # noqa: ANN401
+    """Return the value as `json.dumps` accepts it."""
+    return msgspec.to_builtins(value, enc_hook=_to_text)
+
+
+def _convert(document: dict[str, Any], kind: type[T]) -> T:
+    return msgspec.convert(document, kind, dec_hook=_from_text)
+
+
+def _fails(document: dict[str, Any], kind: type[object], text: str) -> bool:
+    try:
+        _convert(document, kind)
+    except msgspec.ValidationError as error:
+        return str(error) == text
+    return False
+
+
+def _from_text(kind: type, value: object) -> object:
+    if kind is not Base64 or not isinstance(value, str):
+        raise ValueError("must be a string in base64url")
+    return Base64(b64decode(value, b"-_", validate=True))
+
+
+def _to_text(value: object) -> str:
+    if not isinstance(value, Base64):
+        raise TypeError(f"no JSON for {type(value).__name__}")
+    return urlsafe_b64encode(value).decode()
+
+
+def _split(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return what is wrong with a value, and the value's path."""
+    what, found, path = str(error).rpartition(" - at `$")
+    return (what, path.removesuffix("`")) if found else (str(error), "")
+
+
+def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noqa: ANN401
+    """Return a path from the value with the names of keys. The first key that fails without the others is the one."""
+    before, found, after = path.partition(ANY_KEY)
+    if not found:
+        return path
+    try:
+        for field, index in re.findall(STEP, before):
+            value = value[int(index)] if index else value[field]
+        items = tuple(value.items())
+    except (LookupError, TypeError, AttributeError):
+        # This is no path, but the end of a key that is not allowed.
+        return path
+    for key, item in items:
+        value.clear()
+        value[key] = item
+        if fails():
+            return f"{before}[{key[:NAME_SHOWN]!a}]{_with_names(after, item, fails)}"
+    return path
+
+
+def _sentence(what: str, path: str) -> str:
+    """Return msgspec's error in the words of agent.model.json_document: short printable ASCII, whatever it quotes."""
+    key = f"key {path.removeprefix('.')}" if path else "the document"
+    if match := re.fullmatch(EXPECTED, what):
+        expected, limit, got = match.groups()
+        wanted = " or ".join(TYPES.get(each, each) for each in expected.split(" | "))
+        return f"{key} must be {wanted}{limit}" + (f", not {TYPES.get(got, got)}" if got else "")
+    if match := re.fullmatch(FIELD, what):
+        unknown, name = match.groups()
+        field = f"{path}.{_visible(name[:NAME_SHOWN])}".removeprefix(".")
+        return f"key {field} is {'unknown' if unknown else 'missing'}"
+    return f"{key}: {_visible(what[: 2 * NAME_SHOWN])}".replace("Invalid enum value", "unknown value")
+
+
+def _visible(text: str) -> str:
+    return "".join(each if " " <= each <= "~" else ascii(each)[1:-1] for each in text)

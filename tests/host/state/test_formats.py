@@ -1,0 +1,165 @@
+"""The files of the host half's state, byte for byte: the releases before and after this one read them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.host.state.detached_gpus import observe_detached, record_detached, record_tainted
+from agent.host.state.driver_roots import parse_handed, parse_manifest, render_handed, render_manifest
+from agent.host.state.gpu_faults import observe_faults, record_fault
+from agent.host.state.granted import GRANTED
+from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
+from agent.host.state.owned_files import OWNED_FILES, Owned
+from agent.model.errors import DocumentError
+from agent.model.facts import Library, StagedRoot
+from agent.model.gpu_facts import GpuFault, Tainted
+from agent.model.granted import Granted
+from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, LOST_GPUS
+from tests.fakes.host import Host
+
+GPU, OTHER = "0000:01:00.0", "0000:02:00.0"
+DIGEST = "0123456789abcdef" * 4
+ROOT = StagedRoot(
+    0,
+    "nvidia",
+    "550.163.01",
+    (
+        Library("usr/lib/libé.so.1", "", link="libé.so"),
+        Library("usr/lib/libé.so", "/real/libé.so", size=4, mtime_ns=7, executable=True),
+    ),
+    "debian",
+)
+MANIFEST = b"""{
+ "version": 2,
+ "index": 0,
+ "vendor": "nvidia",
+ "driver_version": "550.163.01",
+ "place": "debian",
+ "files": [
+  {
+   "target": "usr/lib/lib\\u00e9.so.1",
+   "source": "",
+   "link": "lib\\u00e9.so",
+   "size": 0,
+   "mtime_ns": 0,
+   "executable": false,
+   "text": ""
+  },
+  {
+   "target": "usr/lib/lib\\u00e9.so",
+   "source": "/real/lib\\u00e9.so",
+   "link": "",
+   "size": 4,
+   "mtime_ns": 7,
+   "executable": true,
+   "text": ""
+  }
+ ]
+}
+"""
+HANDED = b'{\n "version": 1,\n "indices": [\n  0,\n  3\n ]\n}\n'
+OWNED = f'{{\n "version": 1,\n "files": {{\n  "/etc/a": "{DIGEST}"\n }}\n}}\n'.encode()
+GRANT = b'{\n "version": 1,\n "generation": "0f",\n "gpus": [\n  "a"\n ],\n "driver_roots": {\n  "nvidia": 3\n }\n}\n'
+POSITION = b'{\n "sequence": 7,\n "bindings": {\n  "a": 1\n }\n}\n'
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path)
+    for address in (GPU, OTHER):
+        host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+        host.symlink(f"/sys/devices/pci0000:00/{address}/driver", "../../../bus/pci/drivers/nvidia")
+    return host
+
+
+def test_the_files_of_driver_roots_grants_and_owned_files() -> None:
+    assert render_manifest(ROOT) == MANIFEST
+    assert parse_manifest("", MANIFEST) == ROOT
+    assert parse_manifest("", MANIFEST).place == "debian"
+    assert (render_handed((3, 0, 3)), parse_handed("", HANDED)) == (HANDED, (0, 3))
+    assert (OWNED_FILES.render(Owned({"/etc/a": DIGEST})), OWNED_FILES.parse("", OWNED).files) == (
+        OWNED,
+        {"/etc/a": DIGEST},
+    )
+    granted = Granted("0f", ("a",), {"nvidia": 3})
+    assert (GRANTED.render(granted), GRANTED.parse("", GRANT)) == (GRANT, granted)
+    position = LogPosition(sequence=7, bindings={"a": 1})
+    assert (LOG_POSITION.render(position), LOG_POSITION.parse("", POSITION)) == (POSITION, position)
+
+
+def test_the_files_of_lost_and_faulty_gpus(host: Host) -> None:
+    fault = GpuFault("Xid79", "it fell off the bus", 1000.0)
+    assert record_fault(host, GPU, fault)
+    assert record_lost(host, GPU, "gone")
+    binding = host.link_inode(f"/sys/bus/pci/devices/{GPU}/driver")
+    written = {"reason": "Xid79", "meaning": "it fell off the bus", "since": 1000.0, "binding": binding}
+    assert host.read(GPU_FAULTS) == json.dumps({GPU: written}, indent=1).encode() + b"\n"
+    assert host.read(LOST_GPUS) == json.dumps({GPU: {"why": "gone", "binding": binding}}, indent=1).encode() + b"\n"
+    host.write(GPU_FAULTS, json.dumps({GPU: {**written, "unheard": 1}}).encode())
+    host.write(LOST_GPUS, json.dumps({GPU: {"why": "gone", "binding": binding, "unheard": 1}}).encode())
+    assert observe_faults(host) == {GPU: fault}
+    assert observe_lost(host) == {GPU: "gone"}
+
+
+def test_the_file_of_detached_gpus_has_only_keys_that_matter(host: Host) -> None:
+    """Releases before `granted` and `evict` refuse these keys, and read the file unless a GPU is only tainted."""
+    assert record_detached(host, GPU, draining=True)
+    assert record_tainted(host, OTHER, evict=True)
+    written = json.loads(host.read(DETACHED_GPUS))
+    since, later = written[GPU].pop("since"), written[OTHER].pop("since")
+    devices = [host.link_inode(f"/sys/bus/pci/devices/{address}") for address in (GPU, OTHER)]
+    assert written == {
+        GPU: {"device": devices[0], "draining": True},
+        OTHER: {"device": devices[1], "draining": False, "granted": True, "evict": True},
+    }
+    found = observe_detached(host)
+    assert found.gpus == found.draining == {GPU}
+    assert found.tainted == {GPU: Tainted(False, since), OTHER: Tainted(True, later)}
+    assert record_detached(host, OTHER, draining=False)
+    assert observe_detached(host).tainted == found.tainted, "it was tainted before, to evict pods"
+
+
+def test_older_files_of_detached_gpus_are_read_and_unknown_keys_are_not_understood(host: Host) -> None:
+    device = host.link_inode(f"/sys/bus/pci/devices/{GPU}")
+    note = {"device": device, "draining": False}
+    host.write(DETACHED_GPUS, json.dumps({GPU: note}).encode())
+    assert observe_detached(host).tainted == {GPU: Tainted(False, 0.0)}
+    host.write(DETACHED_GPUS, json.dumps({GPU: {**note, "granted": False, "evict": False, "since": 5}}).encode())
+    assert observe_detached(host).tainted == {GPU: Tainted(False, 5.0)}
+    host.write(DETACHED_GPUS, json.dumps({GPU: {**note, "unheard": 1}}).encode())
+    assert f"key ['{GPU}'].unheard is unknown" in observe_detached(host).problem
+
+
+@pytest.mark.parametrize(
+    ("parse", "data", "old", "new", "expected"),
+    [
+        (parse_manifest, MANIFEST, b'"size": 0,', b"", r"key files[0].size is missing"),
+        (parse_manifest, MANIFEST, b'"executable": true,', b"", r"key files[1].executable is missing"),
+        (
+            parse_manifest,
+            MANIFEST,
+            b'"executable": true,',
+            b'"executable": 1,',
+            "key files[1].executable must be a boo",
+        ),
+        (parse_manifest, MANIFEST, b'"usr/lib/lib\\u00e9.so"', b'""', "key files[1].target must be a string of length"),
+        (parse_manifest, MANIFEST, b'"size": 4', b'"size": 4.0', "key files[1].size must be a whole number, not a num"),
+        (parse_manifest, MANIFEST, b'"index": 0', b'"index": -1', "key index must be a whole number >= 0"),
+        (parse_handed, HANDED, b"3", b"-3", "key indices[1] must be a whole number >= 0"),
+        (OWNED_FILES.parse, OWNED, b'f"', b'f\\n"', "key files['/etc/a'] must be a string matching regex"),
+        (OWNED_FILES.parse, OWNED, b'f"', b'F"', "key files['/etc/a'] must be a string matching regex"),
+        (OWNED_FILES.parse, OWNED, b"/etc/a", b"/etc/./a", "key files['/etc/./a'] must be a normal absolute path"),
+        (OWNED_FILES.parse, OWNED, b"/etc/a", b"/etc/a\\n", "key files['/etc/a\\n'] must be a normal absolute path"),
+        (LOG_POSITION.parse, POSITION, b'"a": 1', b'"a": true', "key bindings['a'] must be a whole number, not a bool"),
+        (GRANTED.parse, GRANT, b'"nvidia": 3', b'"nvidia": "3"', "key driver_roots['nvidia'] must be a whole number"),
+    ],
+)
+def test_damage_is_refused_by_name(
+    parse: Callable[[str, bytes], object], data: bytes, old: bytes, new: bytes, expected: str
+) -> None:
+    assert data.count(old) == 1
+    with pytest.raises(DocumentError) as caught:
+        parse("file", data.replace(old, new))
+    assert str(caught.value).startswith(f"file: {expected}")
