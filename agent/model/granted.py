@@ -4,11 +4,11 @@ Root in a machine can rewrite its handoff, so the host half never reads a handof
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Struct, frozen=True):
     """The grant in one generation of the handoff."""
 
     generation: str

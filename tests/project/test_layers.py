@@ -84,7 +84,7 @@ anybody; one opens device nodes to test them, in a child that may hang."""
 
 DATA_CLASSES = {
     # Records of what `up` found and made, and what they consist of.
-    *("model/as_found.py", "model/granted.py", "model/network.py", "model/node.py", "host/provision/record.py"),
+    *("model/as_found.py", "model/network.py", "model/node.py", "host/provision/record.py"),
     # Some fields are not compared, not shown or not arguments.
     *("model/facts.py", "system/https.py", "host/daemon/wakeups/poller.py"),
     # agent.dra loads it in the machine, which has no msgspec.
