@@ -1,6 +1,5 @@
 """Performs the steps that `agent.host.plan.diff` returns, in their order."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
@@ -24,6 +23,7 @@ from agent.model.actions import (
     StageDriverRoot,
     WriteFile,
 )
+from agent.model.digest import sha256
 from agent.model.errors import AgentError, ApplyError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.faults import in_words
@@ -157,7 +157,7 @@ def _update_record(actions: Sequence[Action], system: System, *, finished: bool)
         owned = dict(before)
         for action in actions:
             if isinstance(action, WriteFile) and _needs_record(action):
-                owned[action.path] = hashlib.sha256(action.content).hexdigest()
+                owned[action.path] = sha256(action.content)
             elif isinstance(action, RemoveFile) and finished:
                 owned.pop(action.path, None)
         if owned != before:

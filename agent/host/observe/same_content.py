@@ -4,7 +4,6 @@ The agent compares the content once. If the content is the same, the agent recor
 """
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 
@@ -12,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.host.state.record import Record
+from agent.model.digest import sha256
 from agent.model.facts import Library, StagedRoot, VendorFacts
 from agent.model.paths import TREES, times_file
 from agent.system.deadlines import call_device
@@ -61,7 +61,7 @@ def with_times(
 
 def _digest(root: StagedRoot) -> str:
     """Return a digest that identifies the manifest. The index does not: it is used again after the root is removed."""
-    return hashlib.sha256(repr((root.version, root.files)).encode()).hexdigest()
+    return sha256(repr((root.version, root.files)).encode())
 
 
 def _with_recorded_times(root: StagedRoot, system: System) -> StagedRoot:

@@ -1,7 +1,6 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 
 from msgspec import Struct, field
@@ -19,6 +18,7 @@ from agent.host.plan.shares import Shares, in_turn, unknown_grants
 from agent.host.plan.unit_drop_in import device_allow, from_template, render_drop_in
 from agent.host.vendors import host_vendor
 from agent.model.device_allow import DeviceAllow
+from agent.model.digest import sha256
 from agent.model.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot, VendorFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
@@ -247,7 +247,7 @@ def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAl
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
     # The comments in the drop-in count: rewording one would make every running machine need a restart.
     drop_in = render_drop_in(name, settings, from_template(template), whole=False)
-    return hashlib.sha256(nspawn + drop_in).hexdigest()
+    return sha256(nspawn + drop_in)
 
 
 def _only_bindable(grant: Grant) -> Grant:

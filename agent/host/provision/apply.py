@@ -1,7 +1,6 @@
 """Runs the steps of `up` and `reset`. Wherever a step was interrupted, the same command can be run again."""
 
 import dataclasses
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from agent.host.provision.record import NODE_RECORDS, record_paths
 from agent.host.provision.secrets import read_token
 from agent.host.provision.unpacking import unpack
 from agent.host.state.locks import pass_lock
+from agent.model.digest import sha256
 from agent.model.errors import AgentError, ApplyError
 from agent.model.network import Chains
 from agent.model.node import NodeBinary
@@ -188,7 +188,7 @@ def _fill(action: FillRoot, system: System) -> None:
         listed |= _put(binary, writer, system)
     for file in action.files:
         writer.write(file.path, file.content, file.mode)
-    listed |= {each.path: (hashlib.sha256(each.content).hexdigest(), len(each.content)) for each in action.files}
+    listed |= {each.path: (sha256(each.content), len(each.content)) for each in action.files}
     writer.write(NODE_FILES, render_node_files(listed))
 
 

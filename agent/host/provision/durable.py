@@ -4,11 +4,11 @@ The first copy is written first, so it is the newer one after a crash between th
 at the next write. If no copy is intact, the record is Broken, and its owner must not guess what it contained.
 """
 
-import hashlib
 import json
 from typing import Generic, TypeVar
 
 from agent.host.state.record import Record
+from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.json_document import accept_version, get, parse_object
@@ -66,4 +66,4 @@ class Durable(Generic[T]):
 
 
 def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(content, sort_keys=True).encode())

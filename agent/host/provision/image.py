@@ -1,12 +1,12 @@
 """Chooses the image of a node's root file system, and inspects it at its source."""
 
-import hashlib
 import re
 from typing import Any
 
 from agent.config.node import ImageSettings
 from agent.host.provision.image_errors import explained
 from agent.host.provision.secrets import secret_file
+from agent.model.digest import sha256
 from agent.model.errors import CommandError, ConfigError, ObservationError, UnsupportedError
 from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
@@ -124,7 +124,7 @@ def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, di
 
 
 def _digest(raw: bytes) -> str:
-    return f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    return f"sha256:{sha256(raw)}"
 
 
 def _split(name: str) -> tuple[str, str]:

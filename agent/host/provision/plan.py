@@ -1,6 +1,5 @@
 """Compares what is there with what a node needs: returns the steps of `up` and `reset`. Pure."""
 
-import hashlib
 import posixpath
 from collections.abc import Callable, Mapping
 
@@ -31,6 +30,7 @@ from agent.host.provision.leftovers import Leftovers
 from agent.host.provision.observe import NodeFacts
 from agent.host.provision.record import NodeRecord
 from agent.model.as_found import AsFound
+from agent.model.digest import sha256
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.network import Network
 from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
@@ -133,7 +133,7 @@ def _digest(goal: RootGoal) -> str:
     """
     programs = [(each.path, each.sha256) for each in goal.binaries]
     contents = (goal.image.digest, programs, [each.path for each in goal.files])
-    return hashlib.sha256(repr(contents).encode()).hexdigest()
+    return sha256(repr(contents).encode())
 
 
 def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:

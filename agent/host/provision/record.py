@@ -1,6 +1,5 @@
 """The record of a node that `up` made: what its root file system was made from, and with which settings."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from msgspec import to_builtins
 
 from agent.config.node import NodeSettings
 from agent.host.provision.durable import Durable
+from agent.model.digest import sha256
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import node_record
 
@@ -68,7 +68,7 @@ def make_record(
         image=image,
         inode=0,
         binaries={each.path: each.sha256 for each in binaries},
-        files={each.path: hashlib.sha256(each.content).hexdigest() for each in files},
+        files={each.path: sha256(each.content) for each in files},
         settings=settings_of_root(settings),
         made=0.0,
     )

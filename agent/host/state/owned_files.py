@@ -1,12 +1,12 @@
 """Format of the ownership record: the files that the agent wrote, with digests of their content. Pure."""
 
-import hashlib
 import posixpath
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from agent.host.state.record import Record
+from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.model.json_document import NAME_SHOWN
 
@@ -22,7 +22,7 @@ def is_ours(content: bytes, digest: str) -> bool:
     other content means that somebody has replaced the file.
     """
     no_content = not content.strip(b"\0")
-    return no_content or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
+    return no_content or sha256(content) == digest or content.startswith(MARK)
 
 
 class Owned(Struct, frozen=True):

@@ -1,6 +1,5 @@
 """Makes the event sources of a real host. Vendors name what to watch for them."""
 
-import hashlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from agent.config.settings import DriverSettings
 from agent.host.daemon.wakeups.inotify import ANY, FILES, Directories
 from agent.host.daemon.wakeups.poller import Source
 from agent.host.daemon.wakeups.udev import Udev
+from agent.model.digest import sha256
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, RUNTIME, WAKE, report_directory
 from agent.system.files import System
@@ -23,7 +23,7 @@ MANY, PERIOD = 40, 60.0
 """One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass.
 Each of sixteen GPUs that come one after another may cause two."""
 
-NONE = b""
+NONE = ""
 """Stands for the digest of a missing report."""
 
 
@@ -108,7 +108,7 @@ class NewReports:
 
     def __init__(self, system: System, clock: Callable[[], float] = time.monotonic) -> None:
         self._system, self._clock = system, clock
-        self._last: dict[str, tuple[bytes, float]] = {}
+        self._last: dict[str, tuple[str, float]] = {}
         """Digest and time of the last report, by directory."""
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
 
@@ -131,12 +131,12 @@ class NewReports:
         passes.append(now)
         return True
 
-    def _digest(self, directory: str) -> bytes:
+    def _digest(self, directory: str) -> str:
         try:
             content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
         except FileNotFoundError:
             return NONE
         except OSError as error:
             # Use the error instead of the content: a report that becomes unreadable needs a pass, which says why.
-            return str(error.errno).encode()
-        return hashlib.sha256(content).digest()
+            return str(error.errno)
+        return sha256(content)
