@@ -92,12 +92,13 @@ class Watch(Struct, frozen=True):
         outcome = self.reconciler.reconcile()
         failures = outcome.failures
         masked = {each.name for each in outcome.facts.machines if each.masked}
+        ended = {each.name for each in outcome.facts.machines if each.ended}
         for machine in self.machines(outcome):
             if machine.name in masked:
                 failures += (machine.condition(ConditionType.MACHINE_RUNNING).message,)
             elif machine.stopped and machine.startable:
                 failures += self.reconciler.start(machine.name)
-            elif machine.stopped:
+            elif machine.name in ended:
                 failures += (
                     f"{machine.name} was not started, because its settings files are missing or not the agent's, or "
                     "systemd has not read them yet (see `unbounded-agent plan`)",

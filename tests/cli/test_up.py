@@ -208,6 +208,18 @@ def test_a_machine_without_its_settings_is_not_enabled(host: NodeHost, capsys: p
     assert host.exists(wanted(UNITS[0]))
 
 
+def test_a_machine_with_settings_of_others_is_not_waited_for(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agent does not start it, so it never becomes ready."""
+    host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
+    assert run(host) == 1
+    said = capsys.readouterr().err
+    assert "gpu-node was not started, because its settings files are missing or not the agent's" in said
+    assert "was not ready within" not in said
+    assert not host.exists(wanted(UNITS[0]))
+
+
 def test_programs_get_one_object_per_line(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(host, for_programs=True) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
