@@ -20,6 +20,19 @@ from agent.model.paths import LAST_GOOD_CONFIG
 from agent.system.files import System
 
 
+def _installation() -> str:
+    try:
+        # Installing a package replaces the files in this directory.
+        return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
+    except OSError:
+        return ""
+
+
+INSTALLATION = _installation()
+"""Identifies the code that this process runs: another installation may no longer accept the same document. Empty if
+unknown."""
+
+
 def last_good_document(system: System) -> object:
     """Return the document that was valid last, which must be validated; None without one."""
     saved = _saved(system)
@@ -31,18 +44,16 @@ def known_settings(document: dict[str, Any], system: System) -> Config | None:
     """Return the settings in a document if it is the one that was valid last, and None otherwise."""
     saved = _saved(system)
     try:
-        # As texts, because Python's 1, 1.0 and True are equal.
-        same = json.dumps(saved.get("document")) == json.dumps(document)
-        return convert(saved.get("settings"), Config) if same and saved.get("validated_by") == _validator() else None
-    except (TypeError, ValidationError):
-        # TOML has dates and times, which JSON lacks.
+        known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
+        return convert(saved.get("settings"), Config) if known else None
+    except ValidationError:
         return None
 
 
 def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
-    """Save the configuration as the last good one. If that fails, remove the previous one; raise no error."""
+    """Save the configuration as the last good one. If that fails, remove one that differs; raise no error."""
     # A later release validates the document, not the settings, because it may have other defaults.
-    saved = {"validated_by": _validator(), "document": document, "settings": to_builtins(config)}
+    saved = {"validated_by": INSTALLATION, "document": document, "settings": to_builtins(config)}
     content = json.dumps(saved, default=str).encode() + b"\n"
     try:
         # The configuration files may be readable by root only.
@@ -51,7 +62,8 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
         # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
         # removed even from a full disk.
         with contextlib.suppress(OSError):
-            system.remove(LAST_GOOD_CONFIG)
+            if not _same(_saved(system), document):
+                system.remove(LAST_GOOD_CONFIG)
 
 
 def _saved(system: System) -> dict[str, Any]:
@@ -62,7 +74,11 @@ def _saved(system: System) -> dict[str, Any]:
         return {}
 
 
-def _validator() -> str:
-    """Return what identifies this installation of the agent: another one may no longer accept the same document."""
-    # Installing a package replaces the files in this directory.
-    return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
+def _same(saved: dict[str, Any], document: dict[str, Any]) -> bool:
+    """Return whether this document was saved."""
+    try:
+        # As texts, because Python's 1, 1.0 and True are equal.
+        return json.dumps(saved.get("document")) == json.dumps(document)
+    except TypeError:
+        # TOML has dates and times, which JSON lacks.
+        return False

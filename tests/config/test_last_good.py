@@ -100,6 +100,17 @@ def test_an_older_configuration_never_restores_what_a_newer_one_removed(tmp_path
         assert load_or_last_good(system).config == found.config
 
 
+@pytest.mark.parametrize("text", [RIGHT, NODE.encode() + b"[machines.a.node.kubelet]\nconfiguration.x = 2026-01-01\n"])
+def test_a_full_disk_keeps_what_is_still_right(tmp_path: Path, text: bytes) -> None:
+    """After an upgrade, only the settings are saved again. A date cannot be compared, because JSON lacks dates."""
+    system = host(tmp_path, text)
+    load_or_last_good(system)
+    saved = {**json.loads(system.read(LAST_GOOD_CONFIG)), "validated_by": "0.0.1 1"}
+    system.write(LAST_GOOD_CONFIG, json.dumps(saved).encode())
+    load_or_last_good(FullDisk(ScriptedRunner(), str(tmp_path)))
+    assert system.exists(LAST_GOOD_CONFIG) is (text == RIGHT)
+
+
 @pytest.mark.parametrize("left", [None, b'metrics.address = "127.0.0.1:9000"\n', b""])
 def test_a_deleted_configuration_brings_no_machine_back(tmp_path: Path, left: bytes | None) -> None:
     """Machines are removed by deleting the configuration. A mistake in a file is different, even if it hides them."""
