@@ -187,7 +187,7 @@ class Reconciler(Struct):
             gpus = tuple(address for address in outcome.gpus if address not in lost)
             expected = expected_gpus(self.config.machines[machine.name].gpus, (*gpus, *lost))
             outcome = replace(outcome, conditions=conditions, gpus=gpus, lost=lost, expected=expected)
-            machines.append(replace(outcome, pending=pending, fault=faulted))
+            machines.append(replace(outcome, pending=pending, fault=faulted, startable=startable(machine, facts)))
         return tuple(machines)
 
     def _conditions_without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
@@ -208,7 +208,6 @@ class Reconciler(Struct):
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused and (answers.pending(machine, goal, report) or changes_left(goal, difference)),
             stopped=not refused and machine.ended and not machine.masked,
-            startable=not refused and startable(goal, facts),
             has_run=machine.has_run,
             repairs=answered.repairs if answered else {},
             advertised=answered.advertised_gpus if answered else None,

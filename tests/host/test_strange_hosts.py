@@ -111,6 +111,7 @@ def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: H
     seen = agent.reconcile()
     assert isinstance(seen.facts.vendors[0].devices, Unseen)
     assert seen.actions == ()
+    assert seen.machines[0].startable, "with the settings that are on disk"
     gpu_host.failing.clear()
     after = agent.reconcile()
     assert after.actions == ()

@@ -11,10 +11,18 @@ from agent.host.plan.remembered import record_remembered
 from agent.host.state.granted import GRANTED
 from agent.host.state.owned_files import MARK
 from agent.model.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
-from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal, OwnedFile
-from agent.model.paths import STATE, UNIT_SETTINGS, device_allow_drop_in, granted_file, machine_files
+from agent.model.paths import (
+    STATE,
+    UNIT_SETTINGS,
+    device_allow_drop_in,
+    granted_file,
+    machine_files,
+    nspawn_file,
+    unit_drop_in,
+)
 
 
 class Acknowledged(Struct, frozen=True):
@@ -134,17 +142,21 @@ def changes_left(goal: MachineGoal, difference: Difference) -> bool:
     )
 
 
-def startable(goal: MachineGoal, facts: Facts) -> bool:
+def startable(machine: MachineFacts, facts: Facts) -> bool:
     """Return whether the agent wrote both of the machine's settings files, and systemd has read the drop-in.
 
     Without the .nspawn file, the template's -U would change the owners of all files in the machine. Without the
     drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node with outdated settings
     is better than none.
     """
-    contents = [facts.files[file.path].content for file in (goal.nspawn, goal.drop_in)]
-    machine = next(each for each in facts.machines if each.name == goal.name)
+    files = [facts.files.get(path) for path in (nspawn_file(machine.name), unit_drop_in(machine.name))]
+    contents = [file.content for file in files if file]
     unread = facts.reload_pending or machine.unit_needs_reload
-    return not unread and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
+    return (
+        not unread
+        and len(contents) == len(files)
+        and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
+    )
 
 
 def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
