@@ -97,6 +97,8 @@ def comes_and_goes(bed: Bed, measured: Callable[[str, object], None]) -> None:
     assert GPUS[PORT] in new
     assert len(new) == 2, "the GPU's own node and its render node"
     assert all(opens(bed, path) for path in new)
+    # Bound while the machine runs, and read-only like those of its start: no pod can change the mode of the host's.
+    assert all("Read-only" in bed.node.run("chmod", "600", path, check=False).stderr for path in new)
     # By its UUID, because an index does not identify a GPU.
     found = json.loads(bed.node.pod(Pod(("gpu-probe", *GPUS), cdi=(uuid_of(bed, PORT),))).stdout)["open"]
     assert [path for path, result in found.items() if result == "OK"] == [GPUS[PORT]]
