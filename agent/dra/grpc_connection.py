@@ -50,7 +50,7 @@ class ConnectionLostError(Exception):
 
 
 class _Http2(H2Connection):
-    """h2's connection with lower limits, because a connection serves one kubelet for as long as that runs."""
+    """h2's connection with lower limits, because each connection serves one kubelet, until the kubelet stops."""
 
     DEFAULT_MAX_HEADER_LIST_SIZE = 1 << 14
     MAX_CLOSED_STREAMS = 1 << 10

@@ -121,10 +121,10 @@ def _advertised(
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        # Imported here: few machines need it. Links into a driver root are another vendor's, so they stay.
-        from agent.machine.devices.dri_links import link_dri_nodes
+        from agent.machine.devices.dri_links import link_dri_nodes  # Here, because few machines need it.
 
         link_dri_nodes(context, request)
+        # Not `link_libraries`: without a driver root, it would remove the links to another vendor's libraries.
         return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
     return link_libraries(context, request, vendor.data_directories)
 

@@ -45,7 +45,7 @@ class DeviceNode(Struct, frozen=True, order=True):
     kind: DeviceKind
     number: DeviceNumber
     pci_address: str = ""
-    """The PCI address of the node's GPU, also if the node is a partition's; empty for nodes that all GPUs share."""
+    """The PCI address of the GPU that the node, or its partition, belongs to; empty for nodes that all GPUs share."""
     capability: str = ""
     """For DeviceKind.CAPABILITY: the path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
 

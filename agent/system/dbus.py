@@ -83,7 +83,7 @@ class _UnreadableError(Exception):
 
 
 class _Connection:
-    """One connection, which has sent Hello. Raises OSError, also if the data received is not D-Bus."""
+    """One connection, which has sent Hello. Raises OSError, including when the data received is not D-Bus."""
 
     def __init__(self, path: str, deadline: float) -> None:
         try:

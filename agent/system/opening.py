@@ -1,5 +1,6 @@
-"""Opens files without blocking, and devices only by `stream`. Few other modules open files (DOORS in
-tests/project/test_layers.py).
+"""Opens files without blocking. Only `stream` may open a device.
+
+DOORS in tests/project/test_layers.py lists the few other modules that may open files.
 
 Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a watchdog
 starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
@@ -31,7 +32,7 @@ def sync_directory(place: str) -> None:
 
 
 def regular(probe: int, path: str) -> io.BufferedReader:
-    """Open, for reading, the file behind a descriptor of `open_probe`. Raises OSError unless the file is regular."""
+    """Open, for reading, the file behind a descriptor from `open_probe`. Raises OSError unless the file is regular."""
     mode = os.fstat(probe).st_mode
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "a symbolic link", path)

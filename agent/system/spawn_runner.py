@@ -57,8 +57,8 @@ class MachineRunner:
             process.close()
 
     def _close_outdated(self) -> None:
-        # Also if the new call has other arguments: both programs may write to the same file. One that SIGKILL does not
-        # end at once hangs in a system call, and does nothing after it.
+        # Even if the new call has other arguments, because both programs may write to the same file. A program that
+        # SIGKILL does not end at once hangs in a system call, and does nothing after it.
         for argv in [argv for argv, (_, is_current) in self._early.items() if not is_current()]:
             process, _ = self._early.pop(argv)
             process.close()

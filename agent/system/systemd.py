@@ -1,8 +1,8 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-A `path` is that of a unit's object on the bus (ListedUnit.path). Each function raises BusError, also if a value does
-not have the documented type: systemd promises that these types do not change. Only `list_units` returns Unseen for an
-entry of an unexpected type, so that the other units are known.
+A `path` is that of a unit's object on the bus (ListedUnit.path). Any function may raise BusError, including when a
+value does not have the documented type: systemd promises that these types do not change. Only `list_units` returns
+Unseen for an entry of an unexpected type, so that the other units remain known.
 """
 
 from collections.abc import Iterable, Sequence

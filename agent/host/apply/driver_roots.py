@@ -164,9 +164,9 @@ def _move(path: str, to: str, system: System) -> None:
 def make_way(path: str, system: System) -> None:
     """Move away a directory that occupies the path of one of the agent's files, or of its temporary file.
 
-    Root in a machine can put such a directory into the handoff directory, and fill it so that its removal takes long.
-    So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other directory
-    can be moved away from the same path; only that machine suffers. Raises OSError.
+    Root in a machine can put such a directory into the handoff directory, and fill it so that removing it takes a
+    long time. So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other
+    directory can be moved away from the same path; only that machine suffers. Raises OSError.
     """
     for each in (path, temporary_path(path)):
         # A link may stay: the write replaces the link itself. It may lead to a file system that no longer answers.

@@ -145,8 +145,8 @@ class GpuErrors:
     def _is_present(self, address: str) -> bool:
         """Return whether the GPU is on the PCI bus, or was there when it had an earlier error.
 
-        Errors at any other address are ignored. This limits the number of series of the metric, because a host has few
-        slots.
+        Errors at any other address are ignored. This limits the number of series of
+        unbounded_agent_gpu_xid_errors_total, because a host has few slots.
         """
         return address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True
 

@@ -1,4 +1,4 @@
-"""The service: makes passes at its start, after events, on SIGHUP and by a slow timer, in one thread."""
+"""The service: makes passes at its start, after events, on SIGHUP and on a slow timer, in one thread."""
 
 import faulthandler
 import logging

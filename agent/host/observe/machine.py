@@ -98,7 +98,7 @@ def _root(name: str, system: System) -> Seen[str]:
 
 
 def ignored_settings(name: str, system: System) -> tuple[str, ...]:
-    """Return a problem for each settings file of the machine that systemd-nspawn ignores.
+    """Return a problem for each settings file that systemd-nspawn ignores because the machine's file in /etc exists.
 
     systemd-nspawn reads only the first of the files in /etc, in /run and next to the root (systemd.nspawn(5)).
     """

@@ -36,8 +36,8 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Machines whose settings name GPUs are included: they may name a GPU by its UUID, which is unknown until the
-        # driver has initialised the GPU.
+        # Machines whose settings name GPUs are included: until the driver has initialised a GPU, its UUID is unknown,
+        # so `_assigned` lacks the address of a GPU that they name by its UUID.
         self._not_yet_replaced = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }

@@ -1,7 +1,7 @@
 """Checks, before anything is changed, what would keep a node from being made. Writes nothing.
 
 Each check returns a sentence if all is well, and otherwise a Problem. A check that finds a problem prevents only those
-that need what it checked: without a token, for example, the API server is not asked.
+that need what it checked: if the bootstrap token cannot be read, for example, the API server is not asked.
 """
 
 import ssl

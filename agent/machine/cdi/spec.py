@@ -185,7 +185,7 @@ def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
 def _may_replace(new: Verdict, current: Verdict) -> bool:
     """Return whether the new specification has every granted GPU and partition that the current one has.
 
-    Return True also if the current one has problems.
+    If the current one has problems, any new one may replace it.
     """
     return bool(current.problems) or new.missing <= current.missing
 

@@ -168,7 +168,8 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
                     break
                 system.run("umount", "--lazy", path)
         except (AgentError, OSError) as error:
-            # Once DevicesAllowed reports WrongNode, a newer systemd on the host can still bind the node again.
+            # Only a warning: DevicesAllowed will report WrongNode, and a host with systemd 255 or later can then bind
+            # the node despite the old mount.
             say(WARNING, f"cannot unmount {path}, which was removed on the host: {error}")
 
 

@@ -81,14 +81,16 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
     """Return whether `kept` stays in use although `new`, the host's files of the same version, differs from it.
 
-    `kept` stays if the agent now finds the version only in a different place: for example, while packages are being
-    upgraded, in a runfile's directories. `kept` does not stay if the configuration or the host's loader cache names the
-    files of `new`, if both roots were copied from the same place, or if the place of `kept` is no longer trusted.
+    `kept` stays if the search now chooses the same version in another place. For example, while an upgrade has removed
+    the packages' files, the search falls back to those of an old runfile installation. `kept` does not stay if the
+    configuration or the host's loader cache names the files of `new`, if both roots were copied from the same place, or
+    if the place of `kept` is no longer trusted.
     """
     if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
-        # `kept` was staged by an older release, which did not record the place.
+        # `kept` was staged by an older release, which did not record the place: the directories show whether it is
+        # another one. Whether it is still trusted is unknown.
         return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name
