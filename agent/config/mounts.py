@@ -66,7 +66,7 @@ def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = C
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
     if is_below(value, control_paths) or _is_above(value, control_paths):
         raise ValueError(
-            f"{value} contains files that control the host or other machines: choose a directory without such files"
+            f"{value} is, contains or lies below a path that controls the host or other machines: choose another source"
         )
     if not read_only and is_below(value, TRUSTED):
         raise ValueError(f"{value} is where the host keeps its own programs and settings: set read_only = true")

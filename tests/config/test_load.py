@@ -56,7 +56,7 @@ def test_defaults(tmp_path: Path) -> None:
         ('[[machines.a.extra_devices]]\npath = "/dev/x"\nmoed = "r"', "machines.a.extra_devices.0.moed: unknown key"),
         (
             '[[machines.a.extra_mounts]]\nsource = "/"\ntarget = "/mnt"',
-            "machines.a.extra_mounts: / contains files that control",
+            "machines.a.extra_mounts: / is, contains or lies below a path",
         ),
         ("[machines.a]\ngpus = []", "machines.a.gpus: the list names no GPU"),
         ("[machines.a.nspawn]\nprivate_users = true", "machines.a.nspawn: a machine cannot have"),
