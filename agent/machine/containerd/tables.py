@@ -251,15 +251,15 @@ def _add_settings(
 def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
     """Return the runtime whose settings the handler starts from: that of the same name, else the default, else runc.
 
-    A default runtime with another shim, such as Kata's, is not used: it has options that SHIM does not know.
+    A default runtime with another shim, such as Kata's, is not used: it may lack runc's options, such as SystemdCgroup.
+    One of the same name is used whatever its shim: none of its settings may be lost (`problems`), containerd 2 merges
+    them with the drop-in's anyway, and containerd ignores options that SHIM does not have.
     """
     containerd = _at(effective, "containerd")
-    runtimes, default = _at(containerd, "runtimes"), containerd.get("default_runtime_name")
-    named = _at(runtimes, handler.name)
-    default_runtime = _at(runtimes, str(default))
-    return (
-        named or (default_runtime if default_runtime.get("runtime_type", SHIM) == SHIM else {}) or _at(runtimes, "runc")
-    )
+    runtimes = _at(containerd, "runtimes")
+    default = _at(runtimes, str(containerd.get("default_runtime_name")))
+    usable = default if default.get("runtime_type", SHIM) == SHIM else {}
+    return _at(runtimes, handler.name) or usable or _at(runtimes, "runc")
 
 
 def cri_of(dump: Table) -> Table:
