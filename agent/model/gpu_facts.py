@@ -13,7 +13,11 @@ class GpuFault(Struct, frozen=True):
     meaning: str
     """What happened, what it means, and what to do."""
     since: float
-    """Seconds since the epoch."""
+    """When the service read the error, in seconds since the epoch. The error is older if the service was down.
+
+    The record's own time is not used: the kernel log's clock drifts, and stops during suspend. This is also `timeAdded`
+    of the GPU's taint: if it lay before the taint, pods with `tolerationSeconds` would be evicted too early.
+    """
 
 
 class Placement(Struct, frozen=True):

@@ -45,7 +45,7 @@ class GpuErrors:
         self.error = ""
         """Why the log cannot be read; empty if it can."""
         self.last: dict[str, str] = {}
-        """The last error of each GPU, with its time, by PCI address."""
+        """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
         self._last_saved = LOG_POSITION.read(KERNEL_LOG_READ, system)
@@ -124,7 +124,7 @@ class GpuErrors:
         driver again since, so the error is recorded only if the binding is still the one that was saved.
         """
         self.counted(error.pci_address, error.number, count)
-        self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
+        self.last[error.pci_address] = f"{error.meaning} (read at {rfc3339(time.time())})"
         level = logging.INFO if error.from_application else logging.WARNING
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address

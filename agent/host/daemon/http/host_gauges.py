@@ -41,7 +41,8 @@ def _gpu_families(outcome: Outcome) -> Iterator[Metric]:
         info.add_metric(labels, 1)
     failed = gauge(
         "gpu_fatal_error_timestamp_seconds",
-        "When the kernel log had an error after which pods cannot rely on the GPU. Shown until the GPU has recovered.",
+        "When the agent read an error in the kernel log after which pods cannot rely on the GPU. Shown until the GPU "
+        "has recovered.",
         *("gpu", "error"),
     )
     for address, fault in outcome.facts.gpus.faults.items():
