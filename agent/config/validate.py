@@ -50,7 +50,6 @@ def _what_is_wrong(error: ErrorDetails) -> str:
 MESSAGES = {
     "extra_forbidden": "unknown key",
     "missing": "is missing",
-    "model_type": "must be a table",
     "dict_type": "must be a table",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
