@@ -13,6 +13,7 @@ from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Status
 from agent.model.paths import token_file
+from agent.model.reasons import Reason
 from agent.system.https import ask
 
 JOIN_LIMIT = 300.0
@@ -92,13 +93,19 @@ class Watch(Struct, frozen=True):
         outcome = self.reconciler.reconcile()
         failures = outcome.failures
         masked = {each.name for each in outcome.facts.machines if each.masked}
+        # The agent neither changes nor starts a machine whose settings files are another program's.
         ended = {each.name for each in outcome.facts.machines if each.ended}
+        foreign = {
+            each.name
+            for each in self.machines(outcome)
+            if each.name in ended and each.condition(ConditionType.DEVICES_ALLOWED).reason == Reason.FOREIGN_FILE
+        }
         for machine in self.machines(outcome):
             if machine.name in masked:
                 failures += (machine.condition(ConditionType.MACHINE_RUNNING).message,)
             elif machine.stopped and machine.startable:
                 failures += self.reconciler.start(machine.name)
-            elif machine.name in ended:
+            elif machine.stopped or machine.name in foreign:
                 failures += (
                     f"{machine.name} was not started, because its settings files are missing or not the agent's, or "
                     "systemd has not read them yet (see `unbounded-agent plan`)",
