@@ -73,8 +73,9 @@ class Watch(Struct, frozen=True):
     def waiting(self, outcome: Outcome) -> dict[str, str]:
         """Return why machines are not finished yet, by name; empty if all are."""
         reasons = {}
+        ended = {each.name for each in outcome.facts.machines if each.ended}
         for machine in self.machines(outcome):
-            if machine.pending or machine.stopped:
+            if machine.pending or machine.name in ended:
                 reasons[machine.name] = machine.ready.message
             elif not self._joined(machine.name):
                 reasons[machine.name] = NOT_JOINED
@@ -91,45 +92,56 @@ class Watch(Struct, frozen=True):
         Any failure ends the wait.
         """
         outcome = self.reconciler.reconcile()
-        failures = outcome.failures
-        masked = {each.name for each in outcome.facts.machines if each.masked}
-        # The agent neither changes nor starts a machine whose settings files are another program's.
-        ended = {each.name for each in outcome.facts.machines if each.ended}
-        foreign = {
-            each.name
-            for each in self.machines(outcome)
-            if each.name in ended and each.condition(ConditionType.DEVICES_ALLOWED).reason == Reason.FOREIGN_FILE
-        }
+        started: set[str] = set()
+        failures = outcome.failures + self._start_stopped(outcome, started) + self._never_started(outcome, started)
+        return (outcome, failures) if failures else self._wait(started)
+
+    def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
+        """Start stopped machines that have their settings, each once, and add them to `started`. Return failures."""
+        failures: tuple[str, ...] = ()
         for machine in self.machines(outcome):
-            if machine.name in masked:
-                failures += (machine.condition(ConditionType.MACHINE_RUNNING).message,)
-            elif machine.stopped and machine.startable:
+            if machine.stopped and machine.startable and machine.name not in started:
+                started.add(machine.name)
                 failures += self.reconciler.start(machine.name)
-            elif machine.stopped or machine.name in foreign:
+        return failures
+
+    def _never_started(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
+        """Return why machines do not run, and will not without the user."""
+        failures: tuple[str, ...] = ()
+        facts = {each.name: each for each in outcome.facts.machines}
+        for machine in self.machines(outcome):
+            seen, running = facts[machine.name], machine.condition(ConditionType.MACHINE_RUNNING)
+            allowed = machine.condition(ConditionType.DEVICES_ALLOWED)
+            # The agent neither changes nor starts a machine whose settings files are another program's.
+            foreign = seen.ended and allowed.reason == Reason.FOREIGN_FILE
+            if seen.masked or running.reason == Reason.NO_SUCH_MACHINE:
+                failures += (running.message,)
+            elif foreign or (machine.stopped and machine.name not in started):
                 failures += (
                     f"{machine.name} was not started, because its settings files are missing or not the agent's, or "
                     "systemd has not read them yet (see `unbounded-agent plan`)",
                 )
-        return (outcome, failures) if failures else self._wait()
+        return failures
 
-    def _wait(self) -> tuple[Outcome, tuple[str, ...]]:
+    def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
-        started = limit_since = time.monotonic()
+        began = limit_since = time.monotonic()
         last_sentence, servers = "", _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
+            failures = outcome.failures + self._start_stopped(outcome, started)
             waiting = self.waiting(outcome)
-            if outcome.failures or not waiting:
-                return outcome, outcome.failures
+            if failures or not waiting:
+                return outcome, failures
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
-            if silent and now - started <= SERVER_LIMIT:
+            if silent and now - began <= SERVER_LIMIT:
                 # While an API server does not answer, no kubelet can join through it: start counting when it answers.
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(
-                    _timed_out(name, why, problems.get(name), now - started) for name, why in waiting.items()
+                    _timed_out(name, why, problems.get(name), now - began) for name, why in waiting.items()
                 )
             sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
             if sentence != last_sentence:

@@ -1,5 +1,6 @@
 """`start`, `stop` and `restart`: pods are moved away first where a kubeconfig allows it, and may return."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from agent.cli.lifecycle import restart, start, stop
 from agent.cli.up import up
 from agent.host.reconcile import Reconciler
 from agent.model.errors import CommandError, ConfigError
-from agent.model.paths import cordoned_file
+from agent.model.paths import cordoned_file, machine_root
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
@@ -17,7 +18,7 @@ KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
 QUERY = (*KUBECTL, "get", "node", NODE, "--output", "jsonpath={.spec.unschedulable}")
 CORDON, UNCORDON = (*KUBECTL, "cordon", NODE), (*KUBECTL, "uncordon", NODE)
 DRAIN = (*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
-STOP = ("systemctl", "stop", UNITS[0])
+STOP, START = ("systemctl", "stop", UNITS[0]), ("systemctl", "start", "--no-block", UNITS[0])
 
 
 @pytest.fixture
@@ -86,6 +87,37 @@ def test_the_start_of_a_masked_machine_says_what_to_do(
     host.bus.unit(UNITS[0], "inactive", "masked")
     assert start(MACHINE, agent, "") == 1
     assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
+
+
+def test_a_machine_starts_once_its_gpus_can_be_observed(
+    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would start it: a user stopped it."""
+    stop(MACHINE, agent, "", drain=False)
+    path = "/proc/driver/nvidia/gpus"
+    host.failing[path] = PermissionError(13, "Permission denied", path)
+    starts: list[int] = []
+
+    def sleep(_: float) -> None:
+        starts.append(host.runner.calls.count(START))
+        assert len(starts) < 5, "the machine was never ready"
+        host.failing.pop(path, None)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert start(MACHINE, agent, "") == 0
+    assert (starts[0], host.runner.calls.count(START)) == (0, 1)
+
+
+def test_a_machine_that_does_not_exist_is_not_waited_for(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(MACHINE, agent, "", drain=False)
+    host.remove_tree(machine_root(MACHINE))
+    assert start(MACHINE, agent, "") == 1
+    said = capsys.readouterr().err
+    assert "was not ready within" not in said
+    assert machine_root(MACHINE) in said
+    assert START not in host.runner.calls
 
 
 def test_an_unknown_machine(agent: Reconciler) -> None:
