@@ -132,6 +132,15 @@ def test_fresh_without_a_suite_prints_its_usage(arguments: tuple[str, ...]) -> N
     assert "  integration/fresh SUITE [COMMAND" in finished.stderr
 
 
+@pytest.mark.parametrize("command", ["demo", "test"])
+def test_help_sets_up_nothing(command: str, tmp_path: Path) -> None:
+    finished = run(f"integration/{command}", "--help", XDG_CACHE_HOME=str(tmp_path))
+    assert finished.returncode == 0
+    assert "as root" in finished.stdout.splitlines()[0]
+    assert "set -euo pipefail" not in finished.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_cluster_command_explains_itself_before_anything_is_set_up(tmp_path: Path) -> None:
     finished = run("integration/cluster", "--help", XDG_CACHE_HOME=str(tmp_path))
     assert finished.returncode == 0
