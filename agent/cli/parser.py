@@ -31,6 +31,10 @@ JSON = "print JSON (docs/json.md)"
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Shows an optional value as `--wait[=SECONDS]`: in `--wait MACHINE`, argparse takes the machine for the value."""
 
+    def __init__(self, prog: str) -> None:
+        # Without a width, argparse asks for the terminal's, for each argument that is added, and loads shutil for it.
+        super().__init__(prog, width=WIDTH)
+
     def format_help(self) -> str:
         return re.sub(r"(--[a-z-]+) \[([A-Z]+)\]", r"\1[=\2]", super().format_help())
 
@@ -46,7 +50,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
             "Makes this host's GPUs usable inside systemd-nspawn machines that run Kubernetes nodes.", WIDTH
         ),
         epilog=_epilog(["unbounded-agent plan"], {0: "done, or nothing to do", 1: "failed", 130: "interrupted"}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
     parser.add_argument(
@@ -172,7 +176,8 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
 def _add(
     parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Command], *, required: bool = True
 ) -> dict[str, argparse.ArgumentParser]:
-    group = parser.add_subparsers(dest=key, required=required, metavar="COMMAND", title="commands")
+    # Without `prog`, argparse formats the usage.
+    group = parser.add_subparsers(prog=parser.prog, dest=key, required=required, metavar="COMMAND", title="commands")
     added = {}
     for name, command in commands.items():
         # argparse lists only the commands that have `help`.

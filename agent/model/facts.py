@@ -1,6 +1,5 @@
 """What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias, TypeVar
 
@@ -184,18 +183,30 @@ UNSTAGED = -1
 """Index of a driver root that is not on disk yet."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class StagedRoot:
-    """One driver root. In facts, it is complete and on disk."""
+class StagedRoot(Struct, frozen=True, eq=False):
+    """One driver root. In facts, it is complete and on disk. Neither its place nor `hidden` makes roots differ."""
 
     index: int
     vendor: str
     version: str
     files: tuple[Library, ...]
-    place: str = dataclasses.field(default="", compare=False)
+    place: str = ""
     """Name of the place on the host from which the files were copied; empty if that was not recorded."""
-    hidden: bool = dataclasses.field(default=False, compare=False)
+    hidden: bool = False
     """The root is not mounted, so machines do not see it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StagedRoot) and self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    def __lt__(self, other: "StagedRoot") -> bool:
+        return self._compared < other._compared
+
+    @property
+    def _compared(self) -> tuple[int, str, str, tuple[Library, ...]]:
+        return self.index, self.vendor, self.version, self.files
 
 
 class FileState(Struct, frozen=True):

@@ -3,7 +3,6 @@
 The host is the one of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
 """
 
-import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -375,9 +374,7 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
     goal = plan(CONFIG, found).goal
     assert goal.waiting_roots == ()
     new = StagedRoot(1, "nvidia", VERSION, files)
-    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (dataclasses.replace(new, index=1),), (
-        "it is spoiled"
-    )
+    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (replace(new, index=1),), "it is spoiled"
     assert goal.driver_roots in ((kept,), (new,))
     return goal.driver_roots
 
@@ -424,7 +421,7 @@ def test_new_files_in_the_same_place_are_used_unless_untrusted(
 
 def test_on_a_host_that_booted_without_the_module_the_newest_is_used() -> None:
     assert plan(CONFIG, seen(OLD, NEW, module=Absent("not loaded"))).goal.driver_roots == (NEW,)
-    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (dataclasses.replace(NEW, index=0),)
+    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (replace(NEW, index=0),)
 
 
 @pytest.mark.parametrize("module", [VERSION, NEWER])

@@ -1,10 +1,10 @@
 """Observes which driver roots are complete, and which of them machines see. The files in them are never read."""
 
 import contextlib
-import dataclasses
 import stat
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.host.state.driver_roots import parse_manifest
 from agent.model.errors import DocumentError
@@ -66,7 +66,7 @@ def observe_staged(system: System) -> Staged:
                 raise DocumentError(f"{path}: index {root.index} does not match the file's name", STAGED_AGAIN)
             if index not in trees | plain:
                 raise DocumentError(f"{path}: the files of driver root {index} are missing", STAGED_AGAIN)
-            roots.append(dataclasses.replace(root, hidden=index in trees and driver_root(index) not in mounts))
+            roots.append(replace(root, hidden=index in trees and driver_root(index) not in mounts))
         except DocumentError as error:
             problems.append(str(error))
         except OSError as error:

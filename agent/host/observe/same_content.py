@@ -3,7 +3,6 @@
 The agent compares the content once. If the content is the same, the agent records the new times.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 
@@ -52,7 +51,7 @@ def with_times(
             continue
         for root in sorted(candidates, reverse=True):
             if _same_content(current[root], files, system):
-                current[root] = dataclasses.replace(root, files=files)
+                current[root] = replace(root, files=files)
                 mtimes = {file.target: file.mtime_ns for file in files if not file.link}
                 records[times_file(root.index)] = _TIMES.render(_Times(_digest(root), mtimes))
                 break
@@ -68,7 +67,7 @@ def _with_recorded_times(root: StagedRoot, system: System) -> StagedRoot:
     """Return the root with its recorded times. An unusable record is ignored: it costs only one more comparison."""
     times = _TIMES.read_seen(times_file(root.index), system)
     if isinstance(times, _Times) and times.of == _digest(root):
-        return dataclasses.replace(root, files=_with_mtimes(root.files, times.mtimes))
+        return replace(root, files=_with_mtimes(root.files, times.mtimes))
     return root
 
 

@@ -1,6 +1,5 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from msgspec import Struct, field
@@ -126,8 +125,8 @@ class _Roots:
             return None
         if root.index == UNSTAGED:
             assigned = [*self.wanted, *self.waiting]
-            same = [each for each in assigned if dataclasses.replace(each, index=UNSTAGED) == root]
-            root = same[0] if same else dataclasses.replace(root, index=self.next_index)
+            same = [each for each in assigned if replace(each, index=UNSTAGED) == root]
+            root = same[0] if same else replace(root, index=self.next_index)
             self.next_index = max(self.next_index, root.index + 1)
         if root not in roots:
             roots.append(root)

@@ -1,11 +1,11 @@
 """Staging a driver root while somebody can write to its sources, and what is recorded."""
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
 from agent.host.observe.driver_roots import observe_staged
@@ -119,4 +119,4 @@ def test_the_manifest_names_the_drivers_location(host: Host) -> None:
     stage(root, host)
     (found,) = observe_staged(host).roots
     assert (found, found.place) == (root, "NixOS")
-    assert dataclasses.replace(root, place="") == root, "what it is does not depend on it"
+    assert replace(root, place="") == root, "what it is does not depend on it"

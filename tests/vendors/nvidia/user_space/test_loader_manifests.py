@@ -1,9 +1,9 @@
 """Paths in loaders' files: what RPM packages and NixOS write becomes the path in a pod. The layouts are simulated."""
 
-import dataclasses
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
 from agent.host.state.driver_roots import parse_manifest
@@ -120,7 +120,7 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
     assert parse_manifest("0.json", document) == root
     host.file("/etc/nvidia_icd.json", "something longer")
     with pytest.raises(ApplyError, match="changed while it was staged"):
-        stage(dataclasses.replace(root, index=1), host)
+        stage(replace(root, index=1), host)
 
 
 def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
