@@ -14,7 +14,7 @@ CdiHook = Literal[
     "enable-cuda-compat", "disable-device-node-modification", "update-application-profile", "apply-cuda-memory-limits"
 ]
 
-GPU_PATHS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
+GPU_PREFIX, GPU_PATHS = "/dev/nvidia", ("/dev/dri", "/dev/kfd")
 NSPAWN_PATHS = (
     *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
     *(f"/dev/{name}" for name in ("pts", "shm", "mqueue", "char", "block", "fd", "stdin", "stdout", "stderr", "core")),
@@ -27,7 +27,7 @@ KMSG = "/dev/kmsg"
 def _allowed_path(value: str) -> str:
     if not value.startswith("/dev/"):
         raise ValueError(f"{value!r} is not below /dev")
-    if is_below(value, GPU_PATHS):
+    if value.startswith(GPU_PREFIX) or is_below(value, GPU_PATHS):
         raise ValueError(f"{value} belongs to GPUs or their driver: use `gpus` or `devices`")
     if is_below(value, NSPAWN_PATHS):
         raise ValueError(f"{value} cannot be given: each machine has its own")

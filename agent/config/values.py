@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from typing import Annotated, TypeVar
 
 from agent.config.table import Check
@@ -40,9 +39,9 @@ def plain(value: str) -> str:
     return value
 
 
-def is_below(path: str, patterns: Iterable[str]) -> bool:
-    """Return whether the path matches one of the patterns (fnmatch), or lies below a path that does."""
-    return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in patterns)
+def is_below(path: str, others: Iterable[str]) -> bool:
+    """Return whether the path is one of the others, or lies below one."""
+    return f"{path}/".startswith(tuple(f"{other}/" for other in others))
 
 
 def once(kind: str, key: Callable[[T], str]) -> Check:

@@ -184,13 +184,14 @@ def test_only_root_may_change_the_path_to_a_source(host: Host) -> None:
     assert "users other than root can write in /home" in why_broken(host, "/home/alice"), "its owner could rename it"
 
 
-def test_a_link_to_a_forbidden_directory(host: Host) -> None:
-    """A link to a forbidden directory is refused even if that directory is itself a link."""
-    host.make_directory("/disk/machines/other")
+@pytest.mark.parametrize("disk", ["/disk", "/disk[1]", "/disk*"])
+def test_a_link_to_a_forbidden_directory(host: Host, disk: str) -> None:
+    """A link to a forbidden directory is refused even if that directory is itself a link, to a name like a pattern."""
+    host.make_directory(f"{disk}/machines/other")
     host.make_directory("/etc/systemd/system")
-    host.symlink("/var/lib/machines", "/disk/machines")
+    host.symlink("/var/lib/machines", f"{disk}/machines")
     host.symlink("/srv/units", "/etc/systemd/system")
-    for source in ("/disk", "/disk/machines/other", "/srv/units"):
+    for source in (disk, f"{disk}/machines", f"{disk}/machines/other", "/srv/units"):
         assert "a path that controls the host or other machines" in why_broken(host, source)
 
 
