@@ -275,14 +275,25 @@ def test_a_full_disk(layout: Layout, tmp_path: Path) -> None:
         run(["umount", disk])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_killed_at_every_stage(stage: str, tmp_path: Path, root: Path) -> None:
-    """After a SIGKILL, no program goes on, nothing looks complete that is not, and the next attempt succeeds."""
-    layout = Layout(tmp_path / "layout")
-    content = os.urandom(60 << 20)
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    """60 MiB that no layer compresses, so that a program takes long enough to be killed in it."""
+    return os.urandom(60 << 20)
+
+
+@pytest.fixture(scope="module")
+def slow(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """An image with these bytes in 60 files. To make it takes as long as to unpack it."""
+    layout = Layout(tmp_path_factory.mktemp("slow") / "layout")
     layout.add("node", NODE, [Entry(f"data/{each}", content[each << 20 :][: 1 << 20]) for each in range(60)])
+    return layout
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_at_every_stage(stage: str, slow: Layout, content: bytes, root: Path) -> None:
+    """After a SIGKILL, no program goes on, nothing looks complete that is not, and the next attempt succeeds."""
     module = "integration.tests.provision.interrupted_unpack"
-    killed = subprocess.run([sys.executable, "-m", module, stage, layout.name("node"), root], cwd=REPOSITORY)
+    killed = subprocess.run([sys.executable, "-m", module, stage, slow.name("node"), root], cwd=REPOSITORY)
     assert killed.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 60
     while _running(str(root)) and time.monotonic() < deadline:
@@ -291,7 +302,7 @@ def test_killed_at_every_stage(stage: str, tmp_path: Path, root: Path) -> None:
     assert root.exists() == (stage == "after rename")
     assert os.listdir(root.parent) != []
     if not root.exists():
-        make(ImageSettings(name=layout.name("node")), root)
+        make(ImageSettings(name=slow.name("node")), root)
     assert [(root / f"data/{each}").read_bytes() for each in range(60)] == [
         content[each << 20 :][: 1 << 20] for each in range(60)
     ]
