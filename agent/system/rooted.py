@@ -186,15 +186,19 @@ class Rooted:
 
         Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
         """
-        done, remaining, links = "/", [part for part in path.split("/") if part], 0
+        # The innermost loop of each pass: it calls nothing but readlink for a directory or file.
+        prefix, note = "" if self.root == "/" else self.root, self._note
+        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
         while remaining:
-            part = remaining.pop(0)
+            part = remaining.pop()
             if part in (".", ".."):
-                done = os.path.dirname(done) if part == ".." else done
+                done = done.rpartition("/")[0] if part == ".." else done
                 continue
-            here = os.path.join(done, part)
+            here = f"{done}/{part}"
+            if note:
+                note(Access(prefix + here, follow=False, inside=False))
             try:
-                target = os.readlink(self._noted(self._below_root(here), follow=False))
+                target = os.readlink(prefix + here)
             except OSError:
                 done = here
                 continue
@@ -203,9 +207,9 @@ class Rooted:
                 raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
             if links > LINK_LIMIT:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            remaining = [each for each in target.split("/") if each] + remaining
-            done = "/" if target.startswith("/") else done
-        return done
+            remaining += [each for each in reversed(target.split("/")) if each]
+            done = "" if target.startswith("/") else done
+        return done or "/"
 
 
 def _link_text(place: str) -> str | None:
