@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, TypeAlias
 from msgspec import Struct
 
 from agent.model.device_allow import DeviceAllow
-from agent.model.facts import StagedRoot
+from agent.model.driver_root import StagedRoot
 from agent.model.live import LiveSettings
 
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]

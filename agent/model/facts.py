@@ -7,6 +7,7 @@ from msgspec import Struct, field
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.gpu_facts import GpuFacts
 from agent.model.granted import Granted
 from agent.model.handoff import Publication
@@ -101,22 +102,6 @@ class Gpu(Struct, frozen=True, order=True):
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
 
 
-class Library(Struct, frozen=True, order=True):
-    """One driver library or companion file, with its path on the host and its path below a driver root."""
-
-    target: str
-    """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
-    source: str
-    """Absolute real path on the host (no symbolic link in it); empty for a link."""
-    link: str = ""
-    """For a symbolic link: what it points to, relative to its own directory."""
-    size: int = 0
-    mtime_ns: int = 0
-    executable: bool = False
-    text: str = ""
-    """The text of the copy, if the source's text names paths that exist only on the host; otherwise empty."""
-
-
 class ServiceDirectory(Struct, frozen=True, order=True):
     """A directory in /run in which a daemon of the driver has its sockets."""
 
@@ -177,36 +162,6 @@ class VendorFacts(Struct, frozen=True):
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
     """Whether GPUs without a driver are expected to get one. If not, machines get them only by name, or keep them."""
-
-
-UNSTAGED = -1
-"""Index of a driver root that is not on disk yet."""
-
-
-class StagedRoot(Struct, frozen=True, eq=False):
-    """One driver root. In facts, it is complete and on disk. Neither its place nor `hidden` makes roots differ."""
-
-    index: int
-    vendor: str
-    version: str
-    files: tuple[Library, ...]
-    place: str = ""
-    """Name of the place on the host from which the files were copied; empty if that was not recorded."""
-    hidden: bool = False
-    """The root is not mounted, so machines do not see it."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StagedRoot) and self._compared == other._compared
-
-    def __hash__(self) -> int:
-        return hash(self._compared)
-
-    def __lt__(self, other: "StagedRoot") -> bool:
-        return self._compared < other._compared
-
-    @property
-    def _compared(self) -> tuple[int, str, str, tuple[Library, ...]]:
-        return self.index, self.vendor, self.version, self.files
 
 
 class FileState(Struct, frozen=True):

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from agent.model.facts import DeviceNode, Seen, ServiceDirectory, StagedRoot
+from agent.model.driver_root import StagedRoot
+from agent.model.facts import DeviceNode, Seen, ServiceDirectory
 from agent.model.granted import Granted
 from agent.model.handoff import OTHER_DEVICES, Handoff, Variable
 from agent.model.live import LiveSettings

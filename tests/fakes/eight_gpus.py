@@ -5,7 +5,8 @@ from agent.host.daemon.http.metrics import Metrics
 from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import DeviceNode, Driver, Facts, Gpu, Library, MachineFacts, StagedRoot, UserSpace, VendorFacts
+from agent.model.driver_root import Library, StagedRoot
+from agent.model.facts import DeviceNode, Driver, Facts, Gpu, MachineFacts, UserSpace, VendorFacts
 from agent.model.gpu_facts import GpuFacts, GpuFault
 from agent.model.handoff import Repair
 from tests.fakes.reconciler import conditions

@@ -4,19 +4,8 @@ from msgspec.structs import replace
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
-from agent.model.facts import (
-    Absent,
-    DeviceNode,
-    Driver,
-    Facts,
-    FileState,
-    Gpu,
-    Library,
-    MachineFacts,
-    StagedRoot,
-    UserSpace,
-    VendorFacts,
-)
+from agent.model.driver_root import Library, StagedRoot
+from agent.model.facts import Absent, DeviceNode, Driver, Facts, FileState, Gpu, MachineFacts, UserSpace, VendorFacts
 from agent.model.paths import machine_files
 
 VERSION = "550.163.01"

@@ -21,7 +21,8 @@ from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
 from agent.host.state.driver_roots import parse_handed, render_handed
 from agent.model.actions import RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
 from agent.model.conditions import Condition, ConditionType
-from agent.model.facts import Absent, Broken, Facts, Library, Seen, StagedRoot, Unseen, UserSpace
+from agent.model.driver_root import Library, StagedRoot
+from agent.model.facts import Absent, Broken, Facts, Seen, Unseen, UserSpace
 from agent.model.goal import Goal
 from agent.model.handoff import parse_handoff
 from agent.model.paths import (

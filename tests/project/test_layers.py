@@ -63,7 +63,7 @@ ALLOWED_NAMES = {
     ("model/paths.py", "/run/host-nvidia"),
     # A device class in the configuration, and what no path in it may name.
     ("config/devices.py", "nvidia-fs"),
-    ("config/devices.py", "/dev/nvidia*"),
+    ("config/devices.py", "/dev/nvidia"),
     ("config/mounts.py", "/etc/nvidia-container-runtime"),
     ("model/device.py", "nvidia-fs"),
     # The name of an image that containerfiles/ builds.
@@ -86,7 +86,7 @@ DATA_CLASSES = {
     # Records of what `up` found and made, and what they consist of.
     *("model/as_found.py", "model/network.py", "model/node.py", "host/provision/record.py"),
     # Some fields are not compared, not shown or not arguments.
-    *("model/facts.py", "system/https.py", "host/daemon/wakeups/poller.py"),
+    *("system/https.py", "host/daemon/wakeups/poller.py"),
     # agent.dra loads it in the machine, which has no msgspec.
     "vendors/dra_vendor.py",
 }

@@ -8,8 +8,8 @@ from typing import BinaryIO
 from agent.host.apply.publishing import mount_parent, unpublish, unpublish_parent
 from agent.host.observe.driver_roots import OVERLAY, observe_staged
 from agent.host.state.driver_roots import render_manifest
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import AgentError, ApplyError
-from agent.model.facts import Library, StagedRoot
 from agent.model.paths import (
     HOST_NVIDIA,
     MANIFESTS,

@@ -7,8 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.host.state.driver_roots import parse_manifest
+from agent.model.driver_root import StagedRoot
 from agent.model.errors import DocumentError
-from agent.model.facts import StagedRoot, Unseen
+from agent.model.facts import Unseen
 from agent.model.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, STATE, TREES, driver_root
 from agent.system.errnos import NOT_FOUND
 from agent.system.files import System

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from agent.host.state.record import Record
 from agent.model.digest import sha256
-from agent.model.facts import Library, StagedRoot, VendorFacts
+from agent.model.driver_root import Library, StagedRoot
+from agent.model.facts import VendorFacts
 from agent.model.paths import TREES, times_file
 from agent.system.deadlines import call_device
 from agent.system.files import System

@@ -16,7 +16,8 @@ from agent.model.actions import (
     RemoveStaleStaging,
     WriteFile,
 )
-from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
+from agent.model.driver_root import StagedRoot
+from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, Unseen
 from agent.model.faults import Fault
 from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import STAGING, handed_roots_file

@@ -18,7 +18,8 @@ from agent.host.plan.unit_drop_in import device_allow, from_template, render_dro
 from agent.host.vendors import host_vendor
 from agent.model.device_allow import DeviceAllow
 from agent.model.digest import sha256
-from agent.model.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot, VendorFacts
+from agent.model.driver_root import UNSTAGED, StagedRoot
+from agent.model.facts import Absent, Broken, DeviceNode, Facts, VendorFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
 from agent.model.granted import Granted

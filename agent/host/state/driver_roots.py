@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from agent.host.state.record import Record
-from agent.model.facts import Library, StagedRoot
+from agent.model.driver_root import Library, StagedRoot
 
 
 class _File(Struct, frozen=True):

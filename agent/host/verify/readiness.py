@@ -18,7 +18,8 @@ from agent.model.conditions import (
     unknown,
     worst,
 )
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
+from agent.model.driver_root import StagedRoot
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.goal import Grant, MachineGoal
 from agent.model.handoff import with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit

@@ -5,7 +5,8 @@ from collections.abc import Set
 
 from agent.config.settings import MachineSettings
 from agent.model.device import DeviceKind
-from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, UserSpace, VendorFacts
+from agent.model.driver_root import UNSTAGED, StagedRoot
+from agent.model.facts import DeviceNode, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
 from agent.vendors.nvidia.sockets import DIRECTORIES

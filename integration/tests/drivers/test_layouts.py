@@ -18,7 +18,8 @@ from agent.host.apply.driver_roots import stage
 from agent.host.observe.loader_cache import parse_listing
 from agent.host.plan.goal import plan
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.facts import Broken, Library
+from agent.model.driver_root import Library
+from agent.model.facts import Broken
 from agent.model.goal import MachineGoal
 from agent.model.paths import TREES, spec_directory
 from agent.system.host_runner import host_runner

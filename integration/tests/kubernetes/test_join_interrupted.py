@@ -26,7 +26,7 @@ STEPS = (
     "pull and unpack",
     "pulled ",
     "unpacking ",
-    "put 2 programs",
+    "put kubectl, kubelet and ",
     f"give machine {MACHINE} the bootstrap token",
     f"make {ROOT}",
     f"start machine {MACHINE}",

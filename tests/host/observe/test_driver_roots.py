@@ -19,8 +19,9 @@ from agent.host.observe.units import Unit
 from agent.host.state.driver_roots import render_manifest
 from agent.host.state.owned_files import OWNED_FILES, Owned
 from agent.model.device_allow import DeviceAllow
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, FileState, Library, StagedRoot
+from agent.model.facts import Absent, Broken, FileState
 from agent.model.live import LiveSettings, render_live
 from agent.model.paths import (
     HOST_NVIDIA,

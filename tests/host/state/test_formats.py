@@ -12,8 +12,8 @@ from agent.host.state.gpu_faults import observe_faults, record_fault
 from agent.host.state.granted import GRANTED
 from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
 from agent.host.state.owned_files import OWNED_FILES, Owned
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import DocumentError
-from agent.model.facts import Library, StagedRoot
 from agent.model.gpu_facts import GpuFault, Tainted
 from agent.model.granted import Granted
 from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, LOST_GPUS

@@ -8,7 +8,8 @@ from agent.host.daemon.http.families import gauge, value
 from agent.host.outcome import MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_list import listed_gpus
 from agent.model.device import DeviceKind
-from agent.model.facts import DeviceNode, Driver, Facts, Gpu, StagedRoot, VendorFacts
+from agent.model.driver_root import StagedRoot
+from agent.model.facts import DeviceNode, Driver, Facts, Gpu, VendorFacts
 
 GPU_STATUSES = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
 

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
-from agent.model.facts import Library
+from agent.model.driver_root import Library
 from agent.system.errnos import NOT_FOUND, UNUSABLE
 from agent.system.files import System
 from agent.system.path_trust import file_fault, untrusted_component

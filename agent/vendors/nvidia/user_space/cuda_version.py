@@ -4,8 +4,9 @@ import posixpath
 import sys
 
 from agent.model.digits import whole_number
+from agent.model.driver_root import Library
 from agent.model.errors import AgentError, DocumentError
-from agent.model.facts import Library, VendorFacts
+from agent.model.facts import VendorFacts
 from agent.system.files import System
 from agent.system.path_trust import file_fault, untrusted_component
 from agent.system.seen import classify_error

@@ -9,7 +9,8 @@ from collections.abc import Set
 
 from msgspec import Struct, field
 
-from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
+from agent.model.driver_root import Library
+from agent.model.facts import Absent, Broken, CacheEntry, Seen, Unseen
 from agent.system.files import System
 from agent.system.path_trust import file_fault, untrusted_component
 from agent.system.seen import classify_error, entries_if_present

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.model.facts import Library
+from agent.model.driver_root import Library
 from agent.system.errnos import NOT_FOUND, UNUSABLE
 from agent.system.files import System
 

@@ -32,16 +32,15 @@ from agent.model.actions import (
 )
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.facts import (
     Absent,
     Broken,
     DeviceNode,
     Driver,
     Gpu,
-    Library,
     MachineFacts,
     Seen,
-    StagedRoot,
     Unseen,
     UserSpace,
     VendorFacts,

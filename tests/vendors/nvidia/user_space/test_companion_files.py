@@ -3,7 +3,8 @@
 import pytest
 
 from agent.model.conditions import Condition, Status
-from agent.model.facts import Library, Unseen, VendorFacts
+from agent.model.driver_root import Library
+from agent.model.facts import Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.machine import DATA_DIRECTORIES

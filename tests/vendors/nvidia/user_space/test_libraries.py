@@ -7,7 +7,8 @@ import pytest
 
 from agent.config.settings import DriverSettings
 from agent.host.observe.loader_cache import Listing, LoaderCache
-from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.driver_root import Library
+from agent.model.facts import Absent, Broken, CacheEntry, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.paths import LOADER_CACHE
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.observe import observe_nvidia

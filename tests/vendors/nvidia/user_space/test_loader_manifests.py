@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
 from agent.host.state.driver_roots import parse_manifest
+from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import ApplyError
-from agent.model.facts import Library, StagedRoot
 from agent.model.paths import MANIFESTS, TREES
 from tests.fakes.host import Host
 from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, user_space
