@@ -78,6 +78,10 @@ def test_the_settings_name_the_path_that_was_checked() -> None:
         {"extra_mounts": [DATA | {"source": "/disk"}]},
         {"nspawn": {"extra": {"Files": {"Bind": "/disk:/mnt"}}}},
         {"nspawn": {"extra": {"Files": {"BindReadOnly": ["/other", "-/disk"]}}}},
+        *(
+            {"nspawn": {"extra": {"Files": {"Bind": f"{source}:/mnt"}}}}
+            for source in ("//disk", "/disk/.", "/srv/../disk", " /disk", r"/d\isk/")
+        ),
     ],
 )
 def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> None:

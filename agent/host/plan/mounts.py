@@ -1,5 +1,6 @@
 """Plans the extra mounts of a machine. Pure."""
 
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -59,8 +60,10 @@ def _configured_sources(settings: MachineSettings) -> Iterator[str]:
     for key in BINDS:
         lines = settings.nspawn.extra.get("Files", {}).get(key, [])
         for line in [lines] if isinstance(lines, str) else lines:
-            if source := BIND_SOURCE.match(line):
-                yield re.sub(r"\\(.)", r"\1", source["path"])
+            # systemd removes blanks at the start. The path may have `//`, `.` and `..`.
+            if source := BIND_SOURCE.match(line.lstrip()):
+                path = re.sub(r"\\(.)", r"\1", source["path"])
+                yield f"/{posixpath.normpath(path).lstrip('/')}"
 
 
 def _outer_path(source: MountSource, paths: Iterable[str]) -> str:
