@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from msgspec import field
 
 from agent.config.kubernetes_names import IpAddress, LabelKey, LabelValue, NodeAddresses, NodeName, StartupTaint, Taint
-from agent.config.table import Table, text
-from agent.config.values import AbsolutePath
+from agent.config.table import Check, Table, text
+from agent.config.values import AbsolutePath, usable_url
 
 ImageName = Annotated[
     str,
@@ -29,9 +29,12 @@ Url = Annotated[
     text(
         r"https?://[^\s/@]+(/[^\s]*)?", "a URL with http or https, and without a user name", longest=1024, secret=True
     ),
+    Check(usable_url),
 ]
 """Without a user name and password, because the configuration must not contain secrets."""
-ServerUrl = Annotated[str, text(r"https://[^\s/@]+", "an API server, such as https://10.0.0.1:6443", longest=300)]
+ServerUrl = Annotated[
+    str, text(r"https://[^\s/@]+", "an API server, such as https://10.0.0.1:6443", longest=300), Check(usable_url)
+]
 Registry = Annotated[
     str,
     text(

@@ -12,7 +12,7 @@ from agent.config.node import NodeSettings
 from agent.config.nspawn_settings import NspawnSettings, OneLine
 from agent.config.pod_environment import PodEnvironment
 from agent.config.table import Check, Range, Table, text
-from agent.config.values import AbsolutePath
+from agent.config.values import AbsolutePath, host_name
 from agent.model.pci_address import as_in_sysfs
 
 GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -61,7 +61,7 @@ def _drop_in(value: str) -> str:
 def _port(value: str) -> str:
     if int(value.rpartition(":")[2]) > PORT_LIMIT:
         raise ValueError(f"the highest port is {PORT_LIMIT}")
-    return value
+    return host_name(value.rpartition(":")[0]) and value
 
 
 class MachineSettings(Table, frozen=True, kw_only=True):

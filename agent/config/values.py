@@ -39,6 +39,30 @@ def plain(value: str) -> str:
     return value
 
 
+def host_name(value: str) -> str:
+    """Return the name or address. Raises ValueError if Python could not look it up, such as one with an empty label."""
+    try:
+        value.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{value!r} is not a host: {error}") from None
+    return value
+
+
+def usable_url(value: str) -> str:
+    """Return the URL. Raises ValueError, which does not repeat it, if http.client could not use it."""
+    # Imported here: every command loads this module, but few validate.
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(value)
+        unusable = not host_name(parts.hostname or "") or parts.port == 0 or parts.query or parts.fragment
+    except ValueError:
+        unusable = True
+    if unusable or not value.isascii():
+        raise ValueError("no request can be sent there: check the host and the port; `?`, `#` and non-ASCII are not used")
+    return value
+
+
 def is_below(path: str, others: Iterable[str]) -> bool:
     """Return whether the path is one of the others, or lies below one."""
     return f"{path}/".startswith(tuple(f"{other}/" for other in others))

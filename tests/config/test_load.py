@@ -49,6 +49,7 @@ def test_defaults(tmp_path: Path) -> None:
             "metrics.address: 'everywhere' is not an address",
         ),
         ('[metrics]\naddress = "127.0.0.1:99999"\n[machines.a]', "metrics.address: the highest port is 65535"),
+        ('[metrics]\naddress = "127.0.0..1:9788"\n[machines.a]', "metrics.address: '127.0.0..1' is not a host: "),
         ('[machines.a]\ngpus = "count=0"', "machines.a.gpus: must be"),
         ('[machines.a]\ndevices = ["usb"]', "machines.a.devices: "),
         ('[[machines.a.extra_devices]]\npath = "/dev/nvidia0"', "machines.a.extra_devices: /dev/nvidia0 belongs"),

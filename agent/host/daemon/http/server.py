@@ -159,6 +159,10 @@ class Server(ThreadingMixIn, TCPServer):
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             self.serve(family, where, limits)
+        except UnicodeError as error:
+            raise AgentError(
+                f"configuration key metrics.address: {address} is not a host: {error}", "configure an address"
+            ) from error
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             user = listening_user(int(port)) if in_use else None
