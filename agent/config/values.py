@@ -59,7 +59,7 @@ def usable_url(value: str) -> str:
     except ValueError:
         unusable = True
     if unusable or not value.isascii():
-        raise ValueError("no request can be sent there: check the host and the port; `?`, `#` and non-ASCII are not used")
+        raise ValueError("no request can be sent there: check the host and the port, and use ASCII without `?` and `#`")
     return value
 
 

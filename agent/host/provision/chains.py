@@ -36,7 +36,7 @@ def observe_chains(system: System) -> tuple[Chains, ...]:
 
 def remove_chains(chains: Chains, system: System) -> None:
     """Remove chains, and the rules that jump to them. Raises CommandError or OSError."""
-    saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).splitlines()
+    saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).split("\n")
     present = {found[1] for line in saved if (found := CHAIN.match(line))}
     names = [name for name in chains.names if name in present]
     jumps = [line for line in saved if line.startswith("-A ") and _jumps(line, {*names})]
@@ -52,6 +52,9 @@ def remove_chains(chains: Chains, system: System) -> None:
 
 def _jumps(rule: str, names: set[str]) -> bool:
     """Return whether a rule of another chain leads to one of these chains."""
+    # Other programs' rules may have a lone quotation mark in a name, which iptables-save does not escape.
+    if not any(name in rule for name in names):
+        return False
     _, chain, *words = shlex.split(rule)
     return chain not in names and any(words[at - 1] in ("-j", "-g") for at, word in enumerate(words) if word in names)
 

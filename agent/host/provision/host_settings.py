@@ -145,7 +145,8 @@ def _swaps(system: System) -> Iterator[Swap]:
     if not system.exists(SWAPS):
         return
     for line in [*system.lines(SWAPS)][1:]:
-        path, *_, priority = line.decode(errors="surrogateescape").split()
+        # Before decoding: the kernel escapes only ASCII's blanks.
+        path, *_, priority = (word.decode(errors="surrogateescape") for word in line.split())
         for escape, character in BLANKS.items():
             path = path.replace(escape, character)
         # Swaps that were turned on without a priority have negative ones, which the kernel chose.

@@ -24,6 +24,7 @@ COMMIT
 -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
 -A PREROUTING -m comment --comment "not -j KUBE-SERVICES" -j DOCKER
 -A KUBE-SERVICES -s 10.0.0.1/32 -g CNI-0123
+-A PREROUTING -i o'x -m comment --comment "a\u2028b" -j DOCKER
 COMMIT
 """
 NAT = Chains("iptables-nft", "nat", ("CNI-0123", "KUBE-SERVICES"))

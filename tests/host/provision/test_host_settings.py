@@ -35,7 +35,7 @@ class Kernel(ScriptedRunner):
 
     def __init__(self, tree: Path) -> None:
         super().__init__()
-        self.swaps = {"/dev/sda2": -2, "/swap\\040file": 5}
+        self.swaps = {"/dev/sda2": -2, "/swap\\040\u00a0file": 5}
         self.busy: set[str] = set()
         """Modules that cannot be unloaded."""
         self.host = host = Host(tree, runner=self)
@@ -109,7 +109,7 @@ def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel) -> No
     assert observe_host(wanted, host) == found
     assert not observe_host(wanted, host).modules["br_netfilter"]
     assert settings(host) == before
-    assert kernel.swaps == {"/dev/sda2": -3, "/swap\\040file": 5}
+    assert kernel.swaps == {"/dev/sda2": -3, "/swap\\040\u00a0file": 5}
 
 
 def test_a_finished_host_is_not_touched(host: Host, kernel: Kernel) -> None:
@@ -127,7 +127,7 @@ def test_a_finished_host_is_not_touched(host: Host, kernel: Kernel) -> None:
 def test_the_observation_changes_nothing(host: Host, kernel: Kernel) -> None:
     before = settings(host)
     found = observe_host(goal(), host)
-    assert found.swaps == (Swap("/dev/sda2", -1), Swap("/swap file", 5))
+    assert found.swaps == (Swap("/dev/sda2", -1), Swap("/swap \u00a0file", 5))
     assert found.modules == {"overlay": True, "br_netfilter": False, "nf_conntrack": False}
     assert found.sysctls["net.bridge.bridge-nf-call-iptables"] is None
     assert found.absent_directories == ("/etc/needrestart", "/etc/needrestart/conf.d")
