@@ -4,6 +4,7 @@ import time
 
 from agent.cli.output import print_machines, report_problems
 from agent.cli.printing import progress, report_failures
+from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Status
 
@@ -14,7 +15,7 @@ PROGRESS_INTERVAL = 15.0
 
 
 def apply(reconciler: Reconciler) -> int:
-    """Make a pass, wait until every machine has reported, and print the conditions.
+    """Make a pass, wait until every machine that is not masked has reported, and print the conditions.
 
     A failed step ends the wait. Return the exit code: 1 if a step failed or a machine is not ready.
     """
@@ -22,7 +23,7 @@ def apply(reconciler: Reconciler) -> int:
     failures = outcome.failures
     limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
     started, next_report = time.monotonic(), 0.0
-    while waiting := [machine for machine in outcome.machines if machine.pending and not failures]:
+    while not failures and (waiting := _waiting(outcome)):
         waited = time.monotonic() - started
         if waited > limit:
             failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
@@ -38,3 +39,9 @@ def apply(reconciler: Reconciler) -> int:
     report_problems(outcome.facts)
     ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)
     return report_failures(failures) or (0 if ready else 1)
+
+
+def _waiting(outcome: Outcome) -> list[MachineOutcome]:
+    """Return the machines that will report. Nobody can start a masked one, which has no report."""
+    masked = {each.name for each in outcome.facts.machines if each.masked}
+    return [machine for machine in outcome.machines if machine.pending and machine.name not in masked]
