@@ -117,8 +117,9 @@ COMMANDS = {
     "start": Command(
         "start a machine, and wait until it is ready",
         "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If `stop` "
-        "cordoned the node: with --kubeconfig, uncordons it; without, prints the `kubectl uncordon` command, and exits "
-        "with 1 even if the machine is ready.",
+        "cordoned the node: with --kubeconfig, uncordons it once the machine is ready; without, prints the `kubectl "
+        "uncordon` command, and exits with 1 even if the machine is ready. The node of a machine that is not ready "
+        "stays cordoned.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
         {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
     ),

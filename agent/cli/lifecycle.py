@@ -33,14 +33,15 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
 def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     """Start a machine and wait for it, then uncordon its node if the agent cordoned it. Return the exit code.
 
-    Without a kubeconfig, the node stays cordoned, which counts as a failure.
+    If the machine is not ready, or without a kubeconfig, the node stays cordoned, which counts as a failure.
     """
     _require_configured(name, reconciler)
     watch = Watch(reconciler, (name,))
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
-    failures += _uncordon(name, reconciler, kubeconfig)
-    return report_failures(failures) or (0 if watch.all_ready(outcome) else 1)
+    ready = not failures and watch.all_ready(outcome)
+    failures += _uncordon(name, reconciler, kubeconfig, ready=ready)
+    return report_failures(failures) or (0 if ready else 1)
 
 
 def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
@@ -98,15 +99,22 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         raise CommandError(error.argv, "the node's pods could not be moved", error.stderr, hint) from error
 
 
-def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str) -> tuple[str, ...]:
+def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
+    """Uncordon the node of a ready machine if the agent cordoned it. Return why it is still cordoned, if it is."""
     system, note = reconciler.system, cordoned_file(name)
     if not system.exists(note):
         return ()
     node = system.read_text(note).strip()
+    if not ready:
+        again = f"see `unbounded-agent doctor`, then run `unbounded-agent start {name} --kubeconfig FILE`"
+        return (f"node {node} stays cordoned, because its machine is not ready: {again}",)
     if not kubeconfig:
         return (f"node {node} is still cordoned: run `kubectl uncordon {node}`, or repeat this with --kubeconfig FILE",)
     reconciler.progress(f"uncordon node {node}")
-    _kubectl(reconciler, kubeconfig, "uncordon", node)
+    try:
+        _kubectl(reconciler, kubeconfig, "uncordon", node)
+    except CommandError as error:
+        return (f"node {node} is still cordoned: {error}",)
     system.remove(note)
     return ()
 

@@ -72,6 +72,33 @@ def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agen
     assert STOP not in host.runner.calls
 
 
+@pytest.mark.parametrize("kubeconfig", [ADMIN, ""])
+def test_a_node_whose_machine_did_not_start_stays_cordoned(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], kubeconfig: str
+) -> None:
+    """Pods would come to a node without GPUs."""
+    stop(MACHINE, agent, ADMIN, drain=True)
+    host.bus.unit(UNITS[0], "inactive", "masked")
+    assert start(MACHINE, agent, kubeconfig) == 1
+    said = capsys.readouterr().err
+    assert UNCORDON not in host.runner.calls
+    assert f"node {NODE} stays cordoned" in said
+    assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in said
+    host.bus.unit(UNITS[0], "inactive")
+    assert start(MACHINE, agent, ADMIN) == 0
+    assert kubectl(host)[-1] == UNCORDON
+
+
+def test_a_failed_uncordon_is_reported_and_can_be_repeated(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(MACHINE, agent, ADMIN, drain=True)
+    host.command(*UNCORDON, stderr="connection refused", status=1)
+    assert start(MACHINE, agent, ADMIN) == 1
+    assert "connection refused" in capsys.readouterr().err
+    assert host.exists(cordoned_file(MACHINE))
+
+
 def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
