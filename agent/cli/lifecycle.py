@@ -8,7 +8,7 @@ from agent.cli.waiting import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
-from agent.model.errors import CommandError, ConfigError, ExitCodeError
+from agent.model.errors import AgentError, CommandError, ConfigError, ExitCodeError
 from agent.model.facts import Absent
 from agent.model.paths import cordoned_file, machine_unit
 
@@ -59,8 +59,15 @@ def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> 
 
 
 def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Stop a machine and start it again."""
-    return stop(name, reconciler, kubeconfig, drain=drain) or start(name, reconciler, kubeconfig)
+    """Stop a machine and start it again. Raises AgentError, which says if the machine may be left stopped."""
+    stop(name, reconciler, kubeconfig, drain=drain)
+    try:
+        return start(name, reconciler, kubeconfig)
+    except AgentError as error:
+        # The error may also come from a pass after the start.
+        what = f"machine {name} was stopped, and may not have started again: {error.message}"
+        again = f"start it with `unbounded-agent start {name}`"
+        raise AgentError(what, f"{error.hint}; then {again}" if error.hint else again) from error
 
 
 def _require_configured(name: str, reconciler: Reconciler) -> None:

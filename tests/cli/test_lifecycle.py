@@ -8,7 +8,8 @@ import pytest
 from agent.cli.lifecycle import restart, start, stop
 from agent.cli.up import up
 from agent.host.reconcile import Reconciler
-from agent.model.errors import CommandError, ConfigError
+from agent.host.state.locks import pass_lock
+from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, machine_root
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -133,6 +134,16 @@ def test_a_machine_starts_once_its_gpus_can_be_observed(
     monkeypatch.setattr(time, "sleep", sleep)
     assert start(MACHINE, agent, "") == 0
     assert (starts[0], host.runner.calls.count(START)) == (0, 1)
+
+
+def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: NodeHost, agent: Reconciler) -> None:
+    agent.wait_until = 0.0
+    with pass_lock(host, agent.progress), pytest.raises(AgentError, match="another pass") as error:
+        restart(MACHINE, agent, ADMIN, drain=False)
+    assert host.runner.calls == [STOP]
+    assert f"machine {MACHINE} was stopped" in error.value.message
+    assert f"`unbounded-agent start {MACHINE}`" in error.value.hint
+    assert "fuser" in error.value.hint
 
 
 def test_a_machine_that_does_not_exist_is_not_waited_for(
