@@ -5,6 +5,7 @@ not matter for a directory whose content was not read: /run, for example, gets n
 path is noted before the observation accesses it.
 """
 
+import math
 import os
 import stat
 import time
@@ -57,11 +58,11 @@ class FileCache(Struct):
         if kept and kept.key == key and self._unchanged(name, kept.files):
             self._kept[name] = kept
             return kept.result  # type: ignore[no-any-return]
-        files, newest = Files(), self.clock() - FRESH
+        files = Files()
 
         def note(access: Access) -> None:
             if access not in files:
-                files[access] = _state(access, newest)
+                files[access] = _state(access, self.clock())
 
         result = observe(system.noting(note))
         if complete(result) and None not in files.values() and self._unchanged(name, files):
@@ -80,8 +81,12 @@ class FileCache(Struct):
             return False
 
 
-def _state(access: Access, newest: float = float("inf")) -> State | None:
-    """Return what stat(2) says; None if that is unknown, or if the file has changed after the time `newest`."""
+def _state(access: Access, now: float = math.inf) -> State | None:
+    """Return what stat(2) says; None if that is unknown, or if the file has changed at about the time `now`.
+
+    Times in the future are as good as those in the past: after the next change, the file has another one. Some files
+    have them if the clock was set back.
+    """
     try:
         found = os.stat(access.path, follow_symlinks=access.follow)
     except OSError as error:
@@ -89,6 +94,6 @@ def _state(access: Access, newest: float = float("inf")) -> State | None:
     identity = (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid)
     if stat.S_ISDIR(found.st_mode) and not access.inside:
         return identity
-    if found.st_ctime > newest:
+    if abs(now - found.st_ctime) < FRESH:
         return None
     return (*identity, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

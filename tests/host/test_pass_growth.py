@@ -58,17 +58,14 @@ def settled() -> float:
     return time.time() + FRESH + 1
 
 
-def too_early() -> float:
-    """A time at which the file cache relies on no file, so that each pass searches for the driver."""
-    return 0.0
-
-
-def calls_of_a_pass(host: Host, names: list[str], clock: Callable[[], float]) -> int:
-    """Return how many functions the main thread calls in a pass with nothing to do."""
+def calls_of_a_pass(host: Host, names: list[str], *, searching: bool) -> int:
+    """Return how many functions the main thread calls in a pass with nothing to do, or with a search for the driver."""
     config = Config.validated({"machines": {name: {} for name in names}})
-    agent = Reconciler(config, host, host, memory=Memory(file_cache=FileCache(clock)))
+    agent = Reconciler(config, host, host, memory=Memory(file_cache=FileCache(settled)))
     for _ in range(2):
         agent.reconcile()
+    if searching:
+        agent.memory = Memory()
     count = 0
 
     def called(frame: FrameType, event: str, argument: object) -> None:
@@ -85,7 +82,7 @@ def calls_of_a_pass(host: Host, names: list[str], clock: Callable[[], float]) ->
     return count
 
 
-@pytest.mark.parametrize("clock", [settled, too_early])
+@pytest.mark.parametrize("searching", [False, True])
 @pytest.mark.parametrize(
     ("enlarge", "sizes"),
     [(gpus, (4, 8, 16)), (machines, (4, 8, 16)), (libraries, (50, 100, 200))],
@@ -95,14 +92,15 @@ def test_a_pass_grows_linearly_at_most(
     tmp_path: Path,
     enlarge: Callable[[Host, int], list[str]],
     sizes: tuple[int, ...],
-    clock: Callable[[], float],
+    *,
+    searching: bool,
 ) -> None:
     found = []
     for size in sizes:
         tree = tmp_path / str(size)
         tree.mkdir()
         host = set_up(Host(tree))
-        found.append(calls_of_a_pass(host, enlarge(host, size), clock))
+        found.append(calls_of_a_pass(host, enlarge(host, size), searching=searching))
     assert slope(sizes, found) <= SLOPE, dict(zip(sizes, found, strict=True))
 
 

@@ -16,6 +16,8 @@ from agent.system.files import System
 from agent.system.host_runner import host_runner
 
 LATER = FRESH + 1
+EARLIER = -3600.0
+"""The files' times are in the future, because the clock was set back after they were made."""
 
 
 class Observation:
@@ -97,11 +99,16 @@ def swap(one: Path, other: Path) -> None:
     other.rename(one)
 
 
+@pytest.mark.parametrize("seconds_later", [LATER, EARLIER])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_is_seen(
-    system: System, observation: Observation, tmp_path: Path, change: Callable[[Path], object]
+    system: System,
+    observation: Observation,
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    seconds_later: float,
 ) -> None:
-    kept = cache()
+    kept = cache(seconds_later)
     first = get(kept, system, observation)
     assert get(kept, system, observation) == first
     assert observation.count == 1
@@ -150,6 +157,24 @@ def test_a_result_from_files_that_changed_just_before_is_not_kept(system: System
     get(kept, system, observation)
     get(kept, system, observation)
     assert observation.count == 2
+
+
+def test_a_result_from_files_that_changed_during_a_long_observation_is_not_kept(
+    system: System, observation: Observation
+) -> None:
+    """They changed before the observation accessed them, long after its begin."""
+    clock, count = time.time() - 100, 0
+    kept = FileCache(lambda: clock)
+
+    def observe(system: System) -> str:
+        nonlocal clock, count
+        clock, count = time.time(), count + 1
+        return system.read_text(f"{observation.place}/real/file")
+
+    for _ in range(2):
+        kept.get("test", 1, system, observe, bool)
+        clock = time.time() - 100
+    assert count == 2
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
