@@ -10,8 +10,20 @@ from typing import Annotated, Literal
 from agent.config.table import Check, text
 
 VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
-VariableValue = Annotated[str, text(r"[^\x00-\x1f\x7f]*", "one line of text", longest=1024, secret=True)]
-"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
+VariableValue = Annotated[
+    str,
+    text(
+        r"[^\x00-\x1f\x7f\U00010000-\U0010ffff]*",
+        "one line of text without emoji or other characters above U+FFFF",
+        longest=1024,
+        secret=True,
+    ),
+]
+"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake.
+
+JSON writes a character above U+FFFF as two escapes. Runtimes read the CDI specification as YAML, which has no such
+pairs: they would refuse the whole specification, and no pod would get a GPU.
+"""
 NUMBER_LIMIT = 32
 """The largest number of variables that may be set: far more than the drivers know, and too few to slow down the start
 of containers."""

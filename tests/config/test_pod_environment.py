@@ -44,6 +44,7 @@ def test_configuration(tmp_path: Path) -> None:
         ('"A=B" = "x"', ".A=B: 'A=B' is not the name of an environment variable"),
         ('A = "x\\ny"', ".A: it is not one line of text"),
         ('A = "x\\u0000y"', ".A: it is not one line of text"),
+        ('A = "\\U0001F3AE"', ".A: it is not one line of text without emoji"),
         ("A = 1", ".A: must be a string"),
         (f'A = "{"x" * 1025}"', ".A: must not be longer than 1024 characters"),
         ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many: the limit is 32"),
@@ -63,6 +64,12 @@ def test_refused_variables_are_named_with_file_and_key(tmp_path: Path, variables
     with pytest.raises(ConfigError) as raised:
         configured(tmp_path, variables)
     assert str(raised.value).startswith(f"{CONFIG_FILE}: machines.a.pod_environment.nvidia{expected}")
+
+
+def test_text_in_other_languages_is_accepted(tmp_path: Path) -> None:
+    """Up to the last character that JSON writes as one escape, which YAML reads too."""
+    value = "naïve 日本語 \ufffd"
+    assert configured(tmp_path, f'A = "{value}"').machines["a"].pod_environment == {"nvidia": {"A": value}}
 
 
 def test_an_unknown_vendor_is_named(tmp_path: Path) -> None:
