@@ -4,12 +4,10 @@ A path such as docs/json.md in a help text becomes a link.
 """
 
 import argparse
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from unittest.mock import patch
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
 from agent.cli.parser import BAD_INPUT, make_parser
@@ -25,11 +23,7 @@ def page(text: str) -> str:
     written, mark, _ = text.partition(BEGIN)
     if not mark:
         raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
-    # argparse wraps the usage at the terminal's width, and each Python in its own way.
-    with patch.dict(os.environ, {"COLUMNS": "1000"}):
-        parser = make_parser()
-        sections = [*_sections(parser, COMMANDS, "##")]
-    return written + BEGIN + "".join((*_overview(), *sections))
+    return written + BEGIN + "".join((*_overview(), *_sections(make_parser(), COMMANDS, "##")))
 
 
 def _overview() -> Iterator[str]:
@@ -71,7 +65,8 @@ def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    return parser.format_usage().removeprefix("usage: ").replace(" [-h]", "").rstrip()
+    # In one line: each Python wraps it in its own way.
+    return " ".join(parser.format_usage().split()).removeprefix("usage: ").replace(" [-h]", "")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
