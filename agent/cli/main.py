@@ -43,6 +43,8 @@ def _load_msgspec() -> None:
 
     msgspec 0.22 looks there first for functions that Python's own typing has had since 3.11.
     """
+    if "msgspec" in sys.modules:
+        return
     sys.modules["typing_extensions"] = None  # type: ignore[assignment]
     import msgspec  # noqa: F401
 

@@ -58,10 +58,12 @@ def _drop_in(value: str) -> str:
     return value
 
 
-def _port(value: str) -> str:
-    if int(value.rpartition(":")[2]) > PORT_LIMIT:
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    host_name(host)
+    if int(port) > PORT_LIMIT:
         raise ValueError(f"the highest port is {PORT_LIMIT}")
-    return host_name(value.rpartition(":")[0]) and value
+    return value
 
 
 class MachineSettings(Table, frozen=True, kw_only=True):
@@ -203,7 +205,7 @@ class DriverSettings(Table, frozen=True, kw_only=True):
 class MetricsSettings(Table, frozen=True, kw_only=True):
     """Metrics and health pages."""
 
-    address: Annotated[str, ADDRESS, Check(_port)] = "127.0.0.1:9788"
+    address: Annotated[str, ADDRESS, Check(_host_and_port)] = "127.0.0.1:9788"
     """Address and port of the metrics and health pages (docs/metrics.md)."""
 
 

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec  # noqa: F401
 import pytest
+import typing_extensions
+
+from agent.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = "loaded:"
@@ -76,6 +80,13 @@ def test_the_service_loads_no_tools() -> None:
     names = loaded_by("import agent.cli.service, agent.cli.wiring")
     assert names > {"agent.host.daemon.loop", "prometheus_client"}
     assert names & (TOOLS | {"pydantic"}) == set()
+
+
+def test_a_command_takes_no_module_from_a_process_that_has_it(tmp_path: Path) -> None:
+    """Only msgspec is loaded without typing_extensions. Tests run commands in their own process."""
+    assert "msgspec" in sys.modules
+    assert main(["--config", str(tmp_path / "config.toml"), "plan"]) == 2
+    assert sys.modules["typing_extensions"] is typing_extensions
 
 
 @pytest.mark.processes
