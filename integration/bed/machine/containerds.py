@@ -28,10 +28,14 @@ def debian_root(suite: str) -> Path:
 
 
 def upstream_root() -> Path:
-    """Return a root with only the containerd of integration/go/containerd/go.mod; its configuration is of version 4."""
+    """Return a root with only the containerd of integration/go/containerd/go.mod, and /etc to mount something there.
+
+    Its configuration is of version 4.
+    """
 
     def build(target: Path) -> None:
         # Static, because the root has no C library.
         compile_go(MODULE, UPSTREAM, target / "root/usr/bin/containerd", "-s -w")
+        (target / "root/etc").mkdir()
 
     return cached("containerd-upstream", [MODULE, Path(__file__)], build) / "root"
