@@ -6,6 +6,9 @@ STARTED_NOT_READY = "a step failed, the machine or node is not ready, or the nod
 NO_CONFIGURATION = "an argument is wrong"
 """The meaning of exit code 2 for commands that read no configuration."""
 
+UNIT_COMMANDS = ("run", "prepare", "load-modules")
+"""Commands that systemd units run."""
+
 
 class Command:
     """One command and its help."""

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
+from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS
 from agent.cli.printing import progress
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
@@ -16,9 +16,6 @@ from agent.system.process import Completed
 
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
 """Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
-AT_START = ("run", "prepare", "load-modules")
-"""Commands that units run. If the current configuration is invalid, they use the last good one: otherwise a machine
-would not start, or would get no GPUs."""
 
 
 def this_host() -> System:
@@ -63,7 +60,9 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
             "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )
     standard = options.config == CONFIG_FILE
-    if options.command not in AT_START or not standard:
+    # If the current configuration is invalid, units use the last good one: otherwise a machine would not start, or
+    # would get no GPUs.
+    if options.command not in UNIT_COMMANDS or not standard:
         try:
             config = load_config(system, options.config, save=options.command in ("apply", "up"))
         except NoMachinesError as error:

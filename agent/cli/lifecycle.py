@@ -1,6 +1,8 @@
 """`unbounded-agent start`, `stop` and `restart`: start or stop a machine, and move its pods away before it stops."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
@@ -8,7 +10,7 @@ from agent.cli.waiting import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
-from agent.model.errors import AgentError, CommandError, ConfigError, ExitCodeError
+from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import Absent
 from agent.model.paths import cordoned_file, machine_unit
 
@@ -54,20 +56,36 @@ def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> 
             f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
         )
     reconciler.progress(f"stop machine {name}")
-    reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
+    with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
+        reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
     return 0
 
 
 def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     """Stop a machine and start it again. Raises AgentError, which says if the machine may be left stopped."""
     stop(name, reconciler, kubeconfig, drain=drain)
+    # The error, or the interrupt, may also come after the start.
+    stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
     try:
-        return start(name, reconciler, kubeconfig)
+        with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
+            return start(name, reconciler, kubeconfig)
     except AgentError as error:
-        # The error may also come from a pass after the start.
-        what = f"machine {name} was stopped, and may not have started again: {error.message}"
-        again = f"start it with `unbounded-agent start {name}`"
-        raise AgentError(what, f"{error.hint}; then {again}" if error.hint else again) from error
+        hint = f"{error.hint}; then {again}" if error.hint else again
+        raise AgentError(f"{stopped}: {error.message}", hint) from error
+
+
+def _start_it(name: str) -> str:
+    return f"start it with `unbounded-agent start {name}`"
+
+
+@contextmanager
+def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None]:
+    """If the block is interrupted, as by Ctrl-C, report what it leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        reconciler.progress(f"interrupted: {sentence}")
+        raise
 
 
 def _require_configured(name: str, reconciler: Reconciler) -> None:
@@ -99,11 +117,13 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         _kubectl(reconciler, kubeconfig, "cordon", node)
     reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")
     arguments = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_LIMIT:.0f}s")
+    hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `kubectl uncordon {node}`"
     try:
-        _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
-    except ExitCodeError as error:
-        hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `kubectl uncordon {node}`"
-        raise CommandError(error.argv, "the node's pods could not be moved", error.stderr, hint) from error
+        with _said_if_interrupted(reconciler, f"some pods of node {node} may have been moved; {hint}"):
+            _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
+    except CommandError as error:
+        what = f"the node's pods could not be moved: {error.ended}"
+        raise CommandError(error.argv, what, error.stderr, hint) from error
 
 
 def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:

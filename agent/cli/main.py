@@ -1,9 +1,11 @@
 """The command `unbounded-agent`: parses its arguments, runs the command, and sets the exit code."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
+from agent.cli.commands import UNIT_COMMANDS
 from agent.cli.parser import VERSION, make_parser
 from agent.cli.printing import ignore_broken_pipe, progress, report, report_failures, say
 from agent.model.errors import AgentError, ConfigError
@@ -11,6 +13,8 @@ from agent.model.errors import AgentError, ConfigError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. agent.cli.commands has the codes of each command.
+
+    Without `arguments`, it is that of this process, whose signals then end it as Ctrl-C does.
 
     Most have 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) and 130 (interrupted). Raises
     SystemExit after `--help`, `--version` or a wrong argument.
@@ -20,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "version":
         say([VERSION])
         return 0
+    if arguments is None and options.command not in UNIT_COMMANDS:
+        _interrupt_at_hangup()
     try:
         return _run(options)
     except ConfigError as error:
@@ -103,6 +109,17 @@ def _run(options: argparse.Namespace) -> int:
             return manifests(options.names, options.out, this_host())
         case _:
             return _run_for_units(options)
+
+
+def _interrupt_at_hangup() -> None:
+    """Let SIGTERM and SIGHUP, which comes when the connection to the terminal is lost, interrupt as Ctrl-C does.
+
+    By default they end this process at once: kubectl would go on evicting pods, and a detached GPU stay detached.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup(1) ignores SIGHUP, and that must stay so.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _run_for_units(options: argparse.Namespace) -> int:

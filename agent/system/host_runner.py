@@ -23,13 +23,23 @@ if sys.version_info < (3, 11, 6):
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program, as a Runner does. A program that SIGKILL does not end is not run again until it has ended."""
-    # All threads involved are daemon threads, so none of them keeps this process from exiting.
-    return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
+    """Run a program, as a Runner does. A program that SIGKILL does not end is not run again until it has ended.
+
+    If this is interrupted, as by Ctrl-C, the program is killed.
+    """
+    running: list[int] = []
+    try:
+        # All threads involved are daemon threads, so none of them keeps this process from exiting.
+        return bounded(" ".join(argv), lambda: _run(argv, timeout, running), timeout + KILL_MARGIN)
+    except KeyboardInterrupt:
+        # The terminal's Ctrl-C does not reach it, because it has a session of its own.
+        for pid in running:
+            kill_group(pid)
+        raise
 
 
-def _run(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program in a new session, without our terminal.
+def _run(argv: tuple[str, ...], timeout: float, running: list[int]) -> Completed:
+    """Run a program in a new session, without our terminal. While it runs, `running` has its id.
 
     At the time limit, kill it and what it started, except processes with a session or process group of their own.
     """
@@ -37,6 +47,7 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
     # Output goes to memory: pipes would need threads, and stay open while a program's children run.
     with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
         process = _start(program, argv, stdout, stderr)
+        running.append(process.pid)
         in_time = False
         try:
             _limit_files(process.pid)
@@ -45,6 +56,7 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
             if not in_time:
                 kill_group(process.pid)
             status = process.wait()
+            running.clear()
         if not in_time:
             raise TimeLimitError
         return Completed(status, content(stdout), content(stderr))

@@ -146,6 +146,29 @@ def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: 
     assert "fuser" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (DRAIN, f"some pods of node {NODE} may have been moved; the machine still runs; repeat this, or"),
+        (STOP, f"machine {MACHINE} is stopping; start it with `unbounded-agent start {MACHINE}`"),
+        (START, f"machine {MACHINE} was stopped, and may not have started again: start it with `unbounded-agent start"),
+    ],
+)
+def test_an_interrupted_restart_says_what_it_leaves(
+    host: NodeHost, agent: Reconciler, program: tuple[str, ...], said: str
+) -> None:
+    def interrupt(argv: tuple[str, ...]) -> None:
+        if argv == program:
+            raise KeyboardInterrupt
+
+    host.tools.before = interrupt
+    messages: list[str] = []
+    agent.progress = messages.append
+    with pytest.raises(KeyboardInterrupt):
+        restart(MACHINE, agent, ADMIN, drain=True)
+    assert messages[-1].startswith(f"interrupted: {said}")
+
+
 def test_a_machine_that_does_not_exist_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:

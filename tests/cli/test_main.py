@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +68,26 @@ def test_the_parser_of_one_command_is_the_same_as_in_the_whole(name: str) -> Non
     assert [each.format_help() for each in commands] == [
         each.format_help() for each in parsers(whole) if each.prog in names
     ]
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize(("prefix", "number"), [((), signal.SIGHUP), (("nohup",), signal.SIGTERM)])
+def test_a_command_is_interrupted_when_its_terminal_is_gone(
+    tmp_path: Path, prefix: tuple[str, ...], number: int
+) -> None:
+    """The signal's default action would end it before it kills what it has started. nohup's choice stays as it is."""
+    (config := tmp_path / "config.toml").write_text("[machines.gpu-node]\n")
+    argv = (*prefix, sys.executable, "-m", "agent.cli.main", f"--config={config}", "status", "--watch")
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as command:
+        assert command.stdout
+        assert command.stdout.readline()
+        if prefix:
+            command.send_signal(signal.SIGHUP)
+            assert command.stdout.readline()
+        command.send_signal(number)
+        assert command.wait(20) == 130
 
 
 # ---- help and version

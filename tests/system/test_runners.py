@@ -94,19 +94,23 @@ def test_a_tool_writes_large_files_and_uses_the_proxy(tmp_path: Path, monkeypatc
     assert host_runner(("sh", "-c", f"sleep 0.2; printf y >>{place}"), 20).status != 0
 
 
-def test_a_tool_dies_with_the_agent(tmp_path: Path) -> None:
-    """If the tool lived on, it would write files while the next attempt removes them."""
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("tool_runner", signal.SIGKILL), ("tool_runner", signal.SIGINT), ("host_runner", signal.SIGINT)],
+)
+def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int) -> None:
+    """If a tool lived on, it would write files while the next attempt removes them; kubectl would go on evicting."""
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
-    code = f"from agent.system.tool_runner import tool_runner; tool_runner(('sh', '-c', '{script}'), 60)"
-    agent = subprocess.Popen([sys.executable, "-c", code])
+    code = f"from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
+    agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         while not pid_file.exists() or not pid_file.read_text():
             assert agent.poll() is None
             time.sleep(0.01)
         ended = os.pidfd_open(int(pid_file.read_text()))
     finally:
-        agent.kill()
+        agent.send_signal(number)
         agent.wait()
     assert select.select([ended], [], [], 20)[0]
     os.close(ended)
