@@ -105,6 +105,8 @@ class _Removal(Struct):
     timing: Timing
     remarks: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
+    recorded: bool = False
+    """Whether this command has recorded the GPU as detached or tainted."""
 
     def run(self) -> Ending:
         """Keep new pods from the GPU, wait until its users have exited, then withdraw the machines' permission.
@@ -141,6 +143,7 @@ class _Removal(Struct):
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self._users():
             return self._in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
+        self._require_record()
         if permitted:
             return Ending(
                 False, (f"do not remove {address} yet: {', '.join(permitted)} can still open it", *self.remarks)
@@ -212,6 +215,7 @@ class _Removal(Struct):
         """Wait until no process has the GPU open, or time is up. Return the processes that still have it open."""
         deadline, next_report = time.monotonic() + seconds, 0.0
         while (held := users(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
+            self._require_record()
             if time.monotonic() >= next_report:
                 remaining = deadline - time.monotonic()
                 for line in describe(held, self.gpu):
@@ -225,8 +229,16 @@ class _Removal(Struct):
 
     def _record(self, record: Callable[[System, str], bool]) -> None:
         with pass_lock(self.reconciler.system, self.reconciler.progress):
+            if self.recorded:
+                self._require_record()
             if not record(self.reconciler.system, self.gpu.pci_address):
                 raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
+            self.recorded = True
+
+    def _require_record(self) -> None:
+        """Raises AgentError if the GPU is no longer recorded: this command must not undo what somebody else did."""
+        if self.gpu.pci_address not in observe_detached(self.reconciler.system).tainted:
+            raise AgentError(f"{self.gpu.pci_address} was attached, or left the PCI bus, in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, or time is up. Return the last outcome.

@@ -16,9 +16,10 @@ from agent.cli.holders import holders
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached
+from agent.host.state.locks import pass_lock
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device_allow import DeviceAllow
-from agent.model.errors import ConfigError, ObservationError
+from agent.model.errors import AgentError, ConfigError, ObservationError
 from agent.model.facts import Unseen
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
@@ -288,6 +289,30 @@ def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left
     assert (f"`unbounded-agent gpus attach {SECOND}`" in last_message) is left
     site.agent.reconcile()
     assert site.granted() == ((FIRST,) if left else (FIRST, SECOND))
+
+
+@pytest.mark.parametrize(("policy", "held", "steps"), [
+    ("drain-wait", True, 0), ("drain-wait", True, 1), ("drain-wait", True, 2),
+    ("refuse", False, 0), ("force", False, 0),
+])  # fmt: skip
+def test_a_gpu_that_somebody_attaches_meanwhile_stays_attached(site: Site, policy: str, held: bool, steps: int) -> None:
+    """While a machine's report is waited for, or the GPU's users are."""
+    agent = site.configure(on_detach=policy, drain_wait=20)
+    if held:
+        site.hold()
+
+    def attach() -> None:
+        with pass_lock(site.host, site.messages.append):
+            forget_detached(site.host, SECOND)
+
+    site.meanwhile = [lambda: None] * steps + [attach]
+    with pytest.raises(AgentError, match=f"{SECOND} was attached, or left the PCI bus, in the meantime"):
+        detach(SECOND, agent, FAST)
+    assert not site.meanwhile
+    assert SECOND not in observe_detached(site.host).tainted
+    site.agent.reconcile()
+    assert site.granted() == (FIRST, SECOND)
+    assert site.permitted()
 
 
 def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> None:
