@@ -12,7 +12,7 @@ from agent.host.provision.preflight import Asking, Check, check_server
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Status
-from agent.model.paths import token_file
+from agent.model.paths import machine_unit, token_file
 from agent.model.reasons import Reason
 from agent.system.https import ask
 
@@ -123,14 +123,25 @@ class Watch(Struct, frozen=True):
                 )
         return failures
 
+    def _ended(self, outcome: Outcome, ran: set[str]) -> tuple[str, ...]:
+        """Return a sentence for each machine in `ran` that no longer runs, and add those that run to `ran`."""
+        ended = {each.name for each in outcome.facts.machines if each.ended}
+        failures = tuple(
+            f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
+            for name in self.names
+            if name in ran & ended
+        )
+        ran.update(each.name for each in outcome.facts.machines if each.unit_state in ("active", "activating"))
+        return failures
+
     def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
-        last_sentence, servers = "", _Servers(self.reconciler, self.ask)
+        last_sentence, servers, ran = "", _Servers(self.reconciler, self.ask), set[str]()
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
-            failures = outcome.failures + self._start_stopped(outcome, started)
+            failures = outcome.failures + self._start_stopped(outcome, started) + self._ended(outcome, ran)
             waiting = self.waiting(outcome)
             if failures or not waiting:
                 return outcome, failures

@@ -10,8 +10,8 @@ from agent.cli.up import up
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
-from agent.model.paths import cordoned_file, machine_root
-from tests.fakes.gpu_host import MACHINE, UNITS
+from agent.model.paths import cordoned_file, machine_root, report_directory
+from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
@@ -179,6 +179,25 @@ def test_a_machine_that_does_not_exist_is_not_waited_for(
     assert "was not ready within" not in said
     assert machine_root(MACHINE) in said
     assert START not in host.runner.calls
+
+
+@pytest.mark.parametrize("state", ["inactive", "failed"])
+def test_a_machine_that_stops_after_its_start_is_not_waited_for(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """systemd runs prepare@ first, and may start the machine again by itself: only then has it stopped."""
+    stop(MACHINE, agent, "", drain=False)
+    host.reports = False
+    host.remove_tree(report_directory(MACHINE))
+    states = ["failed", "activating", "activating", "active", state]
+
+    def sleep(_: float) -> None:
+        units(host, states.pop(0), stopped_at=1)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert start(MACHINE, agent, "") == 1
+    assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
+    assert not states
 
 
 def test_an_unknown_machine(agent: Reconciler) -> None:
