@@ -1,6 +1,5 @@
 """Makes a pass: observes facts, plans the goal, applies the difference, verifies and reports the result."""
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -41,8 +40,6 @@ from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, repo
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.sysfs import DeviceSource
-
-log = logging.getLogger(__name__)
 
 CLEANUP_INTERVAL = 600.0
 """Seconds between a failed attempt to remove a driver root and the next one. An attempt may take a minute."""
@@ -220,9 +217,13 @@ class Reconciler(Struct):
         """Return one sentence per fault, and log the traceback of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
-        for name, sentence in sentences.items():
-            if sentence not in self.logged_faults:
-                log.error("%s", sentence, exc_info=faults[name].error)
+        new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
+        if new:
+            # Imported here: every command would load it.
+            import logging
+
+            for name, sentence in new.items():
+                logging.getLogger(__name__).error("%s", sentence, exc_info=faults[name].error)
         self.logged_faults = tuple(sentences.values())
         return self.logged_faults
 

@@ -1,13 +1,10 @@
 """Logs and counts files of the agent's own state that it discards because it cannot use them."""
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
 
 from agent.system.files import System
-
-log = logging.getLogger(__name__)
 
 _counts: Counter[str] = Counter()
 
@@ -19,8 +16,11 @@ def count(path: str) -> None:
 
 def discard(path: str, why: str) -> None:
     """Count and log a discarded file. The pass continues without its content."""
+    # Imported here: every command would load it.
+    import logging
+
     count(path)
-    log.warning("discarding %s: %s", path, why)
+    logging.getLogger(__name__).warning("discarding %s: %s", path, why)
 
 
 def discarded() -> Mapping[str, int]:

@@ -71,7 +71,7 @@ def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str]
     names = loaded("--config", str(tmp_path / "config.toml"), *arguments)
     assert names & COMMANDS == {f"agent.cli.{name}" for name in own}
     assert "agent.host.reconcile" in names
-    slow = {"pydantic", "typing_extensions", "inspect", "dataclasses", "hashlib", "ssl"}
+    slow = {"pydantic", "typing_extensions", "inspect", "dataclasses", "hashlib", "ssl", "logging", "traceback"}
     assert names & (SERVICE | TOOLS | slow) == set()
 
 
