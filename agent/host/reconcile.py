@@ -94,7 +94,7 @@ class Reconciler(Struct):
 
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
         """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
-        goals, now = {goal.name: goal for goal in planned.goal.machines}, time.clock_gettime(time.CLOCK_BOOTTIME)
+        goals, now = {goal.name: goal for goal in planned.goal.machines}, time.monotonic()
         released, missing_nodes, faults = set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
             goal = goals[machine.name]

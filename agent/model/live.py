@@ -40,7 +40,7 @@ class LiveSettings(Struct, frozen=True):
     """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes them,
     but keeps no record that it did."""
     kept_since: float = 0.0
-    """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_BOOTTIME; 0 if it has
+    """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_MONOTONIC; 0 if it has
     none. If more are withdrawn meanwhile, the time of the first one counts for all."""
 
 

@@ -595,6 +595,24 @@ def test_after_a_killed_pass_the_next_one_informs_the_machine(gpu_host: Host) ->
     assert gpu_host.identity(handoff_file(MACHINE)) != published
 
 
+def test_after_a_suspend_the_machine_has_as_much_time_as_before(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timer of the machine half stops while the host is suspended."""
+    agent = with_missing_nodes(gpu_host)
+    report(gpu_host, OPENED)
+    assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
+    wall, since_boot = time.time, time.clock_gettime
+    monkeypatch.setattr(time, "time", lambda: wall() + 7200)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: since_boot(clock) + 7200)
+    assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
+    only = Reconciler(Config.validated({"machines": {MACHINE: {"gpus": "count=1"}}}), gpu_host, gpu_host)
+    only.memory = agent.memory
+    gpu_host.bus.changes.clear()
+    only.reconcile()
+    assert gpu_host.bus.changes == [], "what was taken back stays permitted until the machine has answered"
+
+
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
 def test_a_clock_jump_makes_no_report_outdated(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both an older report and one from just before the jump stay valid, and a specification keeps what it needs."""

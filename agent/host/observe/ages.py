@@ -9,9 +9,9 @@ class _Observation(Struct, frozen=True):
     ctime: float
     """The file's change time by the wall clock, which may have been set since."""
     changed_at: float
-    """The file's change time by CLOCK_BOOTTIME."""
+    """The file's change time by CLOCK_MONOTONIC."""
     observed_at: float
-    """The time of the last observation, by CLOCK_BOOTTIME."""
+    """The time of the last observation, by CLOCK_MONOTONIC."""
 
 
 class Ages(Struct):
@@ -20,6 +20,8 @@ class Ages(Struct):
     The first age of a file depends on the wall clock alone. If the change time later differs from the one that was
     observed last, the file changed after that observation: its age is at most the time since then, whatever the wall
     clock says.
+
+    CLOCK_MONOTONIC stops while the host is suspended. So does the machine half's timer, so nothing is late after that.
     """
 
     _observations: dict[str, _Observation] = field(default_factory=dict)
@@ -30,7 +32,7 @@ class Ages(Struct):
 
         Unlike the mtime, the ctime cannot be chosen by whoever writes the file.
         """
-        age, now = abs(time.time() - ctime), time.clock_gettime(time.CLOCK_BOOTTIME)
+        age, now = abs(time.time() - ctime), time.monotonic()
         last = self._observations.get(path)
         if last and last.ctime == ctime:
             changed_at = last.changed_at

@@ -35,7 +35,7 @@ class Acknowledged(Struct, frozen=True):
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors while reading reports, by machine."""
     at: float = 0.0
-    """When the reports were read, in seconds of CLOCK_BOOTTIME."""
+    """When the reports were read, in seconds of CLOCK_MONOTONIC."""
 
 
 class Difference(Struct, frozen=True):

@@ -20,7 +20,7 @@ def change_running(
     `released` means that permissions for withdrawn devices can be removed (agent.host.verify.answers.released): the
     machine has stopped using the devices, has had enough time to do so, or no longer reports. `missing_nodes` means
     that it reports nodes of its current handoff as missing: all nodes are then bound again. For one handoff, this is
-    repeated only after a pass with `released` and without missing nodes. `now` is the time by CLOCK_BOOTTIME.
+    repeated only after a pass with `released` and without missing nodes. `now` is the time by CLOCK_MONOTONIC.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live

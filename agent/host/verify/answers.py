@@ -62,7 +62,7 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     """Return whether permissions for devices that are no longer granted can be removed now.
 
     They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
-    no report, or the report is malformed or stale, they can be removed at once. `now` is the time by CLOCK_BOOTTIME.
+    no report, or the report is malformed or stale, they can be removed at once. `now` is the time by CLOCK_MONOTONIC.
     """
     if isinstance(report, Report) and names_handoff(report, machine, goal.generation):
         return True
