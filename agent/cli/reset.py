@@ -40,6 +40,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
         reconciler.system,
         reconciler.devices,
         reconciler.progress,
+        memory=reconciler.memory,
     )
 
     def remove_files() -> tuple[str, ...]:

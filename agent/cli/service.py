@@ -1,13 +1,15 @@
 """`unbounded-agent run`: the service on this host."""
 
 import argparse
+from collections.abc import Callable
 
 from agent.cli import garbage
 from agent.cli.answering import Answers
 from agent.cli.host import load, this_host
-from agent.cli.wiring import make_reconcilers
+from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.host.daemon import loop
+from agent.host.reconcile import Reconciler
 
 
 def run(options: argparse.Namespace) -> int:
@@ -17,5 +19,8 @@ def run(options: argparse.Namespace) -> int:
     def load_again() -> Loaded:
         return load(options, system)
 
+    def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
+        return make_reconciler(loaded, system, progress)
+
     garbage.for_a_service()
-    return loop.run(load_again, make_reconcilers(system), answer=Answers().page)
+    return loop.run(load_again, make, answer=Answers().page)

@@ -21,6 +21,7 @@ from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
 from agent.host.plan.started import with_live
 from agent.host.state.condition_history import read_history, write_history
+from agent.host.state.file_ages import write_ages
 from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
@@ -139,6 +140,7 @@ class Reconciler(Struct):
                 facts, planned, difference = self.preview()
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
+            write_ages(self.system, self.memory.ages)
             ready = {each.name: each.ready for each in machines if self.config.machines[each.name].node_condition}
             failures += publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load_config
-from agent.host.observe.ages import Ages
 from agent.host.observe.machine import observe_machine
 from agent.host.observe.units import Unit
 from agent.machine.run import run
@@ -23,6 +22,7 @@ from agent.model.paths import (
     MACHINE_ROOTS,
     MACHINES_STATE,
 )
+from agent.system.ages import Ages
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.gpu_host import MACHINE, reconciler

@@ -1,26 +1,51 @@
-"""What the service keeps when it reads its configuration again."""
+"""What one process leaves to the next."""
 
 import time
 
 import pytest
 
-from agent.cli.wiring import make_reconcilers
+from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import Config
-from agent.model.paths import REPORT_NAME, report_directory
-from tests.fakes.gpu_host import MACHINE
+from agent.model.paths import AGES, REPORT_NAME, report_directory
+from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
+REPORT = f"{report_directory(MACHINE)}/{REPORT_NAME}"
 
-def test_after_a_clock_jump_a_reload_makes_no_report_older(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, loaded = make_reconcilers(gpu_host), Loaded(Config.validated({"machines": {MACHINE: {}}}))
-    gpu_host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", b"{}")
 
-    def age_after_reload() -> float:
-        facts, *_ = make(loaded, lambda _: None).preview()
-        return facts.machines[0].report_age
+def age_in_new_process(host: Host) -> float:
+    """Return the age of the report that a command, or the service after a reload, sees."""
+    facts, *_ = make_reconciler(Loaded(Config.validated({"machines": {MACHINE: {}}})), host).preview()
+    return facts.machines[0].report_age
 
-    assert age_after_reload() < 60
+
+@pytest.mark.parametrize("jump", [-86400.0, 3600.0])
+def test_a_clock_jump_makes_no_report_older(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = reconciler(gpu_host)
+    gpu_host.write(REPORT, b"{}")
+    agent.reconcile()
     real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 3600)
-    assert age_after_reload() < 60
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    assert age_in_new_process(gpu_host) < 60
+    gpu_host.write(REPORT, b"{ }")
+    assert age_in_new_process(gpu_host) < 60, "it is newer than the last pass"
+
+
+def test_ages_are_written_only_if_a_file_has_changed(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    agent.reconcile()
+    before = gpu_host.identity(AGES)
+    agent.reconcile()
+    assert gpu_host.identity(AGES) == before
+    gpu_host.write(REPORT, b"{}")
+    agent.reconcile()
+    assert gpu_host.identity(AGES) != before
+
+
+def test_a_damaged_record_of_ages_costs_only_what_it_recorded(gpu_host: Host) -> None:
+    gpu_host.write(REPORT, b"{}")
+    for content in (b"{", b'{"/x": [1]}', b'{"/x": ["1", 2, 3]}', b'{"/x": [1, 2, null]}'):
+        gpu_host.write(AGES, content)
+        assert age_in_new_process(gpu_host) < 60

@@ -1,7 +1,6 @@
 """Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
 
 from agent.config.settings import Config
-from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.loader_cache import Listing
 from agent.host.observe.machine import ignored_settings, observe_machine, unseen_machine
@@ -21,6 +20,7 @@ from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
 from agent.model.faults import fault
 from agent.model.gpu_facts import GpuFacts
 from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, STATE, machine_of, machine_unit, mount_unit
+from agent.system.ages import Ages
 from agent.system.files import System
 from agent.system.seen import read_seen
 from agent.system.sysfs import DeviceSource

@@ -2,7 +2,6 @@
 
 import math
 
-from agent.host.observe.ages import Ages
 from agent.host.observe.units import Unit
 from agent.host.state.driver_roots import parse_handed
 from agent.host.state.granted import GRANTED
@@ -27,6 +26,7 @@ from agent.model.paths import (
     started_drop_in,
     started_nspawn,
 )
+from agent.system.ages import Ages
 from agent.system.damage import discard
 from agent.system.files import System
 from agent.system.seen import read_seen

@@ -2,8 +2,8 @@
 
 from msgspec import Struct, field
 
-from agent.host.observe.ages import Ages
 from agent.host.observe.loader_cache import LoaderCache
+from agent.system.ages import Ages
 from agent.system.file_cache import FileCache
 
 

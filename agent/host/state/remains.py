@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from agent.model.paths import (
+    AGES,
     CONDITIONS,
     DETACHED_GPUS,
     MACHINES_STATE,
@@ -23,7 +24,7 @@ from agent.model.paths import (
 )
 from agent.system.files import NEW, System
 
-HOST_FILES = (CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
+HOST_FILES = (AGES, CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
 """Files that are written under the pass lock. Others, such as what the service read in the kernel log, may be written
 at this moment; their next writer removes what is left of them."""
 

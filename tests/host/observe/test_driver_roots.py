@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import INDICES, Staged, observe_staged
 from agent.host.observe.machine import observe_machine
 from agent.host.observe.owned_files import observe_files, read_owned
@@ -35,6 +34,7 @@ from agent.model.paths import (
     nspawn_file,
     report_directory,
 )
+from agent.system.ages import Ages
 from agent.system.mounts import MOUNTS
 from tests.fakes.host import Host
 

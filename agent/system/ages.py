@@ -1,0 +1,55 @@
+"""Computes how long ago files changed, even if the wall clock is set in between."""
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+KEPT = 3600.0
+"""Seconds after which a file that is no longer observed is forgotten."""
+
+
+class Observation(NamedTuple):
+    """What was last seen of a file."""
+
+    changed: float
+    """The time of its last change by the wall clock, which may have been set since."""
+    changed_at: float
+    """The time of that change by CLOCK_MONOTONIC."""
+    observed_at: float
+    """The time of the observation by CLOCK_MONOTONIC."""
+
+
+class Ages:
+    """Remembers when files changed, so that setting the wall clock can hardly distort an age.
+
+    The first age of a file depends on the wall clock alone. If the time of the change later differs from the one that
+    was observed last, the file changed after that observation: its age is at most the time since then, whatever the
+    wall clock says.
+
+    CLOCK_MONOTONIC is the same in the host, its machines and all processes. It stops while the host is suspended. So
+    does the machine half's timer, so nothing is late after that.
+    """
+
+    def __init__(self, observations: Mapping[str, Observation] | None = None) -> None:
+        """Begin with the observations of an earlier process since the host's boot, by path."""
+        self._observations = dict(observations or {})
+
+    def of(self, path: str, changed: float) -> float:
+        """Return the seconds since the file's change. A change N seconds in the future counts as N seconds ago.
+
+        For a file of an untrusted writer, `changed` must be its ctime, which the writer cannot choose.
+        """
+        age, now = abs(time.time() - changed), time.monotonic()
+        last = self._observations.get(path)
+        if last and last.changed == changed:
+            changed_at = last.changed_at
+        else:
+            changed_at = now - (min(age, now - last.observed_at) if last else age)
+        self._observations[path] = Observation(changed, changed_at, now)
+        return now - changed_at
+
+    @property
+    def observations(self) -> dict[str, Observation]:
+        """The observations of files that were observed lately."""
+        oldest = time.monotonic() - KEPT
+        return {path: each for path, each in self._observations.items() if each.observed_at >= oldest}
