@@ -1,5 +1,10 @@
-"""Keeps the last evaluated conditions in /run, so that every command can show when each one last changed."""
+"""Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
 
+All times are by the wall clock. If it was set after they were written, they are corrected when they are read: otherwise
+a clock that is set at boot, as without a battery, would make the conditions look years old, or a start overdue.
+"""
+
+import time
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -7,11 +12,15 @@ from msgspec.structs import astuple
 
 from agent.host.state.record import Record
 from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.facts import Seen
 from agent.model.paths import CONDITIONS
 from agent.system.files import System
 
 History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
+
+SET = 1.0
+"""Seconds by which the time of the boot must differ to show that the wall clock was set."""
 
 
 class _Condition(Struct, frozen=True):
@@ -24,6 +33,8 @@ class _Condition(Struct, frozen=True):
     last_transition: float = 0.0
     losses: tuple[float, ...] = ()
     good_since: float = 0.0
+    booted: float | None = None
+    """When the host booted, by the clock that showed the other times; None in the files of earlier releases."""
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])
@@ -31,15 +42,16 @@ _RECORD = Record(dict[str, tuple[_Condition, ...]])
 
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
-    content = _RECORD.read(CONDITIONS, system) or {}
-    return {machine: tuple(Condition(*astuple(each)) for each in conditions) for machine, conditions in content.items()}
+    content, booted = _RECORD.read(CONDITIONS, system) or {}, _booted()
+    return {machine: tuple(_read(each, booted) for each in conditions) for machine, conditions in content.items()}
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
-        content = _content(history)
-        if _RECORD.read_seen(CONDITIONS, system) != content:
+        before = _RECORD.read_seen(CONDITIONS, system)
+        content = _content(history, _recorded(before, _booted()))
+        if before != content:
             _RECORD.write(CONDITIONS, content, system)
     except OSError as error:
         return (
@@ -49,5 +61,32 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
     return ()
 
 
-def _content(history: History) -> dict[str, tuple[_Condition, ...]]:
-    return {machine: tuple(_Condition(*each[:-1]) for each in conditions) for machine, conditions in history.items()}
+def _booted() -> float:
+    """Return when the host booted, by the wall clock. This changes only if somebody sets the clock."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
+    """Return the recorded time of the boot unless the clock was set, so that an unchanged history stays the same."""
+    known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
+    return next((each for each in known if each is not None and abs(each - booted) < SET), booted)
+
+
+def _read(found: _Condition, booted: float) -> Condition:
+    *condition, recorded = astuple(found)
+    read = Condition(*condition)
+    set_by = booted - recorded if recorded is not None else 0.0
+    if abs(set_by) < SET:
+        return read
+    return read._replace(
+        last_transition=read.last_transition and read.last_transition + set_by,
+        losses=tuple(at + set_by for at in read.losses),
+        good_since=read.good_since and read.good_since + set_by,
+    )
+
+
+def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
+    return {
+        machine: tuple(_Condition(*each[:-1], booted=booted) for each in conditions)
+        for machine, conditions in history.items()
+    }

@@ -31,9 +31,8 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
 
     Only False counts as a loss. Unknown does not, because Ready is Unknown until a machine has answered a new handoff.
     """
-    # Times in the future, from before the clock was set back, are dropped: they would not expire.
-    losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)
-    good_since = before.good_since if before and before.good_since <= now else 0.0
+    losses = tuple(at for at in (before.losses if before else ()) if now - at <= WINDOW)
+    good_since = before.good_since if before else 0.0
     if ready.status is Status.FALSE:
         return ready._replace(losses=(*losses, now) if good_since else losses, good_since=0.0)
     if ready.status is Status.TRUE:

@@ -1,7 +1,10 @@
 """The history of conditions, which programs and the release before and after this one read."""
 
 import json
+import time
 from pathlib import Path
+
+import pytest
 
 from agent.host.state.condition_history import read_history, write_history
 from agent.model.conditions import Condition, ConditionType, Status
@@ -26,7 +29,9 @@ def test_the_file(tmp_path: Path) -> None:
     written = host.identity(CONDITIONS)
     assert write_history(host, {"gpu-node": (READY,)}) == ()
     assert host.identity(CONDITIONS) == written, "the same history is not written again"
-    assert json.loads(host.read(CONDITIONS)) == {"gpu-node": [RECORD]}
+    document = json.loads(host.read(CONDITIONS))
+    assert abs(document["gpu-node"][0].pop("booted") - (time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))) < 60
+    assert document == {"gpu-node": [RECORD]}
     assert read_history(host) == {"gpu-node": (READY,)}
 
 
@@ -36,3 +41,21 @@ def test_the_file_of_another_release(tmp_path: Path) -> None:
     known = {key: RECORD[key] for key in ("type", "status", "reason", "message")}
     host.write(CONDITIONS, json.dumps({"a": [{**RECORD, "count": None}], "b": [known]}).encode())
     assert read_history(host) == {"a": (READY,), "b": (READY._replace(last_transition=0.0, losses=(), good_since=0.0),)}
+
+
+def test_times_from_before_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without a battery boots in 1970. `status` said "ready, for 20717 d" once the network had the time."""
+    host, real = Host(tmp_path), time.time
+    now = real()
+    monkeypatch.setattr(time, "time", lambda: real() - now + 100)
+    ready = Condition(ConditionType.READY, Status.TRUE, "x", "", 90.0, (30.0, 60.0), 80.0)
+    never = ready._replace(last_transition=0.0, losses=(), good_since=0.0)
+    assert write_history(host, {"gpu-node": (never, ready)}) == ()
+    assert read_history(host) == {"gpu-node": (never, ready)}
+    monkeypatch.setattr(time, "time", real)
+    for _ in range(2):
+        first, second = read_history(host)["gpu-node"]
+        assert first == never
+        times = (second.last_transition, *second.losses, second.good_since)
+        assert [round(now - each) for each in times] == [10, 70, 40, 20]
+        assert write_history(host, {"gpu-node": (first, second)}) == ()

@@ -1,5 +1,6 @@
 """Ready that changes often, and work in progress that never ends."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -94,14 +95,6 @@ def test_losses_are_forgotten() -> None:
     assert machine.see(GOOD).status is Status.TRUE
 
 
-def test_a_clock_that_is_set_back_delays_nothing_for_long() -> None:
-    machine = Machine()
-    machine.flap(LOSSES)
-    machine.see(GOOD)
-    machine.now -= 86400
-    assert machine.see(GOOD).status is Status.TRUE
-
-
 @given(st.lists(st.tuples(st.sampled_from([GOOD, BAD, OPEN]), st.floats(0, 2000))))
 def test_true_is_never_shown_for_a_bad_condition(steps: Sequence[tuple[Condition, float]]) -> None:
     """A condition that stays good becomes True again."""
@@ -169,6 +162,26 @@ def test_a_start_in_progress_is_not_a_fault_unless_it_lasts_forever() -> None:
         assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricManagerStuck")
     seen = fabric(ACTIVE, seen, START + 5000)
     assert [each.status for each in seen] == [Status.TRUE] * 3
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_setting_the_clock_neither_ends_nor_prolongs_a_wait(
+    host: Host, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    machine.now = time.time()
+    machine.flap(LOSSES)
+    ready, (starting, *_) = machine.see(GOOD), fabric(STARTING, (), machine.now)
+    write_history(host, {MACHINE: (starting, ready)})
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    machine.now += jump
+    before = read_history(host)[MACHINE]
+    machine.ready = before[-1]
+    assert machine.see(GOOD, SETTLING - 1).reason == "Settling"
+    assert machine.see(GOOD, 2).status is Status.TRUE
+    for waited, status in ((STARTING_LIMIT - 1, Status.UNKNOWN), (STARTING_LIMIT + 1, Status.FALSE)):
+        assert fabric(STARTING, before, starting.last_transition + jump + waited)[0].status is status
 
 
 @pytest.mark.parametrize("before", [ACTIVE, unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")])
