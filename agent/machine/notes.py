@@ -7,11 +7,13 @@ clears. The ownership record is on disk, because the files that the agent writes
 import contextlib
 import json
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 from agent.model.digest import sha256
 from agent.model.errors import ApplyError
 from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, NODE_NAME, OWNED
+from agent.system.ages import Ages, Observation
 from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
 from agent.system.journal import WARNING, say
@@ -22,6 +24,8 @@ TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NA
 """Prefixes of temporary files that other services write next to the notes: the service that sets the Node's condition,
 and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
+AGES = "ages"
+"""Name of the note with the ages of the files whose order matters, or that must be recent."""
 
 
 class Notes:
@@ -58,6 +62,19 @@ class Notes:
         if self.load(name) != value:
             document = {"digest": _digest(value), "note": value}
             self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
+
+
+def ages_in(note: object) -> Ages:
+    """Return the ages that a note keeps in the form of `Ages.observations`."""
+    return Ages({path: Observation(*each) for path, each in note.items()} if isinstance(note, dict) else None)
+
+
+@contextlib.contextmanager
+def noted_ages(notes: Notes) -> Iterator[Ages]:
+    """Yield the ages as the last run knew them, and keep them for the next run. Raises OSError."""
+    ages = ages_in(notes.load(AGES))
+    yield ages
+    notes.save(AGES, ages.observations)
 
 
 def remove_remains(system: System) -> None:

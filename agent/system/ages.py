@@ -1,11 +1,14 @@
 """Computes how long ago files changed, even if the wall clock is set in between."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 KEPT = 3600.0
 """Seconds after which a file that is no longer observed is forgotten."""
+STEP = 1.0
+"""Seconds by which the difference of two clocks must change to show that the wall clock was set."""
 
 
 class Observation(NamedTuple):
@@ -33,20 +36,31 @@ class Ages:
     def __init__(self, observations: Mapping[str, Observation] | None = None) -> None:
         """Begin with the observations of an earlier process since the host's boot, by path."""
         self._observations = dict(observations or {})
+        self._ahead = time.time() - time.monotonic()
+        """By how much the wall clock is ahead. It stays until the clock is set: times keep their order exactly."""
 
     def of(self, path: str, changed: float) -> float:
-        """Return the seconds since the file's change. A change N seconds in the future counts as N seconds ago.
+        """Return the seconds since the file's change; see `changed_at`."""
+        changed_at = self.changed_at(path, changed)
+        return time.monotonic() - changed_at
 
-        For a file of an untrusted writer, `changed` must be its ctime, which the writer cannot choose.
+    def changed_at(self, path: str, changed: float) -> float:
+        """Return the time of the file's change by CLOCK_MONOTONIC.
+
+        A change N seconds in the future counts as N seconds ago. For a file of an untrusted writer, `changed` must be
+        its ctime, which the writer cannot choose.
         """
-        age, now = abs(time.time() - changed), time.monotonic()
+        now = time.monotonic()
+        if abs(time.time() - now - self._ahead) >= STEP:
+            self._ahead = time.time() - now
         last = self._observations.get(path)
         if last and last.changed == changed:
             changed_at = last.changed_at
         else:
-            changed_at = now - (min(age, now - last.observed_at) if last else age)
+            by_wall = changed - self._ahead
+            changed_at = max(min(by_wall, 2 * now - by_wall), last.observed_at if last else -math.inf)
         self._observations[path] = Observation(changed, changed_at, now)
-        return now - changed_at
+        return changed_at
 
     @property
     def observations(self) -> dict[str, Observation]:

@@ -15,6 +15,7 @@ from tests.fakes.machine import Machine, recorded_spec
 
 UUIDS = tuple(each["name"] for each in recorded_spec()["devices"] if each["name"].startswith("GPU-"))
 PLUGIN_SOCKET = f"{PLUGINS}/nvidia-gpu.sock"
+SPEC = "/etc/cdi/nvidia.yaml"
 BACKLOG = 16
 
 
@@ -44,17 +45,17 @@ class Kubelet:
         self.advertise(gpu=list(UUIDS))
 
     def publish_later(self) -> None:
-        """Date the CDI specification later than the plugin's start."""
-        self._date(plugin=-20, spec=-10)
+        """Let the CDI specification change after the plugin's start."""
+        self._touch(PLUGIN_SOCKET, CHECKPOINT, SPEC)
 
     def begin_later(self) -> None:
-        """Date the plugin's start later than the CDI specification."""
-        self._date(plugin=-10, spec=-20)
+        """Let the plugin start after the CDI specification's change."""
+        self._touch(SPEC, PLUGIN_SOCKET, CHECKPOINT)
 
-    def _date(self, *, plugin: float, spec: float) -> None:
-        now = time.time()
-        for path, seconds in ((PLUGIN_SOCKET, plugin), ("/etc/cdi/nvidia.yaml", spec)):
-            os.utime(self.machine.tree / path[1:], (now + seconds, now + seconds))
+    def _touch(self, *paths: str) -> None:
+        for path in paths:
+            now = time.time_ns()
+            os.utime(self.machine.tree / path[1:], ns=(now, now))
 
     def kill(self, path: str) -> None:
         """End the process behind a socket; the socket stays."""

@@ -14,13 +14,11 @@ from agent.host.state.record import Record
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import Seen
 from agent.model.paths import CONDITIONS
+from agent.system.ages import STEP
 from agent.system.files import System
 
 History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
-
-SET = 1.0
-"""Seconds by which the time of the boot must differ to show that the wall clock was set."""
 
 
 class _Condition(Struct, frozen=True):
@@ -69,14 +67,14 @@ def _booted() -> float:
 def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
     """Return the recorded time of the boot unless the clock was set, so that an unchanged history stays the same."""
     known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
-    return next((each for each in known if each is not None and abs(each - booted) < SET), booted)
+    return next((each for each in known if each is not None and abs(each - booted) < STEP), booted)
 
 
 def _read(found: _Condition, booted: float) -> Condition:
     *condition, recorded = astuple(found)
     read = Condition(*condition)
     set_by = booted - recorded if recorded is not None else 0.0
-    if abs(set_by) < SET:
+    if abs(set_by) < STEP:
         return read
     return read._replace(
         last_transition=read.last_transition and read.last_transition + set_by,

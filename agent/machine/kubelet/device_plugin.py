@@ -8,17 +8,18 @@ checkpoint that is older than the sockets proves nothing.
 
 import fnmatch
 import json
-import time
+import math
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
-from agent.machine.notes import Notes
+from agent.machine.notes import Notes, noted_ages
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
+from agent.system.ages import Ages
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
@@ -49,6 +50,8 @@ class Plugin(NamedTuple):
     """Ids of the registered devices by resource, according to the checkpoint; None without a checkpoint."""
     begun: int = 0
     """When the plugin began to serve: the time of its newest socket, in nanoseconds since the epoch."""
+    begun_at: float = -math.inf
+    """The same time by CLOCK_MONOTONIC."""
     up_to_date: bool = False
     """Whether the checkpoint was written after the plugin began to serve."""
 
@@ -74,7 +77,9 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
             return not_applicable(KIND, "no GPU is granted to this machine")
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     try:
-        plugin = read_plugin(system, vendor)
+        with noted_ages(context.notes) as ages:
+            plugin = _read_plugin(system, vendor, ages)
+            published_at = ages.changed_at(vendor.spec_path, spec_changed_at(context, vendor) / 1e9)
     except DocumentError as error:
         return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
     in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
@@ -88,7 +93,7 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     if not_running is not None:
         return not_running
     once_advertised = _once_advertised(context.notes, vendor, request, plugin)
-    outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
+    outdated = not vendor.plugin_rescans and published_at > plugin.begun_at
     registered = plugin.registered or {}
     condition = _compare(vendor, request, in_spec, registered, once_advertised if outdated else None)
     return condition._replace(advertised=len(in_spec & _gpus(vendor, request, registered)))
@@ -108,27 +113,32 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
     return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
 
 
-def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
-    """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
+def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
+    """Return the processes that listen on the vendor's plugin's sockets, by path; None if nobody listens."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
-    sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+    return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+
+
+def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
+    """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
+    sockets = plugin_sockets(system, vendor)
     serving = {path: process for path, process in sockets.items() if process is not None}
     dead = tuple(path for path, process in sockets.items() if process is None)
     try:
         # Pods of device plugins may write in this directory, and may put a link there.
         written = system.identity(CHECKPOINT, follow=False).mtime_ns
         registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
-        times = [system.identity(path, follow=False).mtime_ns for path in serving]
+        times = {path: system.identity(path, follow=False).mtime_ns for path in serving}
     except FileNotFoundError:
         return Plugin(serving, dead)
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
     by_resource = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
-    # If the clock was set back, a socket's time may lie in the future. It is ignored, because every checkpoint would be
-    # older than that.
-    now = time.time_ns()
-    begun = max((each for each in times if each <= now), default=0)
-    return Plugin(serving, dead, by_resource, begun, up_to_date=written >= begun)
+    # Not compared directly: the wall clock may have been set between two of these times.
+    begun = [(ages.changed_at(path, mtime_ns / 1e9), mtime_ns) for path, mtime_ns in times.items()]
+    begun_at, newest = max(begun, default=(-math.inf, 0))
+    up_to_date = ages.changed_at(CHECKPOINT, written / 1e9) >= begun_at
+    return Plugin(serving, dead, by_resource, newest, begun_at, up_to_date)
 
 
 def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:

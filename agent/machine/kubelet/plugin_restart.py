@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
-from agent.machine.kubelet.device_plugin import read_plugin
+from agent.machine.kubelet.device_plugin import plugin_sockets
 from agent.model.conditions import Condition
 from agent.model.errors import CommandError
 from agent.system.files import System
@@ -55,7 +55,9 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         )
     # A socket with several names may be another plugin's: any pod that may write in the directory can make a hard link.
     processes = {
-        process for path, process in read_plugin(system, vendor).serving.items() if system.link_count(path) == 1
+        process
+        for path, process in plugin_sockets(system, vendor).items()
+        if process is not None and system.link_count(path) == 1
     }
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:

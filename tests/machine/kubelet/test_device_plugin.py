@@ -15,9 +15,10 @@ from agent.machine.notes import OWNED_COPY
 from agent.model.errors import DocumentError
 from agent.model.paths import OWNED
 from agent.vendors.nvidia.device_plugin import gpu_of
-from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, UUIDS, Kubelet
+from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, SPEC, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, gpu_machine
 
+AHEAD = 7200
 OTHER = "GPU-99999999-0000-0000-0000-000000000000"
 
 
@@ -153,8 +154,6 @@ def test_a_kubelet_that_restarts(serving: Kubelet) -> None:
     serving.listen(KUBELET_SOCKET)
     assert serving.condition() == ("False", "DevicePluginDown")
     serving.listen(PLUGIN_SOCKET)
-    later = (serving.machine.tree / PLUGIN_SOCKET[1:]).stat().st_mtime_ns
-    os.utime(serving.machine.tree / CHECKPOINT[1:], ns=(later - 1, later - 1))
     assert serving.condition() == ("False", "NotRegistered")
     serving.advertise(gpu=list(UUIDS))
     assert serving.condition() == ("True", "Advertised")
@@ -165,6 +164,43 @@ def test_a_clock_that_was_set_back(serving: Kubelet) -> None:
     later = time.time_ns() + 3600 * 10**9
     os.utime(serving.machine.tree / PLUGIN_SOCKET[1:], ns=(later, later))
     assert serving.condition() == ("True", "Advertised")
+
+
+def test_a_clock_that_was_ahead_when_the_plugin_started(serving: Kubelet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hours after the clock was set back, a list that the kubelet wrote since then looked older than the socket."""
+    wall, since_boot = time.time, time.monotonic
+    for path in (PLUGIN_SOCKET, CHECKPOINT):
+        ahead(serving, path)
+    monkeypatch.setattr(time, "time", lambda: wall() + AHEAD)
+    assert serving.condition() == ("True", "Advertised")
+    monkeypatch.setattr(time, "time", wall)
+    serving.advertise(gpu=list(UUIDS))
+    assert serving.condition() == ("True", "Advertised")
+    monkeypatch.setattr(time, "time", lambda: wall() + AHEAD + 60)
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    monkeypatch.setattr(time, "monotonic", lambda: since_boot() + AHEAD + 60)
+    assert serving.condition() == ("True", "Advertised")
+
+
+def test_a_specification_from_before_the_clock_was_set_back(serving: Kubelet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin started later, so that another restart would not help."""
+    wall = time.time
+    ahead(serving, SPEC)
+    monkeypatch.setattr(time, "time", lambda: wall() + AHEAD)
+    serving.condition()
+    monkeypatch.setattr(time, "time", wall)
+    serving.kill(PLUGIN_SOCKET)
+    serving.machine.drop(PLUGIN_SOCKET)
+    serving.listen(PLUGIN_SOCKET)
+    serving.advertise(gpu=[])
+    assert serving.condition() == ("False", "GPUsMissing")
+
+
+def ahead(kubelet: Kubelet, path: str) -> None:
+    """Date a file as if the clock had been ahead when it was written."""
+    file = kubelet.machine.tree / path[1:]
+    dated = file.stat().st_mtime_ns + AHEAD * 10**9
+    os.utime(file, ns=(dated, dated))
 
 
 def test_a_plugin_that_has_not_registered(kubelet: Kubelet) -> None:
