@@ -71,10 +71,16 @@ def ages_in(note: object) -> Ages:
 
 @contextlib.contextmanager
 def noted_ages(notes: Notes) -> Iterator[Ages]:
-    """Yield the ages as the last run knew them, and keep them for the next run. Raises OSError."""
-    ages = ages_in(notes.load(AGES))
+    """Yield the ages as the last run knew them, and keep them for the next run.
+
+    Ignores failures: the note only matters once the clock is set.
+    """
+    ages = Ages()
+    with contextlib.suppress(OSError):
+        ages = ages_in(notes.load(AGES))
     yield ages
-    notes.save(AGES, ages.observations)
+    with contextlib.suppress(OSError):
+        notes.save(AGES, ages.observations)
 
 
 def remove_remains(system: System) -> None:

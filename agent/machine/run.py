@@ -1,7 +1,6 @@
 """Runs the machine half: reads the handoff, settles the machine, and reports conditions that say what is wrong."""
 
 import contextlib
-import time
 from collections.abc import Iterable
 
 from agent import __version__
@@ -167,7 +166,7 @@ def _node_condition(context: Context) -> Condition | None:
         # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
         from agent.machine.kubelet.node_condition import reported
 
-        return reported(context.notes, time.time())
+        return reported(context.notes)
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
 

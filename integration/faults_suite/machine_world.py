@@ -104,7 +104,7 @@ class MachineWorld:
         """Run the unit that sets the condition on the Node."""
         for _ in range(RUNS):
             try:
-                node_condition.run(self.machine, time.time())
+                node_condition.run(self.machine)
             except (AgentError, OSError) as error:
                 self.errors.append(str(error))
 

@@ -12,7 +12,7 @@ import time
 from typing import Any, NamedTuple
 
 from agent.machine.kubelet.node_write import KIND, TYPE, change_condition
-from agent.machine.notes import NODE_CONDITION, Notes
+from agent.machine.notes import NODE_CONDITION, Notes, ages_in
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
@@ -20,6 +20,7 @@ from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_host_status
 from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
 from agent.model.reasons import Reason
 from agent.model.text import rfc3339
+from agent.system.ages import Ages
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, say, say_changes
 from agent.system.kubelet_identity import Identity, find_identity
@@ -53,7 +54,7 @@ class LastRun(NamedTuple):
     """The noted result of the last run."""
 
     at: float
-    """The time of the run, in seconds since the epoch."""
+    """The time of the run by CLOCK_MONOTONIC."""
     status: Status
     reason: str
     message: str
@@ -78,7 +79,7 @@ def run_until_current(system: System) -> None:
     """
     started, published = time.monotonic(), _published(system)
     while True:
-        run(system, time.time())
+        run(system)
         before, published = published, _published(system)
         if published == before or time.monotonic() - started > AGAIN_WITHIN:
             return
@@ -92,7 +93,7 @@ def _published(system: System) -> FileIdentity | None:
         return None
 
 
-def run(system: System, now: float) -> None:
+def run(system: System) -> None:
     """Set the condition on the Node, or remove it if it is no longer configured, and note the result.
 
     Raises OSError if the result cannot be noted.
@@ -101,27 +102,28 @@ def run(system: System, now: float) -> None:
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
-    applied = _last_applied(noted)
+    applied, ages = _last_applied(noted), ages_in(noted.get("ages"))
     try:
         if system.exists(HOST_STATUS):
-            applied, outcome = _set_condition(system, applied, now)
+            applied, outcome = _set_condition(system, applied, ages)
         else:
             applied, outcome = _remove_condition(system, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
     logged = noted.get("told")
     logged = say_changes(logged if isinstance(logged, dict) else {}, (outcome,))
-    kept = {"applied": applied._asdict() if applied else None, "told": logged, "at": now}
-    notes.save(NOTE, {**kept, "status": outcome.status, "reason": outcome.reason, "message": outcome.message})
+    kept = {"applied": applied._asdict() if applied else None, "told": logged, "ages": ages.observations}
+    last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}
+    notes.save(NOTE, {**kept, **last_run, "message": outcome.message})
 
 
-def reported(notes: Notes, now: float) -> Condition:
+def reported(notes: Notes) -> Condition:
     """Return NodeConditionSet with the result of the last run. Call this only if the condition is configured."""
     try:
         last = _last_run(notes.load(NOTE))
     except OSError as error:
         return unknown(KIND, Reason.NOT_TRIED, f"cannot read the result of the last run: {error}")
-    if last is None or abs(now - last.at) > SILENT_AFTER:
+    if last is None or time.monotonic() - last.at > SILENT_AFTER:
         unit = "unbounded-agent-node-condition"
         return unknown(
             KIND, Reason.NOT_TRIED, f"{unit}.service has not run lately: see `systemctl status {unit}.timer`"
@@ -129,18 +131,18 @@ def reported(notes: Notes, now: float) -> Condition:
     return Condition(KIND, last.status, last.reason, last.message)
 
 
-def _set_condition(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
+def _set_condition(system: System, applied: Applied | None, ages: Ages) -> tuple[Applied | None, Condition]:
     """Set the condition on the Node if it has changed or a heartbeat is due.
 
     Return the condition that the agent last set on this Node (None if none is noted), and NodeConditionSet.
     """
-    wanted, problem = _wanted(system, now)
+    wanted, problem = _wanted(system, ages)
     identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if applied and applied.node != identity.node:
         applied = None
-    target = _target(identity, wanted, applied, now)
+    target = _target(identity, wanted, applied, time.time())
     if target != applied:
         failure = _claim_and_set(system, identity, target)
         if failure and failure.reason == Reason.NODE_NOT_REGISTERED and applied:
@@ -151,7 +153,7 @@ def _set_condition(system: System, applied: Applied | None, now: float) -> tuple
     return target, problem or done
 
 
-def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
+def _wanted(system: System, ages: Ages) -> tuple[Condition, Condition | None]:
     """Return Ready for the Node, and what NodeConditionSet says if the host status cannot be read (otherwise None).
 
     Ready is Unknown if the host status cannot be read or is too old.
@@ -161,8 +163,7 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
     except (DocumentError, OSError) as error:
         unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
-    # abs(): if the clock was set back, the host status lies in the future.
-    if abs(now - host_status.evaluated) > SILENT_AFTER:
+    if ages.of(HOST_STATUS, host_status.evaluated) > SILENT_AFTER:
         message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
         message += "`systemctl status unbounded-agent` on the host"
         return unknown(ConditionType.READY, Reason.AGENT_SILENT, message), None
@@ -240,7 +241,7 @@ def _last_applied(noted: dict[str, Any]) -> Applied | None:
 
 def _last_run(noted: dict[str, Any]) -> LastRun | None:
     try:
-        return LastRun(float(noted["at"]), Status(noted["status"]), str(noted["reason"]), str(noted["message"]))
+        return LastRun(float(noted["ran_at"]), Status(noted["status"]), str(noted["reason"]), str(noted["message"]))
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -4,12 +4,12 @@ agent.dra is a separate service (unbounded-agent-dra.service), because it talks 
 the GPU setup never waits for these. This module only reads its status.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
 from agent.machine.cdi.allocatable import publish_allocatable
 from agent.machine.context import Context
 from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
+from agent.machine.notes import Notes, noted_ages
 from agent.model.allocatable import AllocatableVendor
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.dra_status import SILENT_AFTER, SIZE_LIMIT, DraStatus, parse_dra_status
@@ -32,14 +32,14 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
     allocatable = {device.pci_address for vendor in vendors for device in vendor.devices}
     if not granted:
         return not_applicable(KIND, "no GPU is granted to this machine")
-    status = _status(context.system, time.time())
+    status = _status(context.system, context.notes)
     if isinstance(status, Condition):
         return status
     offered = {gpu for offer in status.offers for gpu in offer.gpus}
     return _compare(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
 
 
-def _status(system: System, now: float) -> DraStatus | Condition:
+def _status(system: System, notes: Notes) -> DraStatus | Condition:
     """Return the status that agent.dra reports; the condition if it reports nothing, or cannot work."""
     if not system.is_directory(PLUGINS):
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
@@ -53,8 +53,9 @@ def _status(system: System, now: float) -> DraStatus | Condition:
         return _silent("has reported nothing since the machine's start")
     except DocumentError as error:
         return _silent(f"wrote a status that cannot be read: {error}")
-    # abs(): if the clock was set back, the status lies in the future.
-    if abs(now - status.at) > SILENT_AFTER:
+    with noted_ages(notes) as ages:
+        age = ages.of(DRA_STATUS, status.at)
+    if age > SILENT_AFTER:
         return _silent(f"has reported nothing since {rfc3339(status.at)}")
     if status.reason:
         return Condition(KIND, Status.FALSE, status.reason, status.message)

@@ -89,7 +89,7 @@ class NodeNamespace:
 
     def reported(self) -> tuple[str, str, str]:
         """Return status, reason and message of NodeConditionSet as the machine's report would have them."""
-        condition = reported(Notes(self._system), time.time())
+        condition = reported(Notes(self._system))
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:

@@ -1,13 +1,14 @@
 """The condition on the Node, on a simulated machine with listed processes and a scripted kubectl."""
 
-import itertools
 import json
+import math
 import time
 from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run, run_until_current
+from agent.machine.kubelet import node_condition
+from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run_until_current
 from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
@@ -37,6 +38,15 @@ def node(tmp_path: Path) -> Node:
     machine.process(40, *KUBELET)
     machine.publish_status()
     return machine
+
+
+def run(node: Node, now: float, *, set_by: float = 0.0) -> None:
+    """Run at `now` by the wall clock, which was set forward by `set_by` seconds since NOW."""
+    since_boot = time.monotonic
+    with pytest.MonkeyPatch.context() as clocks:
+        clocks.setattr(time, "time", lambda: now)
+        clocks.setattr(time, "monotonic", lambda: since_boot() + now - NOW - set_by)
+        node_condition.run(node)
 
 
 def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
@@ -100,8 +110,7 @@ def test_a_change_while_the_condition_is_set_is_set_at_once(node: Node) -> None:
 
 
 def test_a_host_that_publishes_all_the_time_ends_the_program(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.count(0, 25)
-    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: 25.0 * len(node.replaced))
 
     def endless(argv: tuple[str, ...]) -> Completed:
         assert len(node.replaced) < 10, "it does not end"
@@ -126,14 +135,24 @@ def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
     assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:06:40Z", "it was Unknown in between"
 
 
-def test_a_clock_that_was_set_back(node: Node) -> None:
-    """A status from the future proves nothing either, and a heartbeat from there does not delay the next one."""
+@pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
+def test_a_clock_that_was_set(node: Node, jump: float) -> None:
+    """The Node stays ready, and a heartbeat in the future does not delay the next one."""
     run(node, NOW)
-    run(node, NOW - 3600)
-    assert node.on_node()["reason"] == "AgentSilent"
-    node.publish_status(evaluated=NOW - 3600)
-    run(node, NOW - 3590)
+    run(node, NOW + jump + 30, set_by=jump)
     assert node.on_node()["status"] == "True"
+    assert len(node.replaced) == 2
+    node.publish_status(evaluated=NOW + jump + 60)
+    run(node, NOW + jump + 60, set_by=jump)
+    assert node.on_node()["status"] == "True"
+    run(node, NOW + jump + 61 + SILENT_AFTER, set_by=jump)
+    assert node.on_node()["reason"] == "AgentSilent"
+
+
+def test_a_status_from_the_future_proves_nothing(node: Node) -> None:
+    node.publish_status(evaluated=NOW + 86400)
+    run(node, NOW)
+    assert node.on_node()["reason"] == "AgentSilent"
 
 
 @pytest.mark.parametrize(
@@ -384,17 +403,17 @@ def test_the_report_has_the_condition_only_if_configured(node: Node) -> None:
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
 
 
-LAST = {"at": 1.0, "status": "True", "reason": "Set", "message": ""}
+LAST = {"ran_at": 1.0, "status": "True", "reason": "Set", "message": ""}
 """The note of a run long ago."""
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"at": "x"},
-        {"at": [1]},
-        {"at": float("inf")},
-        {"at": time.time(), "status": "Maybe"},
+        {"ran_at": "x"},
+        {"ran_at": [1]},
+        {"ran_at": -math.inf},
+        {"ran_at": time.monotonic(), "status": "Maybe"},
         {"told": 7},
     ],
 )
@@ -408,17 +427,23 @@ def test_a_damaged_note_counts_as_empty(node: Node, changed: dict[str, object]) 
 
 
 def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
-    import time
-
-    now = time.time()
-    node.publish_status(evaluated=now)
+    node.publish_status()
     node.program("kubectl", "", 1, "Error from server (Forbidden): no")
-    run(node, now)
+    run(node, NOW)
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("False", "Refused")
-    run(node, now - SILENT_AFTER - 10)
+    run(node, NOW - SILENT_AFTER - 10)
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
+
+
+def test_the_outcome_counts_after_the_clock_was_set(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.publish_status(evaluated=time.time())
+    node_condition.run(node)
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+    run_setup(node)
+    assert node.conditions()["NodeConditionSet"] == ("True", "Set")
 
 
 # ---- the document

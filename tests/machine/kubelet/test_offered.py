@@ -182,8 +182,21 @@ def test_what_keeps_gpus_from_pods_is_named(
     assert words in kubelet.message()
 
 
-def test_a_clock_that_was_set_back(kubelet: Kubelet) -> None:
+def test_a_status_from_the_future_proves_nothing(kubelet: Kubelet) -> None:
     tell(kubelet.machine, well()._replace(at=time.time() + SILENT_AFTER + 60))
+    assert kubelet.condition() == ("False", "DRADriverDown")
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 3600.0])
+def test_a_clock_that_was_set(kubelet: Kubelet, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(kubelet.machine, well())
+    assert kubelet.condition() == ("True", "Advertised")
+    wall, since_boot = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    assert kubelet.condition() == ("True", "Advertised")
+    tell(kubelet.machine, well())
+    assert kubelet.condition() == ("True", "Advertised")
+    monkeypatch.setattr(time, "monotonic", lambda: since_boot() + SILENT_AFTER + 1)
     assert kubelet.condition() == ("False", "DRADriverDown")
 
 
