@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 RETRY = 60.0
 """Seconds after which a vendor's tool that has failed is run again."""
+REFRESH = 3600.0
+"""Seconds after which a vendor's tool is run again although it has said everything: ECC changes a GPU's memory, and an
+optional attribute may have been missing in the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,10 @@ class Inventory:
         self._facts: dict[tuple[AllocatableDevice, str], DeviceFacts] = {}
         self._devices: Mapping[str, Device] | None = None
         """All devices by name; None if they have to be made again."""
-        self._failed: dict[str, tuple[float, str]] = {}
-        """By vendor, when the tool last failed, by time.monotonic(), and why."""
+        self._asked: dict[str, float] = {}
+        """By vendor, when the tool was last run, by time.monotonic()."""
+        self._failed: dict[str, str] = {}
+        """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
         self._edition = self._known_edition = 0
         """How often the documents have changed, now and when `refresh` was last called."""
@@ -84,17 +89,17 @@ class Inventory:
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences on documents that cannot be used, and on tools that fail."""
-        return (*(self._documents.problems or {}).values(), *(why for _, why in self._failed.values()))
+        return (*(self._documents.problems or {}).values(), *self._failed.values())
 
     def read_facts(self) -> None:
-        """Run the vendors' tools if facts on a device are not known yet. A tool may take FACTS_LIMIT seconds."""
+        """Run the vendors' tools if facts are unknown or may be outdated. A tool may take FACTS_LIMIT seconds."""
         with self._lock:
             vendors = self._documents.vendors
-        for each in vendors:
+        for each in (vendor for vendor in vendors if vendor.devices):
             known = [self._facts.get((device, each.driver_version)) for device in each.devices]
-            retry = time.monotonic() - self._failed.get(each.vendor, (0.0, ""))[0] >= RETRY
-            # A new device is read at once. Only devices whose facts are incomplete wait for RETRY.
-            if None in known or (retry and not all(facts.complete for facts in known if facts)):
+            interval = REFRESH if all(facts.complete for facts in known if facts) else RETRY
+            # A new device is read at once.
+            if None in known or time.monotonic() - self._asked[each.vendor] >= interval:
                 self._ask(each)
 
     def _ask(self, listed: AllocatableVendor) -> None:
@@ -108,6 +113,7 @@ class Inventory:
             )
         except (AgentError, OSError) as error:
             why = f": {error}"
+        self._asked[listed.vendor] = time.monotonic()
         with self._lock:
             for device in listed.devices:
                 key = (device, listed.driver_version)
@@ -125,11 +131,11 @@ class Inventory:
             self._failed.pop(listed.vendor, None)
 
     def _note_failure(self, vendor: str, problem: str) -> None:
-        """Note when a vendor's tool failed. Log why, unless the previous failure had the same cause."""
+        """Note that a vendor's tool failed. Log why, unless the previous failure had the same cause."""
         why = f"{vendor}: {problem}"
-        if self._failed.get(vendor, (0.0, ""))[1] != why:
+        if self._failed.get(vendor) != why:
             log.warning("%s", why)
-        self._failed[vendor] = (time.monotonic(), why)
+        self._failed[vendor] = why
 
     def _all(self) -> Mapping[str, Device]:
         if self._devices is None:
@@ -180,9 +186,8 @@ class Inventory:
 
 def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:
     """Return all that is known of a device. Facts from earlier attempts stay if the last one did not find them."""
-    if new.complete:
-        return new
-    return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, before.complete)
+    complete = before.complete or new.complete
+    return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, complete)
 
 
 def _read(system: System, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:

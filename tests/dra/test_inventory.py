@@ -10,7 +10,8 @@ from agent.dra.inventory import GPU_STATES, Inventory
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE
-from agent.vendors.dra_vendor import Version
+from agent.system.process import Completed
+from agent.vendors.dra_vendor import Attribute, Version
 from tests.fakes.dra_machine import GPUS, DraMachine, healthy, whole
 
 
@@ -85,6 +86,36 @@ def test_tools_run_once_for_each_change(machine: DraMachine, inventory: Inventor
     inventory.refresh()
     inventory.read_facts()
     assert len(machine.calls) > count, "another GPU may be in that slot"
+
+
+def test_complete_facts_are_looked_up_again_after_an_hour(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ECC was switched on. The first answer had no CUDA version, as those of old drivers."""
+    cuda, memory, later, real = "", "24576", 0.0, time.monotonic
+
+    def answer(argv: tuple[str, ...], timeout: float) -> Completed:
+        machine.calls.append(argv)
+        text = cuda if "--version" in argv else f"00000000:01:00.0, GPU-01, A10, {memory}, 550.163.01, 8.6\n"
+        return Completed(0, text.encode(), b"")
+
+    def known() -> tuple[dict[str, int], Attribute | None]:
+        inventory.read_facts()
+        (device,) = inventory.devices().values()
+        return dict(device.capacity), device.attributes.get("cudaDriverVersion")
+
+    monkeypatch.setattr(machine, "_runner", answer)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
+    machine.grant(GPUS[0])
+    inventory.refresh()
+    assert known() == ({"memory": 24576 << 20}, None)
+    cuda, memory, later = "CUDA Version        : 12.4\n", "23028", module.REFRESH - 60
+    assert known() == ({"memory": 24576 << 20}, None)
+    later = module.REFRESH
+    assert known() == ({"memory": 23028 << 20}, Version("12.4.0"))
+    cuda, memory, later = "", "[Unknown Error]", 2 * module.REFRESH
+    assert known() == ({"memory": 23028 << 20}, Version("12.4.0")), "a poor answer takes nothing away"
+    assert inventory.problems == ()
 
 
 def test_facts_of_a_partition_are_not_those_of_the_next_one(machine: DraMachine, inventory: Inventory) -> None:
