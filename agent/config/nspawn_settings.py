@@ -1,5 +1,7 @@
 """Settings for systemd-nspawn, with the defaults that a Kubernetes node needs (systemd.nspawn(5)). Pure."""
 
+import re
+from collections.abc import Iterator
 from typing import Annotated
 
 from msgspec import field
@@ -15,6 +17,9 @@ OneLine = Annotated[
 next line."""
 SectionName = Annotated[str, text(r"[A-Z][A-Za-z]*", "the name of a section, such as Files")]
 KeyName = Annotated[str, text(r"[A-Z][A-Za-z0-9]*", "the name of a setting, such as Bind")]
+
+MOUNT_PART = re.compile(r"(?:^|:)((?:\\.|[^:\\])*)")
+"""One part of a mount's value: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 NO_USER_NAMESPACE = (
     "a machine cannot have a user namespace: systemd could bind no device into it while it runs; the "
@@ -61,3 +66,19 @@ class NspawnSettings(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.private_users or "PrivateUsers" in self.extra.get("Exec", {}):
             raise ValueError(NO_USER_NAMESPACE)
+
+    def mounted_paths(self) -> Iterator[str]:
+        """Yield the host paths, as `extra` has them, in which root in the machine can write.
+
+        An overlay's changes go to the last directory before the target; OverlayReadOnly= has none that takes changes.
+        """
+        files = self.extra.get("Files", {})
+        for key in ("Bind", "BindReadOnly", "Overlay"):
+            lines = files.get(key, [])
+            for line in [lines] if isinstance(lines, str) else lines:
+                # systemd removes blanks at the start.
+                parts = [re.sub(r"\\(.)", r"\1", part) for part in MOUNT_PART.findall(line.strip())]
+                path = parts[-2 if len(parts) > 2 else -1] if key == "Overlay" else parts[0].removeprefix("-")
+                # Other paths start with "+", which means below the machine's own root, or are empty.
+                if path.startswith("/"):
+                    yield path

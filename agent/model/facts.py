@@ -246,6 +246,8 @@ class Facts(Struct, frozen=True):
     """PCI addresses of detached GPUs that processes may still open, until the last process using them has exited."""
     gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
+    nspawn_sources: Mapping[str, str] = field(default_factory=dict)
+    """Real paths of what `nspawn.extra` mounts, by the path there; observed only if there are mount sources."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     stub_resolver: bool = False  # Programs ask systemd-resolved on the loopback interface, which pods cannot reach.

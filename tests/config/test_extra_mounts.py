@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from agent.config.mounts import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS
 from agent.config.settings import Config, MachineSettings
-from agent.host.observe.mount_sources import observe_sources
+from agent.host.observe.mount_sources import observe_nspawn_sources, observe_sources
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
@@ -82,6 +82,10 @@ def test_the_settings_name_the_path_that_was_checked() -> None:
             {"nspawn": {"extra": {"Files": {"Bind": f"{source}:/mnt"}}}}
             for source in ("//disk", "/disk/.", "/srv/../disk", " /disk", r"/d\isk/")
         ),
+        *(
+            {"nspawn": {"extra": {"Files": {"Overlay": value}}}}
+            for value in ("/lower:/disk", "/lower:/disk:/mnt", r"/a\:b:/c:/disk:/mnt")
+        ),
     ],
 )
 def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> None:
@@ -92,6 +96,32 @@ def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> N
     assert b"/mnt/data" not in machine.nspawn.content
     (why,) = machine.missing
     assert "the path to it leads through /disk, where machine other could put a link" in why
+
+
+@pytest.mark.parametrize("files", [{"Bind": "/srv/link/sub/..:/mnt"}, {"Overlay": "/lower:/srv/link:/mnt"}])
+def test_a_source_behind_a_link_of_nspawn_settings_is_refused(host: Host, files: dict[str, str]) -> None:
+    """nspawn mounts what the link leads to, and checks nothing."""
+    host.make_directory("/disk/data")
+    host.make_directory("/disk/sub")
+    host.symlink("/srv/link", "/disk")
+    other = {"nspawn": {"extra": {"Files": files}}}
+    data = DATA | {"source": "/disk/data"}
+    settings = Config.validated({"machines": {"gpu-node": {"extra_mounts": [data]}, "other": other}})
+    sources, nspawn_sources = observe_sources(settings, host), observe_nspawn_sources(settings, host)
+    seen = replace(facts(), mount_sources=sources, nspawn_sources=nspawn_sources)
+    (why,) = plan(settings, seen).goal.machines[0].missing
+    assert "the path to it leads through /disk, where machine other could put a link" in why
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"Overlay": ["/disk:/upper", "/disk:/upper:/mnt", "/disk::/mnt"]}, {"OverlayReadOnly": "/lower:/disk:/mnt"}],
+)
+def test_a_source_inside_a_lower_layer_is_mounted(files: dict[str, object]) -> None:
+    """A machine cannot change the lower layers of an overlay."""
+    machines = {"gpu-node": {"extra_mounts": [DATA]}, "other": {"nspawn": {"extra": {"Files": files}}}}
+    machine, _ = plan(Config.validated({"machines": machines}), with_sources(data=at("/disk/data"))).goal.machines
+    assert machine.missing == ()
 
 
 def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:

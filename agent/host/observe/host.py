@@ -5,7 +5,7 @@ from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.loader_cache import Listing
 from agent.host.observe.machine import ignored_settings, observe_machine, unseen_machine
 from agent.host.observe.memory import Memory
-from agent.host.observe.mount_sources import observe_sources
+from agent.host.observe.mount_sources import observe_nspawn_sources, observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.placements import observe_placements
 from agent.host.observe.resolver import uses_stub_resolver
@@ -81,6 +81,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         draining=detached.draining,
         gpus=GpuFacts(observe_faults(system), detached.tainted, observe_placements(config, vendors, system)),
         mount_sources=observe_sources(config, system),
+        nspawn_sources=observe_nspawn_sources(config, system),
         problems=tuple(filter(None, problems)),
         state_free=read_seen(system.free_bytes, STATE),
         stub_resolver=uses_stub_resolver(system),

@@ -27,6 +27,15 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
     }
 
 
+def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
+    """Return the real paths of what `nspawn.extra` mounts, by the path there, if a machine has extra mounts."""
+    if not any(settings.extra_mounts for settings in config.machines.values()):
+        return {}
+    paths = {path for settings in config.machines.values() for path in settings.nspawn.mounted_paths()}
+    seen = {path: read_seen(lambda path: call_source(path, lambda: system.real_path(path)), path) for path in paths}
+    return {path: real for path, real in seen.items() if isinstance(real, str)}
+
+
 def _real_paths(system: System) -> list[str]:
     """Return the real paths of CONTROL_PATHS: /var/lib/machines, for example, may be a link."""
     seen = (read_seen(system.real_path, path) for path in CONTROL_PATHS)

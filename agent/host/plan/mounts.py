@@ -1,7 +1,6 @@
 """Plans the extra mounts of a machine. Pure."""
 
 import posixpath
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
@@ -11,10 +10,6 @@ from agent.config.mounts import ExtraMount
 from agent.config.settings import MachineSettings
 from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.mount_source import MountSource
-
-BINDS = ("Bind", "BindReadOnly")
-BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
-"""The source in such a key's value: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 
 class Mounts(Struct, frozen=True):
@@ -47,23 +42,21 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
 
 def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
     """Return the host paths that machines mount or will mount, each with the machine, which can put any link there."""
-    mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings)}
+    mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings, facts)}
     real_paths = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
                   if path in mounted_by and isinstance(source, MountSource)
                   and not _outer_path(source, mounted_by)}  # fmt: skip
     return mounted_by | real_paths
 
 
-def _configured_sources(settings: MachineSettings) -> Iterator[str]:
-    """Yield the host paths that `extra_mounts` mounts, and those of Bind= and BindReadOnly= in `nspawn.extra`."""
+def _configured_sources(settings: MachineSettings, facts: Facts) -> Iterator[str]:
+    """Yield the host paths that `extra_mounts` mounts, and those that `nspawn.extra` does."""
     yield from (mount.source for mount in settings.extra_mounts)
-    for key in BINDS:
-        lines = settings.nspawn.extra.get("Files", {}).get(key, [])
-        for line in [lines] if isinstance(lines, str) else lines:
-            # systemd removes blanks at the start. The path may have `//`, `.` and `..`.
-            if source := BIND_SOURCE.match(line.lstrip()):
-                path = re.sub(r"\\(.)", r"\1", source["path"])
-                yield f"/{posixpath.normpath(path).lstrip('/')}"
+    for path in settings.nspawn.mounted_paths():
+        # The path may have `//`, `.` and `..`. nspawn mounts it unchecked, wherever a link on it leads.
+        yield f"/{posixpath.normpath(path).lstrip('/')}"
+        if path in facts.nspawn_sources:
+            yield facts.nspawn_sources[path]
 
 
 def _outer_path(source: MountSource, paths: Iterable[str]) -> str:
