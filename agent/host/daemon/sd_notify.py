@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import TextIO
 
+from agent.model.text import one_line
+
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
 STATUS_LIMIT = 500
@@ -36,7 +38,7 @@ class Notifier:
 
     def status(self, sentence: str) -> None:
         """Set the line that `systemctl status` shows."""
-        self.send("STATUS=" + " ".join(sentence.split())[:STATUS_LIMIT])
+        self.send("STATUS=" + one_line(sentence)[:STATUS_LIMIT])
 
 
 def watchdog_interval(environment: Mapping[str, str]) -> float:

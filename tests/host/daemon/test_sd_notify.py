@@ -41,6 +41,13 @@ def test_status_is_one_bounded_line(manager: tuple[socket.socket, str]) -> None:
     assert len(received) == STATUS_LIMIT + len("STATUS=")
 
 
+def test_a_name_that_is_not_utf_8_ends_nothing(manager: tuple[socket.socket, str]) -> None:
+    """Names of files on the host become surrogates, which no datagram can have."""
+    listening, address = manager
+    Notifier(address).status("no pass: /opt/\udce9 is in the way")
+    assert listening.recv(4096) == rb"STATUS=no pass: /opt/\udce9 is in the way"
+
+
 def test_a_missing_manager_is_not_an_error(tmp_path: Path) -> None:
     Notifier("").send("READY=1")
     Notifier(str(tmp_path / "gone")).send("READY=1")
