@@ -1,5 +1,6 @@
 """The entry point of the command: asks the running service to run it, or runs it in this process."""
 
+import io
 import os
 import sys
 
@@ -13,6 +14,9 @@ def run() -> int:
     # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That is
     # slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    # As standard error does. Names of files may not be UTF-8, and the terminal's encoding may lack characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = ask_service(sys.argv[1:])
     except KeyboardInterrupt:

@@ -1,5 +1,8 @@
 """`kube manifests`: lists, prints and writes the manifests, and names what it does not know."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,19 @@ def test_named_manifests_are_one_stream_for_kubectl(capsys: pytest.CaptureFixtur
     assert main(["kube", "manifests", *NAMES]) == 0
     kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds == ["DaemonSet", "RuntimeClass"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("encoding", "name", "shown"), [("utf-8", b"\xe9", r"\udce9"), ("latin-1", "日".encode(), r"\u65e5")]
+)
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, encoding: str, name: bytes, shown: str) -> None:
+    """A name that is not UTF-8, or a character that the terminal's encoding lacks."""
+    command = ("kube", "manifests", "runtime-class", "--out", os.fsencode(tmp_path) + b"/" + name)
+    argv = (sys.executable, "-B", "-m", "agent.cli.entry", *command)
+    environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
+    finished = subprocess.run(argv, capture_output=True, env=environment, check=True)
+    assert finished.stdout.decode() == f"{tmp_path}/{shown}/runtime-class.yaml\n"
 
 
 def test_manifests_are_written_into_a_new_directory(
