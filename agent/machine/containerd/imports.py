@@ -41,6 +41,9 @@ def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
 
 
 def _load(system: System, path: str) -> bytes:
+    # TOML has no name for it, but the agent must be able to import each file alone.
+    if any("\udc80" <= character <= "\udcff" for character in path):
+        raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
     content = files.read_optional(system, path)
     if content is None:
         raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")

@@ -690,6 +690,16 @@ def test_a_broken_main_file_stays(machine: Machine) -> None:
     assert not machine.exists(DROP_IN)
 
 
+def test_a_file_whose_name_is_not_utf_8_is_named(machine: Machine) -> None:
+    """TOML cannot import it alone, as the agent must to see what containerd makes of all other files."""
+    machine.put("/etc/containerd/conf.d/\udce9.toml", "version = 3\n")
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_3}')
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    expected = r"/etc/containerd/conf.d/\udce9.toml is imported, but its name is not UTF-8 (rename it)"
+    assert machine.message("RuntimeConfigured") == expected
+
+
 @pytest.mark.parametrize("path", [MAIN, RUNTIME_CONFIG])
 @pytest.mark.parametrize("text", ["x = " + "[" * 100_000, f"[a{'.a' * 2000}]\n"])
 def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str) -> None:
