@@ -7,6 +7,7 @@ agent.dra.credentials calls this only when the file has changed.
 import base64
 import binascii
 import posixpath
+import re
 import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ SIZE_LIMIT = 1 << 18
 KUBECTL_LIMIT = 15.0
 """Seconds for kubectl, which only reads the file."""
 HTTPS_PORT = 443
+UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""What JSON can have, but no name of a file or server: a null character, or half a surrogate pair."""
 NOT_SUPPORTED = {
     "exec": "a program that provides credentials",
     "auth-provider": "an authentication provider",
@@ -140,6 +143,8 @@ def _text(where: str, document: dict[str, Any], key: str) -> str:
     value = document.get(key) or ""
     if not isinstance(value, str):
         raise DocumentError(f"{where}: key {key} must be a string, not {in_json(value)}")
+    if UNUSABLE.search(value):
+        raise DocumentError(f"{where}: key {key} has characters that are not allowed")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.dra.kubeconfig import Kubeconfig, Material, parse_kubeconfig, read_kubeconfig
-from agent.model.errors import AgentError, CommandError
+from agent.model.errors import AgentError, CommandError, DocumentError
 from agent.system.files import System
 from agent.system.process import Completed
 
@@ -96,6 +96,14 @@ def test_what_is_missing_is_named(key: str, message: str) -> None:
     broken = {name: value for name, value in document().items() if name != key}
     with pytest.raises(AgentError, match=f"{WHERE}: {message}"):
         parse_kubeconfig(WHERE, json.dumps(broken).encode())
+
+
+@pytest.mark.parametrize("key", ["client-certificate", "tokenFile", "token"])
+@pytest.mark.parametrize("value", ["/\ud800", "/a\0b"])
+def test_what_no_file_can_be_named_is_refused(key: str, value: str) -> None:
+    """JSON can have half a surrogate pair and a null character; system calls and encodings raise ValueError."""
+    with pytest.raises(DocumentError, match=f"{WHERE}: key {key} has characters that are not allowed"):
+        parsed({key: value, "client-key": "/key"})
 
 
 def test_yaml_is_read_by_kubectl_and_json_without(tmp_path: Path) -> None:
