@@ -1,9 +1,11 @@
 """Parses JSON documents with the standard library: those that the two halves exchange, and the host half's records.
 
 The input is not trusted. Invalid input raises DocumentError, which names the document and, if one is wrong, the key.
+Also renders the JSON that other programs read as YAML.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +33,16 @@ def parse_object(where: str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
     return require_object(where, value)
+
+
+def json_for_yaml(document: object, *, sort_keys: bool = False) -> bytes:
+    """Return a document as JSON that is also YAML: Go's readers of CDI specifications and kubeconfigs take it as YAML.
+
+    There, an escape must not be half of a surrogate pair, so characters above U+FFFF are written as they are. Others
+    are escaped as usual: YAML forbids some of them, and takes U+0085 and U+2028 for line breaks.
+    """
+    text = json.dumps(document, indent=1, sort_keys=sort_keys, ensure_ascii=False)
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
 
 
 def require_object(where: str, value: object) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agent.machine.run import HANDOFF, REPORT, run
 from agent.model.errors import CommandError, DocumentError
+from agent.model.handoff import Variable
 from agent.system.process import Completed
 from agent.vendors.nvidia.cdi.complete import with_additions
 from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
@@ -119,6 +121,13 @@ def test_the_first_run_settles_everything(machine: Machine) -> None:
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
     # Now from the notes: nvidia-ctk does not run again.
     assert added in machine.message("CDISpecCurrent")
+
+
+def test_runtimes_read_the_specification_as_yaml(machine: Machine) -> None:
+    machine.hand(REQUEST._replace(environment=(Variable("A", "\U0001f3ae"),)))
+    run(machine)
+    spec = yaml.load(machine.read(SPEC), yaml.CSafeLoader)
+    assert "A=\U0001f3ae" in spec["containerEdits"]["env"]
 
 
 def test_the_second_run_starts_one_process(machine: Machine) -> None:

@@ -4,7 +4,6 @@ The formats are systemd.unit(5), kubelet.config.k8s.io/v1beta1 and a kubeconfig.
 is also YAML.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from msgspec import Struct, field
 
 from agent.config.kubernetes_names import split_taint
 from agent.config.node import KubeletSettings, NodeSettings
+from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeFile
 from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, TOKEN_NAME
 
@@ -55,8 +55,8 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
     }
     return (
         NodeFile(CA_FILE, inputs.ca),
-        NodeFile(CONFIGURATION, _json(kubelet_configuration(settings))),
-        NodeFile(BOOTSTRAP_KUBECONFIG, _json(_bootstrap(settings))),
+        NodeFile(CONFIGURATION, json_for_yaml(kubelet_configuration(settings))),
+        NodeFile(BOOTSTRAP_KUBECONFIG, json_for_yaml(_bootstrap(settings))),
         *(NodeFile(f"{UNITS}/{name}", (header + text).encode()) for name, text in units.items()),
     )
 
@@ -204,7 +204,3 @@ def _report(inputs: NodeInputs) -> str:
         f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
         f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {final}'\n"
     )
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, indent=1).encode() + b"\n"

@@ -20,6 +20,7 @@ from agent.model.conditions import ConditionType, Status, true
 from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Request
+from agent.model.json_document import json_for_yaml
 from agent.model.paths import mode_spec_file, spec_directory
 from agent.model.reasons import Reason
 from agent.model.text import one_line
@@ -147,8 +148,8 @@ class _Publisher:
         try:
             text = self._system.read_untrusted(mode.spec_path)[0]
             spec = mode.generator.narrowed(json.loads(text), mode.request)
-            if spec is not None and _text(normalised(spec)) != text:
-                self._system.write(mode.spec_path, _text(normalised(spec)))
+            if spec is not None and json_for_yaml(normalised(spec), sort_keys=True) != text:
+                self._system.write(mode.spec_path, json_for_yaml(normalised(spec), sort_keys=True))
         except (OSError, ValueError, RecursionError):
             # The file is malformed, or the disk is full. The file can still be removed.
             return False
@@ -179,7 +180,7 @@ class _Publisher:
         # Noted before the check, so that a refused specification is not generated again each minute.
         self._notes.save(mode.note, noted)
         self._raise_if_refused(mode, devices, foreign)
-        text = _text(spec)
+        text = json_for_yaml(spec, sort_keys=True)
         self._owned.claim(mode.spec_path)
         self._system.write_quickly(mode.spec_path, text)
         self._context.unsynced.append(mode.spec_path)
@@ -230,8 +231,3 @@ def _inputs_digest(context: Context, mode: _Mode) -> str:
     # containerd's version decides what the specification may contain.
     depends = [mode.request, tools, live, present, containerd_state(context)]
     return sha256(json.dumps(depends, sort_keys=True).encode())
-
-
-def _text(spec: object) -> bytes:
-    """Return the specification as JSON, which is also YAML."""
-    return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"

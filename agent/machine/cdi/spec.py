@@ -22,6 +22,7 @@ from agent.model.device import DeviceNumber
 from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Repair, Request
+from agent.model.json_document import json_for_yaml
 from agent.model.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
 from agent.model.reasons import Reason
 from agent.system.errnos import UNUSABLE
@@ -205,9 +206,8 @@ def _generate(
         system.remove(f"{directory}/{name}")
     spec, left_out = adapt_to_containerd(context, normalised(generated.spec))
     remarks = (*generated.remarks, *left_out)
-    # The verified data is published, not the generator's text, which another parser may read differently. JSON is also
-    # YAML.
-    clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+    # The verified data is published, not the generator's text, which another parser may read differently.
+    clean = json_for_yaml(spec, sort_keys=True)
     verdict = _verdict(system, vendor, spec, request, live)
     return _excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 

@@ -5,6 +5,9 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+import yaml
+
 from agent.host.provision.containerd_files import MAIN as CONTAINERD
 from agent.host.provision.kubelet_files import (
     BOOTSTRAP_KUBECONFIG,
@@ -53,6 +56,17 @@ def test_a_program_gives_the_credential_instead_of_a_token() -> None:
     (user,) = json.loads(files[BOOTSTRAP_KUBECONFIG].content)["users"]
     assert user["user"]["exec"]["command"] == "/usr/bin/login"
     assert user["user"]["exec"]["args"] == ["--node", "a b"]
+
+
+@pytest.mark.parametrize("argument", ["\U0001f3ae", "\\ud83c\\udfae", "\u65e5 \x7f \x85 \u2028 \ufeff \uffff"])
+def test_the_kubelet_reads_its_files_as_yaml(argument: str) -> None:
+    """YAML has neither JSON's pairs of escapes for characters above U+FFFF, nor all other characters as they are."""
+    kubelet = {"configuration": {"x": argument}}
+    files = made(exec_credential=["/usr/bin/login", argument], bootstrap_token="", kubelet=kubelet)
+    (user,) = yaml.load(files[BOOTSTRAP_KUBECONFIG].content, yaml.CSafeLoader)["users"]
+    assert user["user"]["exec"]["args"] == [argument]
+    assert yaml.load(files[CONFIGURATION].content, yaml.CSafeLoader)["x"] == argument
+    assert json.loads(files[CONFIGURATION].content)["x"] == argument
 
 
 def test_the_certificate_shows_that_a_node_has_joined() -> None:
