@@ -1,7 +1,9 @@
 """Checks that containerd runs with its current configuration, and restarts it."""
 
+import posixpath
 import re
 import time
+from itertools import pairwise
 
 from agent.machine.containerd.tables import MAIN
 from agent.machine.context import Context
@@ -23,9 +25,10 @@ started, and a digest of the configuration."""
 REPLACED = "containerd-replaced"
 """Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
 specifications: the path of the running program in /proc, and that program's identity."""
-PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart,MainPID"
-CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
-"""Matches containerd's global option that names its main configuration file."""
+PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID"
+COMMAND_LINE_LIMIT = 1 << 20
+CONFIG_OPTION = re.compile(r"--?c(?:onfig)?(?:=(.*))?", re.DOTALL)
+"""Matches containerd's global option that names its main configuration file. The name may be the next argument."""
 
 
 def note_change(notes: Notes, *, written: bool) -> None:
@@ -75,12 +78,12 @@ def check_active(context: Context, configured: Condition) -> Condition:
     # The agent's drop-in for containerd's unit starts this service by ExecStartPost=. In that state, start-post,
     # containerd has already sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
-    config_path = config_argument(unit.get("ExecStart", ""))
-    if running and config_path not in ("", MAIN):
+    config_path = _config_path(context.system, unit.get("MainPID", "0")) if running else ""
+    if config_path not in ("", MAIN):
         return false(
             ACTIVE,
             Reason.OTHER_CONFIGURATION,
-            f"{UNIT} starts containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
+            f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
         )
     loaded = {"started": started, "effective": changed.get("effective", "")}
     # The second alternative: containerd started before the change, but already runs with the same result, because the
@@ -95,14 +98,30 @@ def check_active(context: Context, configured: Condition) -> Condition:
     return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
 
 
-def config_argument(exec_start: str) -> str:
-    """Return containerd's --config argument in the value of the unit's property ExecStart; empty if it has none."""
-    for arguments in exec_start.split("argv[]=")[1:]:
-        arguments = arguments.partition(";")[0]
-        program = arguments.partition(" ")[0]
-        if program.rpartition("/")[2] == "containerd" and (match := CONFIG_ARGUMENT.search(arguments)):
-            return match[1]
-    return ""
+def _config_path(system: System, process: str) -> str:
+    """Return the main configuration file that containerd's process was started with; empty if no argument names one.
+
+    The unit does not tell: its ExecStart= may have variables, or name a script that becomes containerd.
+    """
+    try:
+        return config_argument(system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT))
+    except OSError:
+        return ""
+
+
+def config_argument(command_line: bytes) -> str:
+    """Return containerd's --config argument; empty if it has none, or if the command line is another program's.
+
+    Another program may be a shell that waits for containerd.
+    """
+    program, *arguments = command_line.decode(errors="surrogateescape").split("\0")
+    path = ""
+    if posixpath.basename(program) == "containerd":
+        for argument, following in pairwise(arguments):
+            if option := CONFIG_OPTION.fullmatch(argument):
+                path = following if option[1] is None else option[1]
+    # normpath keeps two slashes at the start.
+    return posixpath.normpath(path).replace("//", "/") if path else ""
 
 
 def unit_properties(context: Context) -> dict[str, str]:
