@@ -173,7 +173,8 @@ def staged_root(machine: str, digest: str) -> str:
 
 def node_record(machine: str) -> str:
     """Return the record of what the machine's root file system was made from."""
-    return f"{NODES}/{machine}.json"
+    # A second dot, in which no machine's name ends, keeps it apart from x.copy.json, the copy of the record of x.
+    return f"{NODES}/{machine}{'.' if machine.endswith('.copy') else ''}.json"
 
 
 def cordoned_file(machine: str) -> str:

@@ -67,8 +67,9 @@ def made_nodes(system: System) -> tuple[str, ...]:
         names = system.entries(NODES)
     except FileNotFoundError:
         return ()
-    bases = {name.removesuffix(COPY).removesuffix(".json") for name in names if name.endswith(".json")}
-    return tuple(sorted(name for name in bases if not name.startswith(".")))
+    records = [name for name in names if name.endswith(".json") and not name.startswith(".")]
+    bases = {name.removesuffix(COPY if name.endswith(COPY) else ".json") for name in records}
+    return tuple(sorted(base.removesuffix(".") for base in bases))
 
 
 def is_enabled(unit: str, system: System) -> bool:
@@ -94,4 +95,6 @@ def _staged(machine: str, system: System) -> tuple[str, ...]:
         names = system.entries(MACHINE_ROOTS)
     except FileNotFoundError:
         return ()
-    return tuple(path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
+    paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
+    # With a further dot, it belongs to a machine whose name begins like this prefix.
+    return tuple(path for path in paths if "." not in path.removeprefix(prefix))
