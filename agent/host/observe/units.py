@@ -1,5 +1,7 @@
 """Observes systemd: its version, the states of units, and the installed template of nspawn's unit."""
 
+import io
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +26,9 @@ UNIT_DIRECTORIES = (
 )
 """Directories of units, in the order of precedence of systemd.unit(5). Directories of transient and generated units are
 left out, because they never contain templates."""
+
+
+QUOTING = frozenset("\"'\\")
 
 
 class Unit(Struct, frozen=True):
@@ -125,11 +130,38 @@ def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
         if line.startswith("["):
             section = line
         elif separator and key == "DeviceAllow" and section == "[Service]":
-            if value:
-                entries.append(DeviceAllow.parse(value))
-            else:
+            if not value:
                 entries.clear()
+            elif entry := _entry(value):
+                entries.append(entry)
     return tuple(entries)
+
+
+def _entry(value: str) -> DeviceAllow | None:
+    """Return the entry that systemd reads (config_parse_device_allow in load-fragment.c); None if it ignores the value.
+
+    Specifiers stay: the drop-in that gets the entry is the same unit's.
+    """
+    node, permissions = (*re.split("[ \t]+", value, maxsplit=1), "")[:2]
+    if not QUOTING.isdisjoint(value):
+        # Imported here: systemd's own template has no quotes.
+        import shlex
+
+        text = io.StringIO(value)
+        lexer = shlex.shlex(text, posix=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            node = lexer.get_token() or ""
+        except ValueError:
+            return None
+        permissions = text.read().strip()
+    if not node.startswith(("block-", "char-")):
+        node = "" if ".." in node.split("/") else posixpath.normpath(node).replace("//", "/")
+        if not node.startswith(("/dev/", "/run/systemd/inaccessible/")):
+            return None
+    # Bytes that are not UTF-8 are surrogates here.
+    is_text = not any("\ud800" <= character <= "\udfff" for character in value)
+    return DeviceAllow(node, permissions) if is_text and not permissions.strip("rwm") else None
 
 
 def _logical_lines(text: str) -> Iterator[str]:

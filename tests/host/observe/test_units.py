@@ -164,3 +164,30 @@ DeviceAllow=/dev/never rw
         DeviceAllow("/dev/e", "rw"),
         DeviceAllow("/dev/f"),
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "entry"),
+    [
+        ("/dev/fuse \t  rw", DeviceAllow("/dev/fuse", "rw")),
+        ('"block-loop" rwm', DeviceAllow("block-loop", "rwm")),
+        ("'/dev/loop-control'\trw", DeviceAllow("/dev/loop-control", "rw")),
+        (r"/dev/\fuse r", DeviceAllow("/dev/fuse", "r")),
+        ("//dev/./mapper//control/ rw", DeviceAllow("/dev/mapper/control", "rw")),
+        ("/run/systemd/inaccessible/chr", DeviceAllow("/run/systemd/inaccessible/chr")),
+        ("/dev/char/10:%i rw", DeviceAllow("/dev/char/10:%i", "rw")),
+    ],
+)
+def test_entries_are_read_as_systemd_reads_them(value: str, entry: DeviceAllow) -> None:
+    """Otherwise a machine would get what no machine gets (NOT_FOR_MACHINES), or foreign entries for its own."""
+    assert parse_device_allow(f"[Service]\nDeviceAllow={value}\n") == (entry,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"/dev/a rw', "/dev/a rx", "/dev/a r w", '/dev/a "rw"', "/dev/../dev/a rw", "/etc/a", "/dev/\udce9 rw", "/dev"],
+)
+def test_entries_that_systemd_ignores(value: str) -> None:
+    assert parse_device_allow(f"[Service]\nDeviceAllow=/dev/b r\nDeviceAllow={value}\n") == (
+        DeviceAllow("/dev/b", "r"),
+    )
