@@ -1,6 +1,7 @@
 """Finds the files that containerd's main configuration file imports."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -11,6 +12,10 @@ from agent.machine.notes import Notes
 from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.system.files import System
+
+SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
+"""Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
+`[!`, and has backslashes as escapes."""
 
 
 def loaded_files(
@@ -37,7 +42,14 @@ def loaded_files(
 
 def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
     """Return a file's imports as absolute patterns. Raises DocumentError."""
-    return imports(path, files.parse(path, content))
+    patterns = imports(path, files.parse(path, content))
+    for pattern in patterns:
+        if "*" in pattern and not re.fullmatch(SAME_IN_GO, pattern):
+            raise DocumentError(
+                f"{path}: key imports: the agent cannot read the pattern {pattern} as containerd does",
+                "write it without a backslash, and with only letters, digits, dots and underscores in brackets",
+            )
+    return patterns
 
 
 def _load(system: System, path: str) -> bytes:

@@ -1,6 +1,7 @@
 """containerd's drop-in: rendered from the files before it, read back, and never at the expense of a user's setting."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import tomlkit
 
 from agent.machine.containerd.active import CHANGED
 from agent.machine.containerd.files import DUMP_MIGRATES, parse, with_import
+from agent.machine.containerd.imports import parsed_imports
 from agent.machine.containerd.tables import (
     CRI_2,
     CRI_3,
@@ -691,6 +693,25 @@ def test_a_broken_main_file_stays(machine: Machine) -> None:
     assert f"{MAIN}: not TOML" in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == "version = "
     assert not machine.exists(DROP_IN)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["conf.d/[^9]*.toml", "conf.d/[!9]*.toml", r"conf.d/\9*.toml", "conf.d/[]a]*.toml", "conf.d/[a*.toml"]
+)
+def test_a_pattern_that_only_go_understands_is_named(machine: Machine, pattern: str) -> None:
+    """The agent would miss files that containerd loads, and lose their settings."""
+    machine.put(MAIN, f"imports = ['{IMPORT}', '{pattern}']\n{MAIN_3}")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.message("RuntimeConfigured").startswith(f"{MAIN}: key imports: the agent cannot read the pattern ")
+    assert not machine.exists(DROP_IN)
+
+
+def test_what_both_understand_stays_a_pattern() -> None:
+    patterns = ("/etc/[a-c]?[0-9x]/*.toml", "/etc/[^a].toml", r"/etc/\a.toml")
+    content = f"imports = {json.dumps(patterns)}\n".encode()
+    assert parsed_imports(MAIN, content) == patterns, "without an asterisk, it is no pattern"
+    assert covers(patterns[0], "/etc/bxx/a.toml")
 
 
 def test_a_file_whose_name_is_not_utf_8_is_named(machine: Machine) -> None:
