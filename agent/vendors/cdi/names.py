@@ -37,7 +37,13 @@ def _parse_yaml(text: str) -> object:
 
 
 def _member(document: Any, key: str) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a member; None if it is missing. Case is ignored, as by Go's decoder, which runtimes use."""
+    """Return a member; None if it is missing. Case is ignored, as by Go's decoder, which runtimes use.
+
+    Raises DocumentError if two keys differ only in case: which of them counts depends on the parser.
+    """
     if not isinstance(document, dict):
         return None
-    return next((value for each, value in document.items() if each.casefold() == key), None)
+    found = [each for each in document if each.casefold() == key]
+    if len(found) > 1:
+        raise DocumentError(f"the keys {found[0]!a} and {found[1]!a} differ only in case", "remove one, or the file")
+    return document[found[0]] if found else None

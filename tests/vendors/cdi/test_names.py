@@ -220,3 +220,23 @@ def test_without_pyyaml_yaml_is_refused_and_json_is_read() -> None:
     last = read(GENERATED).stderr.splitlines()[-1]
     assert last.startswith("agent.model.errors.DocumentError: not JSON, and PyYAML cannot be loaded: ")
     assert last.endswith("(install python3-yaml in this machine's image)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "a.b/c", "Devices": [], "devices": [{"name": "all"}]}',
+        '{"kind": "a.b/c", "Kind": "intel.com/gpu", "devices": [{"name": "all"}]}',
+        '{"kind": "intel.com/gpu", "devices": [{"name": "x", "NAME": "all"}]}',
+        '{"kind": "intel.com/gpu", "device\u017f": [{"name": "all"}], "devices": []}',
+    ],
+)
+def test_keys_that_differ_only_in_case_are_refused(text: str) -> None:
+    """Which of them counts for Go's decoder depends on the order in which the runtime passes them on."""
+    with pytest.raises(DocumentError, match="differ only in case"):
+        device_names(text)
+
+
+def test_other_keys_may_differ_only_in_case() -> None:
+    text = '{"kind": "a.b/c", "annotations": {"a.b/x": "", "a.b/X": ""}, "devices": [{"name": "all"}]}'
+    assert device_names(text) == ("a.b/c=all",)
