@@ -17,7 +17,8 @@ PLAIN_IMAGE, NVIDIA_IMAGE = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
 programs."""
 REGISTRY = "docker://"
 ARCHIVE = "docker-archive:"
-LAYOUT = re.compile(r"oci:(?P<directory>/.*?)(:[^/:]*)?")
+LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
+"""An image in an OCI layout. Its own name, after the directory, may have slashes and colons, as a registry's has."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's names by the kernel's."""
 SAFE_UMOCI = (0, 4, 7)

@@ -97,6 +97,17 @@ def test_the_hosts_architecture_of_an_index(source: Host) -> None:
         inspect(NODES, NAME, source)
 
 
+@pytest.mark.parametrize("image", ["", ":node", ":registry.example.com:5000/nodes/agent:1"])
+def test_an_index_in_a_layout(source: Host, image: str) -> None:
+    """The path ends at the first colon, and the image's name may have slashes and further colons."""
+    entry = {"digest": digest(MANIFEST), "platform": {"os": "linux", "architecture": "amd64"}}
+    name = f"oci:/srv/layout{image}"
+    source.command("skopeo", "inspect", "--raw", name, stdout=json.dumps({"manifests": [entry]}))
+    source.command("skopeo", "inspect", "--config", name, stdout='{"architecture": "amd64"}')
+    source.file(f"/srv/layout/blobs/{digest(MANIFEST).replace(':', '/')}", MANIFEST)
+    assert inspect(NODES, name, source).digest == digest(MANIFEST)
+
+
 def test_an_image_of_another_architecture(source: Host) -> None:
     answer(source, PINNED, MANIFEST, architecture="arm64")
     with pytest.raises(ObservationError, match="is for 'arm64', and this host is amd64"):
