@@ -43,7 +43,9 @@ def remove_chains(chains: Chains, system: System) -> None:
     # Make all changes with one call, because a cluster with many services has thousands of chains.
     changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
     changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
-    system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
+    content = "\n".join([f"*{chains.table}", *changes, "COMMIT", ""])
+    # Comments of other programs may not be UTF-8.
+    system.write(CHAINS_REMOVAL, content.encode(errors="surrogateescape"), 0o600)
     try:
         system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
     finally:

@@ -21,7 +21,7 @@ COMMIT
 :KUBE-SERVICES - [0:0]
 :CNI-0123 - [0:0]
 :KUBERNETES-NOT - [0:0]
--A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A PREROUTING -m comment --comment "kubernetes service portals \udce9" -j KUBE-SERVICES
 -A PREROUTING -m comment --comment "not -j KUBE-SERVICES" -j DOCKER
 -A KUBE-SERVICES -s 10.0.0.1/32 -g CNI-0123
 -A PREROUTING -i o'x -m comment --comment "a\u2028b" -j DOCKER
@@ -72,7 +72,7 @@ def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) ->
 
     def restore(argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] == "iptables-nft-save":
-            return Completed(0, SAVED.encode(), b"")
+            return Completed(0, SAVED.encode(errors="surrogateescape"), b"")
         assert argv == ("iptables-nft-restore", "--noflush", filtering.full_path(CHAINS_REMOVAL))
         written.extend(filtering.read_text(CHAINS_REMOVAL).splitlines())
         return Completed(0, b"", b"")
@@ -81,7 +81,7 @@ def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) ->
     remove_chains(Chains("iptables-nft", "nat", (*NAT.names, "KUBE-GONE")), filtering)
     assert written == [
         "*nat",
-        '-D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES',
+        '-D PREROUTING -m comment --comment "kubernetes service portals \udce9" -j KUBE-SERVICES',
         "-F CNI-0123",
         "-F KUBE-SERVICES",
         "-X CNI-0123",
