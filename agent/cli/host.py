@@ -14,6 +14,12 @@ from agent.system.files import System
 from agent.system.host_runner import host_runner
 from agent.system.process import Completed
 
+MAKES_PASSES = (
+    *("apply", "up", "start", "restart", "reset"),
+    *("gpus detach", "gpus attach", "kube allocation"),
+)
+"""Commands that make passes, in addition to UNIT_COMMANDS. Each puts the configuration that it reads in force: other
+processes would undo what it does."""
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
 """Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
 
@@ -64,13 +70,13 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
     # would get no GPUs.
     if options.command not in UNIT_COMMANDS or not standard:
         try:
-            config = load_config(system, options.config, save=options.command in ("apply", "up"))
+            config = load_config(system, options.config, save=_name(options) in MAKES_PASSES)
         except NoMachinesError as error:
             if _name(options) not in WITHOUT_CONFIGURATION or not standard:
                 raise
             progress(str(error))
             config = Config(machines={})
-        return Loaded(config)
+        return Loaded(config, in_force=standard)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":
         progress(f"the configuration is invalid, using the last good one: {loaded.rejected}")

@@ -3,13 +3,14 @@
 import time
 from contextlib import suppress
 
+from agent.config.load import load_or_last_good
 from agent.host.outcome import Outcome
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.state.driver_roots import render_handed
 from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_report
-from agent.model.errors import ConfigError
+from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.live import LiveSettings, render_live
 from agent.model.paths import handed_roots_file, live_file
@@ -41,7 +42,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     reconciler.wait_until = time.monotonic() + WAIT_LIMIT
     if _runs(name, reconciler):
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
-        return reconciler.reconcile()
+        return _pass(reconciler)
     system = reconciler.system
     # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
@@ -72,16 +73,28 @@ def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
     files, later passes would assume that the machine has it, and not bind it. So if the files never match, nothing is
     recorded.
     """
-    outcome = reconciler.reconcile()
+    outcome = _pass(reconciler)
     for _ in range(PASSES - 1):
         if _start_settings(name, outcome):
             break
-        outcome = reconciler.reconcile()
+        outcome = _pass(reconciler)
     live = _start_settings(name, outcome)
     if live:
         with pass_lock(reconciler.system, reconciler.progress, reconciler.wait_until):
             write_record(reconciler.system, live_file(name), render_live(live))
     return outcome
+
+
+def _pass(reconciler: Reconciler) -> Outcome:
+    """Make a pass. If the configuration has changed since it was read, read it again."""
+    try:
+        return reconciler.reconcile()
+    except ConfigChangedError:
+        loaded = load_or_last_good(reconciler.system)
+        reconciler.config, reconciler.rejected = loaded.config, loaded.rejected
+        if reconciler.in_force:
+            reconciler.in_force.config = loaded.config
+        return reconciler.reconcile()
 
 
 def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:

@@ -25,7 +25,7 @@ def reset(options: argparse.Namespace) -> int:
         loaded = load(options, system)
     except NoMachinesError:
         # The configuration file may have been removed together with its last machine.
-        loaded = Loaded(Config(machines={}))
+        loaded = Loaded(Config(machines={}), in_force=False)
     return reset_machine(options.machine, make_reconciler(loaded, system), HostNetwork())
 
 
@@ -41,6 +41,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
         reconciler.devices,
         reconciler.progress,
         memory=reconciler.memory,
+        in_force=reconciler.in_force,
     )
 
     def remove_files() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress
+from agent.config.last_good import InForce
 from agent.config.load import Loaded
 from agent.host.observe.memory import Memory
 from agent.host.reconcile import Reconciler
@@ -16,7 +17,10 @@ from agent.system.sysfs import Sysfs
 def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None] = progress) -> Reconciler:
     """Return a reconciler of this host with this configuration."""
     memory = Memory(ages=read_ages(system))
-    return Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected, memory=memory)
+    reconciler = Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected, memory=memory)
+    if loaded.in_force:
+        reconciler.in_force = InForce(loaded.config, system)
+    return reconciler
 
 
 def reconciler_for(options: argparse.Namespace) -> Reconciler:

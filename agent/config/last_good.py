@@ -2,7 +2,8 @@
 
 It has the document that was valid, and the settings in it. A service or a machine that starts while the current
 configuration is invalid uses the document: a machine must start after a reboot of the host, and keep its GPUs. While
-the configuration is what it was, the settings are used, and nothing is validated again.
+the configuration is what it was, the settings are used, and nothing is validated again. Every process that makes passes
+saves its configuration here, so that the others notice which one is in force.
 """
 
 import contextlib
@@ -10,11 +11,12 @@ import json
 import os
 from typing import Any
 
-from msgspec import ValidationError, convert, to_builtins
+from msgspec import Struct, ValidationError, convert, to_builtins
 
 from agent import __version__
 from agent.config.settings import Config
-from agent.model.errors import DocumentError
+from agent.model.device import FileIdentity
+from agent.model.errors import ConfigChangedError, DocumentError
 from agent.model.json_document import parse_object
 from agent.model.paths import LAST_GOOD_CONFIG
 from agent.system.files import System
@@ -43,11 +45,8 @@ def last_good_document(system: System) -> object:
 def known_settings(document: dict[str, Any], system: System) -> Config | None:
     """Return the settings in a document if it is the one that was valid last, and None otherwise."""
     saved = _saved(system)
-    try:
-        known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
-        return convert(saved.get("settings"), Config) if known else None
-    except ValidationError:
-        return None
+    known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
+    return _settings(saved) if known else None
 
 
 def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
@@ -64,6 +63,38 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
         with contextlib.suppress(OSError):
             if not _same(_saved(system), document):
                 system.remove(LAST_GOOD_CONFIG)
+
+
+class InForce(Struct):
+    """Checks whether a process still works with the configuration in force, which is the one saved last."""
+
+    config: Config
+    system: System
+    checked: FileIdentity | None = None
+    """The identity that the file had at the last check."""
+
+    def check(self) -> None:
+        """Raises ConfigChangedError, once after each change, if another process has put other settings in force.
+
+        A missing or damaged file tells nothing, and stops no pass.
+        """
+        try:
+            identity = self.system.identity(LAST_GOOD_CONFIG)
+        except OSError:
+            return
+        if identity == self.checked:
+            return
+        self.checked = identity
+        settings = _settings(_saved(self.system))
+        if settings and settings != self.config:
+            raise ConfigChangedError("the configuration has changed in the meantime", "run the command again")
+
+
+def _settings(saved: dict[str, Any]) -> Config | None:
+    try:
+        return convert(saved.get("settings"), Config)
+    except ValidationError:
+        return None
 
 
 def _saved(system: System) -> dict[str, Any]:

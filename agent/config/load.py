@@ -16,6 +16,8 @@ class Loaded(Struct, frozen=True):
     config: Config
     rejected: str = ""
     """Why the files were rejected, if the last valid configuration is used instead; otherwise empty."""
+    in_force: bool = True
+    """Whether it is saved as the last good one; not if the user named another file (--config)."""
 
 
 def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) -> Config:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agent.config.last_good import InForce
 from agent.config.settings import Config
 from agent.host.apply.bootstrap_token import remove_used_tokens
 from agent.host.apply.gpu_states import publish_gpu_states
@@ -72,6 +73,8 @@ class Reconciler(Struct):
     """Called with a sentence when a step or a wait begins, and with an empty text as a further sign of life."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
+    in_force: InForce | None = None
+    """Checks that no other process has changed the configuration; None if it is not the host's."""
     wait_until: float = math.inf
     """The time, by CLOCK_MONOTONIC, after which no pass waits any longer for one of another process."""
     memory: Memory = field(default_factory=Memory)
@@ -128,9 +131,14 @@ class Reconciler(Struct):
         return replace(outcome, machines=tuple(machines), failures=failures)
 
     def reconcile(self) -> Outcome:
-        """Make one pass without starting machines, and return its outcome. Raises AgentError if no pass is possible."""
+        """Make one pass without starting machines, and return its outcome.
+
+        Raises AgentError if no pass is possible, or ConfigChangedError if the pass would undo what others did.
+        """
         started = time.monotonic()
         with pass_lock(self.system, self.progress, self.wait_until):
+            if self.in_force:
+                self.in_force.check()
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.

@@ -3,6 +3,7 @@
 AgentError
 ├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
 │   └── NoMachinesError there is no configuration file, or none has a table of machines
+├── ConfigChangedError  other settings were put in force while this process worked
 ├── UnsupportedError    a requirement is not met: no root rights, systemd too old
 ├── ObservationError    something could not be observed, so whether it exists is unknown
 ├── CommandError        a program failed, was not found, or ran out of time
@@ -32,6 +33,10 @@ class ConfigError(AgentError):
 
 class NoMachinesError(ConfigError):
     """There is no configuration file, or none has a table of machines. Nothing else is wrong with the configuration."""
+
+
+class ConfigChangedError(AgentError):
+    """Another process has put other settings in force since this one read the configuration."""
 
 
 class UnsupportedError(AgentError):

@@ -190,6 +190,26 @@ def test_saved_settings_are_those_that_pydantic_made(tmp_path: Path, text: str) 
     assert load_config(system, save=True) == load_config(system)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run these commands")
+@pytest.mark.parametrize(
+    ("command", "saves"),
+    [
+        ({"command": "start"}, True),
+        ({"command": "gpus", "gpus_command": "attach"}, True),
+        ({"command": "kube", "kube_command": "allocation"}, True),
+        ({"command": "gpus", "gpus_command": "holders"}, False),
+        ({"command": "preflight"}, False),
+    ],
+)
+def test_commands_that_make_passes_put_the_configuration_in_force(
+    tmp_path: Path, command: dict[str, str], saves: bool
+) -> None:
+    """Otherwise the service would undo what they do."""
+    system = host(tmp_path, RIGHT)
+    load(Namespace(**command, config=CONFIG_FILE), system)
+    assert system.exists(LAST_GOOD_CONFIG) is saves
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run `apply`")
 @pytest.mark.parametrize("standard", [True, False])
 def test_apply_saves_only_the_standard_configuration(tmp_path: Path, standard: bool) -> None:

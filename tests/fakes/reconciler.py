@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
+from agent.config.last_good import InForce
 from agent.config.load import Loaded, load_or_last_good
 from agent.host.daemon import loop
 from agent.host.outcome import MachineOutcome, Outcome
@@ -71,12 +72,14 @@ class SimulatedReconciler:
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
         self.config, self.rejected, self.progress, self.root = loaded.config, loaded.rejected, progress, root
         self.system = System(host_runner)
+        self.in_force = InForce(loaded.config, System(host_runner, str(root)))
 
     def _behaviour(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.root / "behaviour.json").read_text())
         return content
 
     def run_pass(self) -> Outcome:
+        self.in_force.check()
         with (self.root / "passes").open("a") as file:
             file.write(f"{time.monotonic()}\n")
         behaviour = self._behaviour()

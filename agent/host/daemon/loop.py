@@ -28,7 +28,7 @@ from agent.host.daemon.wakeups.sources import REPORTS, host_sources
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.vendors import HOST_VENDORS
-from agent.model.errors import AgentError, ConfigError
+from agent.model.errors import AgentError, ConfigChangedError, ConfigError
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
@@ -166,6 +166,10 @@ class Daemon:
         try:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
+        except ConfigChangedError:
+            # A command, or the start of a machine, has read newer files: do the same before the next pass.
+            signals.reload = True
+            return
         except Exception as error:
             # The loop continues after any error, because a restarted service would meet the same error.
             self._metrics.failed(time.monotonic() - started)

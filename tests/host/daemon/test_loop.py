@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import pytest
 
-from agent.config.load import Loaded, load_config
+from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.loop import Daemon, Timing
@@ -289,6 +289,15 @@ def test_sighup_reads_the_configuration_again(service: Service) -> None:
     service.signal(signal.SIGHUP)
     wait_for(lambda: service.notifications("READY=1") == 3)
     assert 'machine="gpu-node"' not in service.get("/metrics")[1], "series go with their machine"
+
+
+def test_a_configuration_that_a_command_put_in_force_is_read(service: Service) -> None:
+    service.start(FAST)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    load_or_last_good(System(host_runner, str(service.root)))
+    wait_for(lambda: service.notifications("READY=1") == 2)
+    assert service.get("/readyz/machines/second") == (200, "ok\n")
 
 
 def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:

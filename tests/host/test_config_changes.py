@@ -1,0 +1,93 @@
+"""Processes that read the configuration before it changed."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.cli.prepare import prepare
+from agent.cli.reset import reset_machine
+from agent.cli.up import up
+from agent.config.last_good import InForce, save_last_good
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.model.errors import ConfigChangedError
+from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG, machine_root, machine_unit, nspawn_file, unit_drop_in
+from tests.fakes.gpu_host import MACHINE, units
+from tests.fakes.host import Host
+from tests.fakes.node_host import node_host, node_reconciler
+
+SECOND = "second"
+OLD = {MACHINE: {"gpus": ["0000:01:00.0"]}}
+NEW = {**OLD, SECOND: {"gpus": ["0000:02:00.0"]}}
+NEW_FILE = b'[machines.gpu-node]\ngpus = ["0000:01:00.0"]\n[machines.second]\ngpus = ["0000:02:00.0"]\n'
+
+
+def process(host: Host, machines: dict[str, dict[str, list[str]]]) -> Reconciler:
+    """Return the reconciler of a process that reads this configuration, and puts it in force."""
+    document = {"machines": machines}
+    config = Config.validated(document)
+    save_last_good(document, config, host)
+    return Reconciler(config, host, host, in_force=InForce(config, host))
+
+
+@pytest.fixture
+def two_machines(gpu_host: Host) -> Host:
+    """A host with a second machine, which has just stopped."""
+    gpu_host.make_directory(machine_root(SECOND))
+    gpu_host.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
+    return gpu_host
+
+
+def has_settings(host: Host, name: str) -> bool:
+    return host.exists(nspawn_file(name)) and host.exists(unit_drop_in(name))
+
+
+def test_a_process_with_the_old_configuration_removes_nothing(two_machines: Host) -> None:
+    old = process(two_machines, OLD)
+    old.reconcile()
+    process(two_machines, NEW).reconcile()
+    with pytest.raises(ConfigChangedError, match="run the command again"):
+        old.reconcile()
+    assert has_settings(two_machines, SECOND)
+
+
+def test_the_same_configuration_may_be_saved_again(two_machines: Host) -> None:
+    first = process(two_machines, OLD)
+    first.reconcile()
+    process(two_machines, OLD)
+    first.reconcile()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"machines": {}}', b'{"settings": {"machines": 1}}', None])
+def test_a_damaged_record_of_the_configuration_stops_no_pass(gpu_host: Host, content: bytes | None) -> None:
+    agent = process(gpu_host, OLD)
+    if content is None:
+        gpu_host.remove(LAST_GOOD_CONFIG)
+    else:
+        gpu_host.write(LAST_GOOD_CONFIG, content)
+    agent.reconcile()
+
+
+def test_a_start_goes_on_with_the_new_configuration(two_machines: Host) -> None:
+    """It may have waited for the driver for minutes."""
+    units(two_machines, "activating")
+    starting = process(two_machines, OLD)
+    starting.reconcile()
+    process(two_machines, NEW).reconcile()
+    two_machines.write(CONFIG_FILE, NEW_FILE)
+    outcome = prepare(MACHINE, starting)
+    assert {each.name: each.start_settings is not None for each in outcome.machines} == {MACHINE: True, SECOND: True}
+    assert has_settings(two_machines, SECOND)
+
+
+def test_reset_leaves_a_machine_that_was_added_meanwhile(tmp_path: Path) -> None:
+    node = node_host(tmp_path / "host")
+    resetting = node_reconciler(node)
+    assert up(resetting, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    resetting.in_force = InForce(resetting.config, node)
+    node.make_directory(machine_root(SECOND))
+    node.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
+    process(node, NEW).reconcile()
+    with pytest.raises(ConfigChangedError):
+        reset_machine(MACHINE, resetting, node.network)
+    assert has_settings(node, SECOND)
