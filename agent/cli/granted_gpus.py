@@ -16,7 +16,7 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
-        cannot_change = machine.name in planned.held and not machine.ended
+        cannot_change = machine.name in planned.held and not machine.stays_ended
         match machine.granted:
             case Absent():
                 may_have = False

@@ -125,7 +125,7 @@ class Watch(Struct, frozen=True):
 
     def _ended(self, outcome: Outcome, ran: set[str]) -> tuple[str, ...]:
         """Return a sentence for each machine in `ran` that no longer runs, and add those that run to `ran`."""
-        ended = {each.name for each in outcome.facts.machines if each.ended}
+        ended = {each.name for each in outcome.facts.machines if each.stays_ended}
         failures = tuple(
             f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
             for name in self.names

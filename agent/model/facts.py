@@ -182,6 +182,8 @@ class MachineFacts(Struct, frozen=True):
     """ActiveState of `systemd-nspawn@NAME.service`."""
     masked: bool = False
     """That unit is masked, and `unit_state` is `inactive`."""
+    has_job: bool = False
+    """systemd has a job for that unit. For an inactive unit, it is a start, which may wait for prepare@ for minutes."""
     has_run: bool = False
     """The unit has stopped, or failed to start, since the host booted, or is masked; and it is not active now. If
     `unit_state` is `inactive`, somebody stopped it."""
@@ -209,6 +211,11 @@ class MachineFacts(Struct, frozen=True):
     def ended(self) -> bool:
         """Whether no process runs in the machine, by the ActiveState of its unit."""
         return self.unit_state in ("inactive", "failed")
+
+    @property
+    def stays_ended(self) -> bool:
+        """Whether no process runs in the machine, and no start is under way."""
+        return self.ended and not self.has_job
 
     @property
     def kept_gpus(self) -> tuple[str, ...]:

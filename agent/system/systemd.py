@@ -24,11 +24,12 @@ CHANGE_LIMIT = 30.0
 
 
 class ListedUnit(NamedTuple):
-    """The state of a unit, and the path of its object on the bus."""
+    """The state of a unit, the path of its object on the bus, and whether a job is queued for it."""
 
     load_state: str
     active_state: str
     path: str
+    has_job: bool
 
 
 def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
@@ -45,11 +46,12 @@ def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen
 def _listed(name: str, entry: object) -> ListedUnit | Unseen:
     """Return the unit in an entry of the list.
 
-    An entry has name, description, LoadState, ActiveState, SubState, followed unit, path and job (ssssssouso).
+    An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id, type and
+    path (ssssssouso). The id is 0 without a job.
     """
     match entry:
-        case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
-            return ListedUnit(load, active, path)
+        case (str(), str(), str(load), str(active), str(), str(), str(path), int(job), *_):
+            return ListedUnit(load, active, path, job != 0)
         case _:
             return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
 

@@ -24,7 +24,7 @@ from agent.model.facts import Unseen
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
-from tests.fakes.gpu_host import MACHINE, set_up, units
+from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.processes import POD_GROUP, process
 
@@ -424,6 +424,15 @@ def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
     """The machine cannot be changed, because something else could not be observed."""
     agent = site.configure(gpus="count=2")
     site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
+    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
+        detach(SECOND, agent, FAST)
+
+
+def test_a_start_that_waits_may_give_a_machine_its_gpu(site: Site) -> None:
+    """The machine is no longer configured, but starts with the settings that it had."""
+    units(site.host, "inactive", stopped_at=1)
+    site.host.bus.jobs.add(UNITS[0])
+    agent = Reconciler(Config(machines={}), site.host, site.host)
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)
 

@@ -185,14 +185,16 @@ def test_a_machine_that_does_not_exist_is_not_waited_for(
 def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """systemd runs prepare@ first, and may start the machine again by itself: only then has it stopped."""
+    """systemd runs prepare@ first, and it, or somebody else, may start the machine again: only then has it stopped."""
     stop(MACHINE, agent, "", drain=False)
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
-    states = ["failed", "activating", "activating", "active", state]
+    states = ["failed", "activating", "activating", "active", "restarted", "active", state]
 
     def sleep(_: float) -> None:
-        units(host, states.pop(0), stopped_at=1)
+        now = states.pop(0)
+        host.bus.jobs = {UNITS[0]} if now == "restarted" else set()
+        units(host, now.replace("restarted", "inactive"), stopped_at=1)
 
     monkeypatch.setattr(time, "sleep", sleep)
     assert start(MACHINE, agent, "") == 1

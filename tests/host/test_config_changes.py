@@ -91,3 +91,14 @@ def test_reset_leaves_a_machine_that_was_added_meanwhile(tmp_path: Path) -> None
     with pytest.raises(ConfigChangedError):
         reset_machine(MACHINE, resetting, node.network)
     assert has_settings(node, SECOND)
+
+
+def test_a_machine_that_is_removed_while_its_start_waits_keeps_its_settings(two_machines: Host) -> None:
+    """prepare@ may wait for the driver for minutes. ActiveState is `inactive` until the machine's unit starts."""
+    process(two_machines, NEW).reconcile()
+    two_machines.bus.jobs.add(machine_unit(SECOND))
+    process(two_machines, OLD).reconcile()
+    assert has_settings(two_machines, SECOND)
+    two_machines.bus.jobs.clear()
+    process(two_machines, OLD).reconcile()
+    assert not two_machines.exists(nspawn_file(SECOND)), "its start was cancelled"

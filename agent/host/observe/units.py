@@ -38,6 +38,8 @@ class Unit(Struct, frozen=True):
     """The unit's ActiveState."""
     path: str = ""
     """Path of the unit's object on the bus."""
+    has_job: bool = False
+    """systemd has a job for the unit."""
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
     masked: bool = False
@@ -85,7 +87,7 @@ def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
     if isinstance(listed, Unseen):
         return Unit(listed)
     masked = (listed.load_state, listed.active_state) == ("masked", "inactive")
-    return Unit(_state(name, listed), listed.path, masked=masked)
+    return Unit(_state(name, listed), listed.path, has_job=listed.has_job, masked=masked)
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:

@@ -102,7 +102,7 @@ def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     return {
         machine.name: "it is no longer in the configuration; its settings stay while it runs"
         for machine in facts.machines
-        if machine.name not in config.machines and not machine.ended
+        if machine.name not in config.machines and not machine.stays_ended
     }
 
 
