@@ -21,6 +21,8 @@ POLL = 1.0
 """Seconds between two checks for a driver that loads late, or of the unit's state."""
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
+STOP_LIMIT = 100.0
+"""Seconds to wait for the end of the machine's last run. systemd kills what is left of it after 90 seconds."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0
@@ -39,7 +41,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
-    reconciler.wait_until = time.monotonic() + WAIT_LIMIT
+    started = time.monotonic()
+    reconciler.wait_until = started + WAIT_LIMIT
     if _runs(name, reconciler):
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
@@ -56,7 +59,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
-    _wait_for_driver(name, settings.driver_wait, reconciler)
+    # Counted from the start, because the unit's time limit has no room for a machine that stops slowly, too.
+    _wait_for_driver(name, settings.driver_wait, started, reconciler)
     return _write_settings(name, reconciler)
 
 
@@ -102,19 +106,24 @@ def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
 
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
-    """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept."""
-    deadline = time.monotonic() + RETRY_LIMIT
-    while time.monotonic() < deadline:
+    """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept.
+
+    A start that replaces a stop runs this command while the machine still stops: wait for its end.
+    """
+    started = time.monotonic()
+    while True:
         machines = reconciler.preview()[0].machines
         state = next((machine.unit_state for machine in machines if machine.name == name), Absent("no such machine"))
-        if not isinstance(state, Unseen):
+        stops = state == "deactivating"
+        if not stops and not isinstance(state, Unseen):
             return isinstance(state, str) and state not in STOPPED
+        if time.monotonic() - started > (STOP_LIMIT if stops else RETRY_LIMIT):
+            return True
         time.sleep(POLL)
-    return True
 
 
-def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
-    deadline = time.monotonic() + seconds
+def _wait_for_driver(name: str, seconds: int, started: float, reconciler: Reconciler) -> None:
+    deadline = started + seconds
     reported = ""
     while time.monotonic() < deadline:
         facts, planned, _ = reconciler.preview()

@@ -33,6 +33,31 @@ def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_hos
     assert [gpu_host.read(path) for path in kept if gpu_host.exists(path)] == [b"0123"] * 3
 
 
+def test_a_start_that_replaces_a_stop_waits_until_the_machine_has_stopped(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_host.write(live_file(MACHINE), b"the last run's")
+    units(gpu_host, "deactivating")
+    monkeypatch.setattr("time.sleep", lambda seconds: units(gpu_host, "inactive", stopped_at=1))
+    outcome = prepare(MACHINE, reconciler(gpu_host))
+    assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].start_settings
+
+
+@pytest.mark.parametrize("state", ["deactivating", "unseen"])
+def test_a_machine_that_may_still_run_keeps_its_record(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    gpu_host.write(live_file(MACHINE), b"the last run's")
+    units(gpu_host, state)
+    if state == "unseen":
+        gpu_host.bus.failing = BusAnswerError("time limit")
+    clock = iter(range(0, 10_000, 5))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    prepare(MACHINE, reconciler(gpu_host))
+    assert gpu_host.exists(live_file(MACHINE))
+
+
 def test_an_earlier_machines_report_does_not_count(gpu_host: Host) -> None:
     """The unit may have failed to mount an empty report directory, and the new machine may be a different one."""
     agent = reconciler(gpu_host)
