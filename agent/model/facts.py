@@ -185,8 +185,8 @@ class MachineFacts(Struct, frozen=True):
     has_job: bool = False
     """systemd has a job for that unit. For an inactive unit, it is a start, which may wait for prepare@ for minutes."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted, or is masked; and it is not active now. If
-    `unit_state` is `inactive`, somebody stopped it."""
+    """The unit has stopped, or failed to start, since the host booted, its start was cancelled, or it is masked; and it
+    is not active now. If `unit_state` is `inactive`, somebody stopped it."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()

@@ -261,6 +261,11 @@ def live_file(machine: str) -> str:
     return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
 
 
+def start_began_file(machine: str) -> str:
+    """Return the file that says that a start of the machine has begun since the host booted."""
+    return f"{MACHINES_RUNTIME}/{machine}/start-began"
+
+
 def started_nspawn(machine: str) -> str:
     """Return the copy of the .nspawn file that the machine was started with. The machine's unit makes the copy."""
     return f"{MACHINES_RUNTIME}/{machine}/started.nspawn"

@@ -11,7 +11,7 @@ from agent.model.errors import AgentError, BusAnswerError, ConfigError
 from agent.model.live import parse_live
 from agent.model.paths import MACHINES_STATE, PASS_LOCK, joined_file, live_file, nspawn_file, report_directory
 from agent.system.systemd import SYSTEMD_MANAGER
-from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.host.test_damage import allowed, running, started
 from tests.host.test_reconcile import OPENED, report
@@ -56,6 +56,22 @@ def test_a_machine_that_may_still_run_keeps_its_record(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     prepare(MACHINE, reconciler(gpu_host))
     assert gpu_host.exists(live_file(MACHINE))
+
+
+def test_a_machine_that_is_stopped_while_its_start_waits_stays_stopped(gpu_host: Host) -> None:
+    """systemd has no time at which it stopped, because its unit has not begun to start."""
+    begin = ("systemctl", "start", "--no-block", UNITS[0])
+    service = reconciler(gpu_host)
+    service.run_pass()
+    gpu_host.bus.jobs.add(UNITS[0])
+    prepare(MACHINE, reconciler(gpu_host))
+    assert {"NotStarted"} <= {each.reason for each in service.run_pass().machines[0].conditions}
+    gpu_host.bus.jobs.clear()
+    gpu_host.runner.calls.clear()
+    assert {"Stopped"} <= {each.reason for each in service.run_pass().machines[0].conditions}
+    assert begin not in gpu_host.runner.calls
+    service.run_pass(by_hand=True)
+    assert begin in gpu_host.runner.calls
 
 
 def test_an_earlier_machines_report_does_not_count(gpu_host: Host) -> None:

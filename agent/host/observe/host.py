@@ -40,7 +40,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
-    machine_units = {name: with_properties(units[machine_unit(name)], system) for name in names}
+    machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
     sources = Sources(
         system=system,
         architecture=system.architecture(),

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agent.model.device import FileIdentity
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.paths import start_began_file
 from agent.system import systemd
 from agent.system.files import System
-from agent.system.seen import classify_error
+from agent.system.seen import classify_error, read_seen
 
 TEMPLATE = "systemd-nspawn@.service"
 UNMASK = f"run `systemctl unmask {TEMPLATE}`"
@@ -45,8 +47,8 @@ class Unit(Struct, frozen=True):
     masked: bool = False
     """The unit is masked, and not active."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted (InactiveEnterTimestampMonotonic), or is masked;
-    and it is not active now."""
+    """The unit has stopped, or failed to start, since the host booted (InactiveEnterTimestampMonotonic), its start was
+    cancelled, or it is masked; and it is not active now."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 
@@ -62,8 +64,8 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
         return {name: Unit(Unseen(str(error))) for name in names}
 
 
-def with_properties(unit: Unit, system: System) -> Unit:
-    """Return a machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
+def with_properties(machine: str, unit: Unit, system: System) -> Unit:
+    """Return the machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
 
     A masked unit that is not active is inactive, as if somebody had stopped it: nothing runs in that machine.
     """
@@ -74,13 +76,24 @@ def with_properties(unit: Unit, system: System) -> Unit:
     try:
         return replace(
             unit,
-            # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
-            has_run=unit.masked or (unit.state != "active" and systemd.inactive_enter(unit.path, system) != 0),
+            has_run=unit.masked or _has_run(machine, unit, system),
             needs_reload=systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
     except BusError as error:
         return Unit(Unseen(str(error)))
+
+
+def _has_run(machine: str, unit: Unit, system: System) -> bool:
+    """Return whether the unit has stopped, or failed to start, since the host booted; False while it is active."""
+    if unit.state == "active":
+        return False
+    # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
+    if systemd.inactive_enter(unit.path, system) != 0:
+        return True
+    # systemd sets no timestamp if a start is cancelled before the unit's own start.
+    began = read_seen(system.identity, start_began_file(machine))
+    return unit.state == "inactive" and not unit.has_job and isinstance(began, FileIdentity)
 
 
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:

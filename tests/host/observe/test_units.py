@@ -42,7 +42,7 @@ def test_states(host: Host) -> None:
 
 
 def properties(host: Host, name: str) -> Unit:
-    return replace(with_properties(observe_units((name,), host)[name], host), path="")
+    return replace(with_properties("m", observe_units((name,), host)[name], host), path="")
 
 
 def test_one_unit_with_its_properties(host: Host) -> None:
@@ -86,7 +86,7 @@ def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:
     host.bus.failing = BusError("the bus is away")
     units = observe_units(("a.service", "b.service"), host)
     assert units == dict.fromkeys(("a.service", "b.service"), Unit(Unseen("the bus is away")))
-    assert with_properties(Unit("active", "/a"), host) == Unit(Unseen("the bus is away"))
+    assert with_properties("m", Unit("active", "/a"), host) == Unit(Unseen("the bus is away"))
     assert isinstance(observe_version(host), Unseen)
 
 
