@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from agent.cli.prepare import WAIT_LIMIT, prepare
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import AgentError, BusAnswerError, ConfigError
 from agent.model.live import parse_live
 from agent.model.paths import MACHINES_STATE, PASS_LOCK, joined_file, live_file, nspawn_file, report_directory
+from agent.model.reasons import Reason
 from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
@@ -219,3 +221,24 @@ def test_a_start_without_the_lock_has_no_note_of_the_last_one(gpu_host: Host) ->
     with pytest.raises(IsADirectoryError):
         prepare(MACHINE, reconciler(gpu_host))
     assert not gpu_host.exists(live_file(MACHINE))
+
+
+def test_a_missed_gpu_that_left_while_the_machine_started_is_permitted(gpu_host: Host) -> None:
+    """The record is from before the GPU left, the settings from after that. Nodes that are missed are bound again."""
+    service = reconciler(gpu_host)
+    service.run_pass()
+    prepare(MACHINE, reconciler(gpu_host))
+    units(gpu_host, "activating")
+    gpu_host.unplug("0000:02:00.0")
+    service.reconcile()
+    started(gpu_host)
+    permitted = [("char-pts", "rw"), *allowed(gpu_host)]
+    gpu_host.gpu("0000:02:00.0", 1)
+    units(gpu_host, "active", device_allow=permitted)
+    service.reconcile()
+    gpu_host.bus.changes.clear()
+    report(gpu_host, Condition(ConditionType.DEVICES_ALLOWED, Status.FALSE, Reason.WRONG_NODE, "missing"))
+    service.reconcile()
+    (change,) = (each for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
+    assert "/dev/char/195:1" in repr(change)
+    assert "/dev/char/195:1" not in repr(permitted)

@@ -468,8 +468,8 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
     assert outcome.pending
     assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     assert gpu_host.identity(handoff_file(MACHINE)) != published
-    bound = [path for method, _, path, *_ in gpu_host.bus.changes if method == "BindMountMachine"]
-    assert set(bound) == {
+    changes = list(gpu_host.bus.changes)
+    assert {path for method, _, path, *_ in changes if method == "BindMountMachine"} == {
         device.path for device in parse_handoff(gpu_host.read(handoff_file(MACHINE))).requests[0].devices
     }
     assert agent.reconcile().machines[0].pending
@@ -479,7 +479,7 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
     assert condition(outcome, ConditionType.READY) == (Status.FALSE, "WrongNode")
     report(gpu_host, OPENED)
     assert not agent.reconcile().machines[0].pending
-    assert len(gpu_host.bus.changes) == len(bound)
+    assert gpu_host.bus.changes == changes
 
 
 def test_a_report_that_was_on_its_way_while_the_nodes_were_bound_is_not_the_answer(gpu_host: Host) -> None:

@@ -52,8 +52,12 @@ def change_running(
         mounts=before.mounts,
         kept_since=kept_since,
     )
-    # As if the machine had no nodes, so that all are bound.
-    base = replace(before, nodes={}) if rebind else before
+    base = before
+    if rebind:
+        # As if the machine had no nodes, so that all are bound. A GPU that left while the machine started may have been
+        # recorded, but neither bound nor permitted by the machine's settings.
+        unsure = before.unsure or not set(before.allow) <= set(machine.device_allow)
+        base = replace(before, nodes={}, unsure=unsure)
     return [ChangeDevices(goal.name, base, after, foreign, gpu_nodes(goal.grants))]
 
 
