@@ -49,6 +49,14 @@ def test_it_is_tainted_before_it_is_withdrawn(site: Site) -> None:
     assert (state(site), site.granted()) == (HEALTHY, (FIRST, SECOND))
 
 
+def test_the_next_detachment_does_not_give_it_back(site: Site) -> None:
+    """Its taint alone would: tainted GPUs stay granted."""
+    endings: list[Ending] = []
+    assert detach(SECOND, site.agent, FAST).done
+    assert watched(site, endings, "refuse", 1) == [(TAINTED, (FIRST,))]
+    assert endings[0].done
+
+
 def test_refuse_changes_nothing(site: Site) -> None:
     site.hold()
     assert not detach(SECOND, site.agent, FAST).done

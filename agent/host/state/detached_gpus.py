@@ -80,12 +80,13 @@ def _record(system: System, address: str, *, draining: bool, granted: bool = Fal
     """Record the GPU with these values, if it exists. Return whether it does.
 
     If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
-    a GPU, and detach it later.
+    a GPU, and detach it later. A taint does not give a detached GPU back: it may be pulled at any time.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:
-        before = notes.get(address) or _Note(device, draining, since=time.time())
-        note = _Note(device, draining, granted, before.evict if evict is None else evict, before.since)
+        before = notes.get(address) or _Note(device, draining, granted, since=time.time())
+        still_granted = granted and before.granted
+        note = _Note(device, draining, still_granted, before.evict if evict is None else evict, before.since)
         _RECORD.write(DETACHED_GPUS, {**notes, address: note}, system)
     return device is not None
 
