@@ -17,7 +17,7 @@ from agent.host.outcome import Outcome
 from agent.host.reconcile import Reconciler, read_report
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault
-from agent.host.state.locks import pass_lock
+from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.verify.answers import STALE_AFTER, names_handoff
 from agent.model.errors import AgentError
 from agent.model.facts import DeviceNode, Gpu, MachineFacts
@@ -62,7 +62,9 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     machines, nodes = granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
     if unknown := why_unknown(gpu, nodes):
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
-    return _Removal(gpu, machines, nodes, reconciler, timing).run()
+    with detach_lock(reconciler.system, gpu.pci_address):
+        found = gpu.pci_address in observe_detached(reconciler.system).tainted
+        return _Removal(gpu, machines, nodes, reconciler, timing, found).run()
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
@@ -103,6 +105,8 @@ class _Removal(Struct):
     nodes: tuple[DeviceNode, ...]
     reconciler: Reconciler
     timing: Timing
+    found: bool = False
+    """Whether the GPU was recorded before this command: then this command does not undo it."""
     remarks: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     recorded: bool = False
@@ -153,10 +157,11 @@ class _Removal(Struct):
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
     def _still_used(self, policy: str, seconds: int, held: Held) -> Ending:
-        if policy == "refuse":
+        if policy == "refuse" and not self.found:
             self.attach_again()
             return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
-        what = f"is withheld from new pods, but is still in use after {seconds} s"
+        waited = "" if policy == "refuse" else f" after {seconds} s"
+        what = f"is withheld from new pods, but is still in use{waited}"
         attach = f"`unbounded-agent gpus attach {self.gpu.pci_address}`"
         return self._in_use(f"{what}; repeat this command to keep waiting, or run {attach} to give it back", held)
 
@@ -190,7 +195,7 @@ class _Removal(Struct):
         address = self.gpu.pci_address
         if address not in observe_detached(self.reconciler.system).tainted:
             return
-        if policy == "refuse" and not self.gpu.detached:
+        if policy == "refuse" and not self.found:
             try:
                 self._forget()
             except (AgentError, OSError) as error:

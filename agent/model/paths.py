@@ -116,6 +116,11 @@ NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """A file in the machine, on disk. It contains the name of the Node object that has the agent's condition."""
 
 
+def detach_lock_file(address: str) -> str:
+    """Return the lock that `gpus detach` holds for its GPU."""
+    return f"{RUNTIME}/detach-{address}.lock"
+
+
 def driver_root(index: int) -> str:
     """Return the published driver root. Machines see it in MACHINE_HOST_NVIDIA, under the same index."""
     return f"{HOST_NVIDIA}/{index}"

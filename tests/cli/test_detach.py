@@ -328,6 +328,35 @@ def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> N
     assert SECOND in observe_detached(site.host).gpus
 
 
+def test_only_one_command_detaches_a_gpu(site: Site) -> None:
+    """If it failed, it would undo what the other one has just promised."""
+    others: list[Ending] = []
+
+    def detach_both() -> None:
+        others.append(detach(FIRST, site.agent, FAST))
+        detach(SECOND, site.agent, FAST)
+
+    site.meanwhile = [detach_both]
+    with pytest.raises(AgentError, match=f"another `gpus detach {SECOND}` is still running"):
+        detach(SECOND, site.agent, FAST)
+    assert others[0].done
+
+
+def test_refuse_does_not_return_a_gpu_that_was_detached_before(site: Site) -> None:
+    assert detach(SECOND, site.agent, FAST).done
+    site.answers = False
+    site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+
+    def open_it() -> None:
+        site.hold()
+        site.answer()
+
+    site.meanwhile = [open_it]
+    ending = detach(SECOND, site.agent, FAST)
+    assert "is withheld from new pods, but is still in use; repeat" in text(ending)
+    assert (site.granted(), site.permitted()) == ((FIRST,), False)
+
+
 def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:
     """CUDA opens /dev/nvidiactl and /dev/nvidia-uvm too, again and again."""
     agent = site.configure(on_detach="drain-wait", drain_wait=0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from agent.model.errors import AgentError
-from agent.model.paths import PASS_LOCK, RUNTIME
+from agent.model.paths import PASS_LOCK, RUNTIME, detach_lock_file
 from agent.system.files import System
 
 PASS_WAIT = 60.0
@@ -27,6 +27,14 @@ def pass_lock(system: System, progress: Callable[[str], None], until: float = ma
     """
     wait = min(PASS_WAIT, max(until - time.monotonic(), 0.0))
     return locked(system, PASS_LOCK, wait, "another pass of unbounded-agent is still running", progress)
+
+
+def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
+    """Hold the lock without which nobody detaches this GPU: no command may undo what another one has just promised.
+
+    `gpus attach` does not need it: `gpus detach` notices that it was undone. Raises AgentError at once if it is held.
+    """
+    return locked(system, detach_lock_file(address), 0, f"another `gpus detach {address}` is still running")
 
 
 @contextmanager
