@@ -10,6 +10,7 @@ from typing import TypeAlias
 from agent.host.state.gpu_faults import record_fault
 from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, binding, bindings, record_lost
 from agent.host.vendors import HOST_VENDORS
+from agent.model.errors import AgentError
 from agent.model.gpu_facts import GpuFault
 from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
@@ -138,7 +139,7 @@ class GpuErrors:
             fault = GpuFault(error.fault, error.meaning, time.time())
             new = bool(error.fault) and record_fault(self._system, address, fault)
             return (error.lost and record_lost(self._system, address, error.meaning)) or new
-        except OSError as problem:
+        except (OSError, AgentError) as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
             return False
 

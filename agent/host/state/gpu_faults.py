@@ -5,12 +5,17 @@ without either, `gpus attach` removes it from the record. A reboot of the host c
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
+from agent.host.state.locks import locked
 from agent.host.state.lost_gpus import binding
 from agent.host.state.record import Record
 from agent.model.gpu_facts import GpuFault
-from agent.model.paths import GPU_FAULTS
+from agent.model.paths import GPU_FAULTS, GPU_FAULTS_LOCK
 from agent.system.files import System
+
+LOCK_WAIT = 5.0
+"""Seconds to wait for another writer, which needs milliseconds."""
 
 
 class _Fault(GpuFault, frozen=True):
@@ -28,23 +33,29 @@ def observe_faults(system: System) -> Mapping[str, GpuFault]:
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     """Record a fatal error, unless it is recorded already or the GPU has no driver.
 
-    Return whether the record changed. Raises OSError.
+    Return whether the record changed. Raises OSError, or AgentError if another process keeps the lock.
     """
-    bound, recorded = binding(system, address), _recorded(system)
-    if bound is None or (address in recorded and recorded[address].reason == fault.reason):
-        return False
-    new = _Fault(fault.reason, fault.meaning, fault.since, bound)
-    _RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)
-    return True
+    with _lock(system):
+        bound, recorded = binding(system, address), _recorded(system)
+        if bound is None or (address in recorded and recorded[address].reason == fault.reason):
+            return False
+        new = _Fault(fault.reason, fault.meaning, fault.since, bound)
+        _RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)
+        return True
 
 
 def forget_fault(system: System, address: str) -> bool:
-    """Remove a GPU from the record, and return whether it was there. Raises OSError."""
-    recorded = _recorded(system)
-    if address not in recorded:
-        return False
-    _RECORD.write(GPU_FAULTS, {each: fault for each, fault in recorded.items() if each != address}, system)
-    return True
+    """Remove a GPU from the record, and return whether it was there. Raises what `record_fault` raises."""
+    with _lock(system):
+        recorded = _recorded(system)
+        if address not in recorded:
+            return False
+        _RECORD.write(GPU_FAULTS, {each: fault for each, fault in recorded.items() if each != address}, system)
+        return True
+
+
+def _lock(system: System) -> AbstractContextManager[None]:
+    return locked(system, GPU_FAULTS_LOCK, LOCK_WAIT, "the record of GPUs' fatal errors is in use")
 
 
 def _recorded(system: System) -> dict[str, _Fault]:

@@ -1,6 +1,8 @@
 """What the host tells a machine's offer of GPUs: fatal errors, detachments, losses, recovery."""
 
 import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,24 @@ def test_attach_forgets_the_error(host: Host) -> None:
     assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
     assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
     assert not forget_fault(host, FIRST)
+
+
+def test_an_error_at_the_moment_of_an_attachment_is_kept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service records it, and `gpus attach` forgets another one, each with the whole record."""
+    record_fault(host, FIRST, XID48)
+    service = threading.Thread(target=record_fault, args=(host, SECOND, XID48))
+    rename = os.rename
+
+    def rename_later(*paths: str) -> None:
+        if threading.current_thread() is not service:
+            service.start()
+            service.join(0.2)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", rename_later)
+    assert forget_fault(host, FIRST)
+    service.join()
+    assert observe_faults(host) == {SECOND: XID48}
 
 
 def test_a_damaged_record_counts_as_empty(host: Host) -> None:
