@@ -94,7 +94,7 @@ class Watch(Struct, frozen=True):
         outcome = self.reconciler.reconcile()
         started: set[str] = set()
         failures = outcome.failures + self._start_stopped(outcome, started) + self._never_started(outcome, started)
-        return (outcome, failures) if failures else self._wait(started)
+        return (outcome, failures) if failures else self._wait(started, _running(outcome))
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
         """Start stopped machines that have their settings, each once, and add them to `started`. Return failures."""
@@ -131,17 +131,20 @@ class Watch(Struct, frozen=True):
             for name in self.names
             if name in ran & ended
         )
-        ran.update(each.name for each in outcome.facts.machines if each.unit_state in ("active", "activating"))
+        ran |= _running(outcome)
         return failures
 
-    def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
+    def _wait(self, started: set[str], ran: set[str]) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
-        last_sentence, servers, ran = "", _Servers(self.reconciler, self.ask), set[str]()
+        last_sentence, servers = "", _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
-            failures = outcome.failures + self._start_stopped(outcome, started) + self._ended(outcome, ran)
+            failures = outcome.failures + self._ended(outcome, ran)
+            # A machine that ran has been started: if somebody stopped it meanwhile, it must stay stopped.
+            started |= ran
+            failures += self._start_stopped(outcome, started)
             waiting = self.waiting(outcome)
             if failures or not waiting:
                 return outcome, failures
@@ -164,6 +167,10 @@ class Watch(Struct, frozen=True):
         if self.reconciler.config.machines[name].node is None:
             return True
         return bool(self.node(name)) and not self.reconciler.system.exists(token_file(name))
+
+
+def _running(outcome: Outcome) -> set[str]:
+    return {each.name for each in outcome.facts.machines if each.unit_state in ("active", "activating")}
 
 
 NOT_JOINED = "its kubelet has not joined the cluster yet"

@@ -10,7 +10,7 @@ from agent.cli.up import up
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
-from agent.model.paths import cordoned_file, machine_root, report_directory
+from agent.model.paths import cordoned_file, joined_file, machine_root, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
@@ -200,6 +200,25 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     assert start(MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert not states
+
+
+@pytest.mark.parametrize("polls", [1, 3])
+def test_a_machine_that_somebody_stops_is_not_started_again(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, polls: int
+) -> None:
+    host.remove(joined_file(MACHINE))
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == polls:
+            host.tools(STOP, 0)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert start(MACHINE, agent, "") == 1
+    assert START not in host.runner.calls
+    assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
+    assert len(waited) == polls
 
 
 def test_an_unknown_machine(agent: Reconciler) -> None:
