@@ -21,6 +21,7 @@ from agent.cli.kube import DIRECTORY, SUFFIX
 from agent.cli.lifecycle import recorded_node
 from agent.cli.printing import say
 from agent.host.reconcile import Reconciler
+from agent.host.state.locks import machine_locks
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import ConfigError, DocumentError
@@ -47,7 +48,8 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
         return 0
     # The name that `up` recorded, not the one that the machine reports: root in the machine could name another node.
     node_name = options.node or recorded_node(machine, reconciler, "name it with --node NODE")
-    return 0 if _Move(options.to, machine, node_name, options.kubeconfig, reconciler).run() else 1
+    with machine_locks(reconciler.system, (machine,), "kube allocation"):
+        return 0 if _Move(options.to, machine, node_name, options.kubeconfig, reconciler).run() else 1
 
 
 def _machine(name: str, to: str, reconciler: Reconciler) -> str:

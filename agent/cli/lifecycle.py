@@ -10,6 +10,7 @@ from agent.cli.waiting import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
+from agent.host.state.locks import machine_locks
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import Absent
 from agent.model.paths import cordoned_file, machine_unit
@@ -38,6 +39,11 @@ def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     If the machine is not ready, or without a kubeconfig, the node stays cordoned, which counts as a failure.
     """
     _require_configured(name, reconciler)
+    with machine_locks(reconciler.system, (name,), "start"):
+        return _start(name, reconciler, kubeconfig)
+
+
+def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     watch = Watch(reconciler, (name,))
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
@@ -49,6 +55,11 @@ def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
 def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     """Drain a machine's node if a kubeconfig is given, and stop the machine. Raises AgentError."""
     _require_configured(name, reconciler)
+    with machine_locks(reconciler.system, (name,), "stop"):
+        return _stop(name, reconciler, kubeconfig, drain=drain)
+
+
+def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     if drain and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drain:
@@ -63,12 +74,18 @@ def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> 
 
 def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     """Stop a machine and start it again. Raises AgentError, which says if the machine may be left stopped."""
-    stop(name, reconciler, kubeconfig, drain=drain)
+    _require_configured(name, reconciler)
+    with machine_locks(reconciler.system, (name,), "restart"):
+        return _restart(name, reconciler, kubeconfig, drain=drain)
+
+
+def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+    _stop(name, reconciler, kubeconfig, drain=drain)
     # The error, or the interrupt, may also come after the start.
     stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
     try:
         with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
-            return start(name, reconciler, kubeconfig)
+            return _start(name, reconciler, kubeconfig)
     except AgentError as error:
         hint = f"{error.hint}; then {again}" if error.hint else again
         raise AgentError(f"{stopped}: {error.message}", hint) from error

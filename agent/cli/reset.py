@@ -6,13 +6,13 @@ from msgspec.structs import replace
 
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress, report, report_failures, say
-from agent.cli.up import BUSY, LOCK_WAIT
+from agent.cli.up import BUSY
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import Config
 from agent.host.provision.reset import Ending, Reset
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import locked
+from agent.host.state.locks import COMMAND_WAIT, locked, machine_locks
 from agent.model.errors import NoMachinesError
 from agent.model.paths import PROVISION_LOCK
 from agent.system.network import HostNetwork, NetworkSource
@@ -48,8 +48,9 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
         # A pass removes the files that the agent wrote for machines that are not configured.
         return without_machine.reconcile().failures
 
-    with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
-        ending = Reset(machine, reconciler.system, network, remove_files, not others, progress).run()
+    system = reconciler.system
+    with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, (machine,), "reset"):
+        ending = Reset(machine, system, network, remove_files, not others, progress).run()
     for remark in ending.remarks:
         report(f"note: {remark}")
     say(_advice(machine, ending, configured=machine in reconciler.config.machines))

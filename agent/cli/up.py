@@ -12,7 +12,7 @@ from agent.host.outcome import Outcome
 from agent.host.provision.preflight import Asking, Check
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import PASS_WAIT, locked
+from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_locks
 from agent.model.errors import AgentError, ConfigError
 from agent.model.paths import PROVISION_LOCK
 from agent.model.text import printable
@@ -26,8 +26,6 @@ RELOAD_LIMIT = PASS_WAIT + 60.0
 POLL = 1.0
 """Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
-LOCK_WAIT = 5.0
-"""Seconds to wait for the lock that only one `up` or `reset` can hold."""
 
 
 class Output:
@@ -133,7 +131,8 @@ def up(
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
     names, output = chosen(reconciler, name), Output(for_programs=for_programs)
     reconciler.progress = output.step
-    with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
+    system = reconciler.system
+    with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, names, "up"):
         rebuilt = frozenset(names) if rebuild else frozenset[str]()
         network = network or HostNetwork()
         provisioner = Provisioner(reconciler.config, reconciler.system, network, output.step, ask, rebuilt)

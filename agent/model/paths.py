@@ -123,6 +123,11 @@ def detach_lock_file(address: str) -> str:
     return f"{RUNTIME}/detach-{address}.lock"
 
 
+def machine_lock_file(machine: str) -> str:
+    """Return the lock of the command that starts, stops, makes or removes the machine."""
+    return f"{RUNTIME}/machine-{machine}.lock"
+
+
 def driver_root(index: int) -> str:
     """Return the published driver root. Machines see it in MACHINE_HOST_NVIDIA, under the same index."""
     return f"{HOST_NVIDIA}/{index}"

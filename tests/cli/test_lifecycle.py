@@ -1,15 +1,22 @@
 """`start`, `stop` and `restart`: pods are moved away first where a kubeconfig allows it, and may return."""
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from agent.cli.allocation import allocation
 from agent.cli.lifecycle import restart, start, stop
+from agent.cli.parser import make_parser
+from agent.cli.reset import reset_machine
 from agent.cli.up import up
+from agent.host.provision.actions import RemoveRoot
+from agent.host.provision.apply import Tools, perform
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import pass_lock
-from agent.model.errors import AgentError, CommandError, ConfigError
+from agent.host.state.locks import machine_locks, pass_lock
+from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -219,6 +226,67 @@ def test_a_machine_that_somebody_stops_is_not_started_again(
     assert START not in host.runner.calls
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
     assert len(waited) == polls
+
+
+def rebuild(host: NodeHost) -> int:
+    return up(node_reconciler(host), MACHINE, rebuild=True, for_programs=False, network=host.network, ask=host.ask)
+
+
+def move(host: NodeHost) -> int:
+    options = make_parser().parse_args(["kube", "allocation", "dra", "--kubeconfig", ADMIN])
+    return allocation(options, node_reconciler(host))
+
+
+COMMANDS: dict[str, Callable[[NodeHost], int]] = {
+    "start": lambda host: start(MACHINE, node_reconciler(host), ""),
+    "stop": lambda host: stop(MACHINE, node_reconciler(host), "", drain=False),
+    "restart": lambda host: restart(MACHINE, node_reconciler(host), "", drain=False),
+    "reset": lambda host: reset_machine(MACHINE, node_reconciler(host), host.network),
+    "up": rebuild,
+    "kube allocation": move,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_command_at_a_time_works_on_a_machine(
+    host: NodeHost, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """`start`, while it waited, started the machine that `reset` had stopped and was about to remove."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    said = rf"is working on machine {MACHINE}: `unbounded-agent stop` \(process {os.getpid()}\)"
+    with machine_locks(host, (MACHINE,), "stop"), pytest.raises(AgentError, match=said):
+        COMMANDS[command](host)
+    assert host.runner.calls == []
+
+
+def test_commands_work_on_several_machines(host: NodeHost) -> None:
+    with machine_locks(host, ("b", "a"), "up"), machine_locks(host, (MACHINE,), "start"):
+        pass
+    with machine_locks(host, ("a", MACHINE), "up"):
+        pass
+
+
+def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Reconciler) -> None:
+    def start_too(argv: tuple[str, ...]) -> None:
+        if argv == DRAIN:
+            with pytest.raises(AgentError, match="`unbounded-agent stop`"):
+                start(MACHINE, node_reconciler(host), ADMIN)
+
+    host.tools.before = start_too
+    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
+    assert host.exists(cordoned_file(MACHINE))
+
+
+@pytest.mark.parametrize("state", ["active", "activating", "deactivating"])
+def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost, state: str) -> None:
+    """systemctl or `apply` may have started it after `reset` stopped it."""
+    units(host, state)
+    with pytest.raises(ApplyError, match=f"{UNITS[0]} is {state}"):
+        perform(RemoveRoot(MACHINE), Tools(host, host.network))
+    assert host.exists(machine_root(MACHINE))
 
 
 def test_an_unknown_machine(agent: Reconciler) -> None:

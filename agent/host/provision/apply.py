@@ -11,6 +11,7 @@ from msgspec import Struct
 from agent.config.node import ImageSettings
 from agent.host.apply.bootstrap_token import give_token
 from agent.host.apply.driver_roots import clear, remove_all
+from agent.host.observe.units import observe_units
 from agent.host.provision.actions import (
     Action,
     ChangeHost,
@@ -42,6 +43,7 @@ from agent.host.provision.unpacking import unpack
 from agent.host.state.locks import pass_lock
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, ApplyError
+from agent.model.facts import Absent
 from agent.model.network import Chains
 from agent.model.node import NodeBinary
 from agent.model.node_files import render_node_files
@@ -219,6 +221,11 @@ def _publish(action: PublishRoot, system: System) -> None:
 
 def _remove_root(machine: str, system: System) -> None:
     """Rename the directory, then remove it: no machine may start from what an interrupted removal leaves."""
+    unit = machine_unit(machine)
+    state = observe_units([unit], system)[unit].state
+    if state not in ("inactive", "failed") and not isinstance(state, Absent):
+        why = state if isinstance(state, str) else f"in an unknown state: {state.why}"
+        raise ApplyError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
     aside = f"{staged_prefix(machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
     system.rename(machine_root(machine), aside)

@@ -4,15 +4,17 @@ import fcntl
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from agent.model.errors import AgentError
-from agent.model.paths import PASS_LOCK, RUNTIME, detach_lock_file
+from agent.model.paths import PASS_LOCK, RUNTIME, detach_lock_file, machine_lock_file
 from agent.system.files import System
 
 PASS_WAIT = 60.0
 """Seconds to wait for another process's pass to end: it may be staging a driver root."""
+COMMAND_WAIT = 5.0
+"""Seconds to wait for another command that takes minutes: it may be about to end."""
 NOTICE = 2.0
 """Seconds after which a process says that it waits. Most passes take less."""
 POLL = 0.05
@@ -38,10 +40,35 @@ def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def machine_locks(system: System, names: Iterable[str], command: str) -> Iterator[None]:
+    """Hold the locks of these machines, without which no command starts, stops, makes or removes them.
+
+    Otherwise `start` would start a machine that `reset` has just stopped, to remove it. A machine's own unit and the
+    service take no such lock: no start may have to wait for a command. Raises AgentError, which names the command that
+    holds a lock.
+    """
+    with ExitStack() as stack:
+        # All commands take them in the same order: no two wait for each other.
+        for name in sorted(set(names)):
+            busy = f"another command is working on machine {name}"
+            holder = f"`unbounded-agent {command}` (process {os.getpid()})"
+            stack.enter_context(locked(system, machine_lock_file(name), COMMAND_WAIT, busy, holder=holder))
+        yield
+
+
+@contextmanager
 def locked(
-    system: System, path: str, wait: float, busy: str, progress: Callable[[str], None] = lambda _: None
+    system: System,
+    path: str,
+    wait: float,
+    busy: str,
+    progress: Callable[[str], None] = lambda _: None,
+    holder: str = "",
 ) -> Iterator[None]:
-    """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds."""
+    """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds.
+
+    The message of others then has this process's `holder`, if given.
+    """
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)
     try:
@@ -49,11 +76,17 @@ def locked(
         while not _try(descriptor):
             waited = time.monotonic() - started
             if waited >= wait:
-                raise AgentError(busy, f"see who holds it: `fuser {path}`")
+                held_by = os.pread(descriptor, 200, 0).decode(errors="replace") if holder else ""
+                raise AgentError(f"{busy}: {held_by}" if held_by else busy, f"see who holds it: `fuser {path}`")
             if waited >= NOTICE:
                 progress("" if noticed else f"waiting up to {wait:.0f} s: {busy}")
                 noticed = True
             time.sleep(POLL)
+        if holder:
+            # Only for messages: a full file system does not matter.
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, holder.encode(), 0)
         yield
     finally:
         os.close(descriptor)
