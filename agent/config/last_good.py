@@ -7,8 +7,10 @@ saves its configuration here, so that the others notice which one is in force.
 """
 
 import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert, to_builtins
@@ -18,7 +20,7 @@ from agent.config.settings import Config
 from agent.model.device import FileIdentity
 from agent.model.errors import ConfigChangedError, DocumentError
 from agent.model.json_document import parse_object
-from agent.model.paths import LAST_GOOD_CONFIG
+from agent.model.paths import LAST_GOOD_CONFIG, LAST_GOOD_LOCK, RUNTIME
 from agent.system.files import System
 
 
@@ -55,8 +57,9 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
     saved = {"validated_by": INSTALLATION, "document": document, "settings": to_builtins(config)}
     content = json.dumps(saved, default=str).encode() + b"\n"
     try:
-        # The configuration files may be readable by root only.
-        system.write(LAST_GOOD_CONFIG, content, 0o600)
+        with _only_writer(system):
+            # The configuration files may be readable by root only.
+            system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
         # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
         # removed even from a full disk.
@@ -95,6 +98,22 @@ def _settings(saved: dict[str, Any]) -> Config | None:
         return convert(saved.get("settings"), Config)
     except ValidationError:
         return None
+
+
+@contextlib.contextmanager
+def _only_writer(system: System) -> Iterator[None]:
+    """Keep other processes from writing the file. Raises OSError at once if one writes it now.
+
+    At the first boot after an upgrade, the service and every starting machine save the same document. All use the same
+    temporary file, and no machine's start may wait for another process.
+    """
+    system.make_directory(RUNTIME)
+    descriptor = system.open_lock(LAST_GOOD_LOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _saved(system: System) -> dict[str, Any]:

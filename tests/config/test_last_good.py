@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG
-from agent.system.files import System
+from agent.system.files import NEW, System
 from tests.fakes.host import ScriptedRunner
 
 RIGHT = b"""
@@ -47,6 +48,37 @@ def host(tmp_path: Path, config: bytes) -> System:
     system = System(ScriptedRunner(), str(tmp_path))
     system.write(CONFIG_FILE, config)
     return system
+
+
+def test_a_file_that_two_processes_save_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first boot after an upgrade, prepare@ of each machine and the service save it at the same time."""
+    system = host(tmp_path, RIGHT)
+    other = threading.Thread(target=load_or_last_good, args=(system,))
+    made, renamed = threading.Event(), threading.Event()
+    os_open, os_rename, seen = os.open, os.rename, list[bytes]()
+
+    def open_slowly(path: str, flags: int, mode: int = 0o777) -> int:
+        descriptor = os_open(path, flags, mode)
+        if threading.current_thread() is other and path.endswith(NEW):
+            made.set()
+            renamed.wait(10)
+        return descriptor
+
+    def rename_late(old: str, new: str) -> None:
+        if threading.current_thread() is not other:
+            other.start()
+            made.wait(0.5)
+        os_rename(old, new)
+        seen.append(system.read(LAST_GOOD_CONFIG))
+        renamed.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_slowly)
+        patch.setattr(os, "rename", rename_late)
+        right = load_or_last_good(system)
+        other.join()
+    assert seen[0] == system.read(LAST_GOOD_CONFIG)
+    assert load_or_last_good(host(tmp_path, RIGHT + b"speed = 9\n")).config == right.config
 
 
 def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) -> None:
