@@ -305,7 +305,7 @@ def test_a_gpu_that_somebody_attaches_meanwhile_stays_attached(site: Site, polic
         with pass_lock(site.host, site.messages.append):
             forget_detached(site.host, SECOND)
 
-    site.meanwhile = [lambda: None] * steps + [attach]
+    site.meanwhile = [*[lambda: None] * steps, attach]
     with pytest.raises(AgentError, match=f"{SECOND} was attached, or left the PCI bus, in the meantime"):
         detach(SECOND, agent, FAST)
     assert not site.meanwhile
