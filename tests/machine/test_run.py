@@ -417,6 +417,24 @@ def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 5
 
 
+def test_open_nodes_program_waits_for_the_drivers_result() -> None:
+    """Since release 550, the driver answers a non-blocking open before it initialises the GPU: it always succeeds."""
+    from agent.machine.devices import open_nodes
+
+    code = (
+        "import errno, os, runpy, sys; real = os.open\n"
+        "def initialise(path, flags, *rest):\n"
+        "    if path == '/dev/zero' and not flags & os.O_NONBLOCK:\n"
+        "        raise OSError(errno.EIO, 'the GPU does not initialise', path)\n"
+        "    return real(path, flags, *rest)\n"
+        "os.open = initialise; sys.argv = ['x', '5', '/dev/zero', '/dev/null']\n"
+        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
+    )
+    program = [sys.executable, "-c", code]
+    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
+    assert set(output.splitlines()) == {f"{errno.EIO} /dev/zero", "0 /dev/null"}
+
+
 # ---- CDI spec
 
 

@@ -65,9 +65,11 @@ def _open_all(paths: list[str], writer: int) -> None:
 
 
 def _open(path: str, index: int, writer: int) -> None:
+    # Not O_NONBLOCK: since release 550, NVIDIA's driver answers such an open before it initialises the GPU, so that it
+    # always succeeds. Opening a FIFO for reading and writing does not block either way.
     code = 0
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY))
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
     except OSError as error:
         code = error.errno or errno.EIO
     # A write of less than PIPE_BUF bytes is atomic: lines of several threads never mix.
