@@ -21,8 +21,9 @@ INVALID = 2
 MIB = 1 << 20
 LINE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
-CUDA = re.compile(r"^CUDA Version\s*: ([0-9.]+)$", re.MULTILINE)
-"""The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`."""
+CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
+"""The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since 610, the line of
+`CUDA version` only refers to that of `CUDA UMD version`."""
 
 
 class NvidiaDra(DraVendor):

@@ -16,6 +16,15 @@ Run = Callable[[tuple[str, ...], float], Completed]
 UUID, MIG = "GPU-00000000-1111-2222-3333-444444444444", "MIG-11111111-1111-2222-3333-444444444444"
 ROW = f"00000000:01:00.0, {UUID}, NVIDIA A100-SXM4-80GB, 81920, 550.163.01, 8.0\n"
 VERSION = "NVIDIA-SMI version  : 550.163.01\nNVML version        : 550.163\nCUDA Version        : 12.4\n"
+VERSION_610 = """\
+NVIDIA-SMI version  : 610.57.04
+NVML version        : 610.57
+DRIVER version      : Deprecated, see "KMD version" instead
+CUDA version        : Deprecated, see "CUDA UMD version" instead
+KMD version         : 610.57.04
+CUDA UMD version    : 13.3
+"""
+"""From reports of users of driver 610, not measured here."""
 LISTED = f"""\
 GPU 0: NVIDIA A100-SXM4-80GB (UUID: {UUID})
   MIG 1g.10gb     Device  0: (UUID: {MIG})
@@ -47,6 +56,10 @@ def answers(query: str = ROW, listed: str = LISTED, version: str = VERSION) -> R
 
 def test_a_gpu_has_what_claims_select_by(tmp_path: Path) -> None:
     assert facts(tmp_path, answers(), GPU) == {GPU: DeviceFacts({**COMMON, "uuid": UUID}, {"memory": 80 << 30})}
+
+
+def test_the_cuda_version_has_another_name_since_610(tmp_path: Path) -> None:
+    assert facts(tmp_path, answers(version=VERSION_610), GPU)[GPU].attributes["cudaDriverVersion"] == Version("13.3.0")
 
 
 def test_a_mig_device_has_its_profile_and_its_parent(tmp_path: Path) -> None:
