@@ -62,9 +62,9 @@ class CommandError(AgentError):
 class ExitCodeError(CommandError):
     """A program ran to its end, and its exit code means failure. Other CommandErrors leave its result unknown."""
 
-    def __init__(self, argv: tuple[str, ...], status: int, stderr: str = "") -> None:
+    def __init__(self, argv: tuple[str, ...], status: int, stderr: str = "", stdout: str = "") -> None:
         super().__init__(argv, f"exit code {status}", stderr)
-        self.status = status
+        self.status, self.stdout = status, stdout
 
 
 class BusError(AgentError):

@@ -89,7 +89,7 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
         stderr = completed.stderr.decode(errors="replace")
         if completed.status < 0:
             raise CommandError(argv, f"killed by signal {-completed.status}", stderr)
-        raise ExitCodeError(argv, completed.status, stderr)
+        raise ExitCodeError(argv, completed.status, stderr, completed.stdout[:OUTPUT_LIMIT].decode(errors="replace"))
     if len(completed.stdout) > OUTPUT_LIMIT:
         raise CommandError(argv, f"printed more than {OUTPUT_LIMIT} bytes")
     return completed.stdout.decode(errors="surrogateescape")

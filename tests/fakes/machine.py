@@ -7,7 +7,7 @@ The GPUs and their driver are simulated: no test here has seen silicon. The real
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +219,20 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     machine.program("containerd", lambda argv: containerd(machine, argv))
     machine.program("systemctl", systemctl("active", 10))
-    machine.program("nvidia-smi", "".join(f"0000{gpu}, Disabled\n" for gpu in GPUS))
+    machine.program("nvidia-smi", smi_rows(Disabled=GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine
+
+
+def smi_rows(**gpus: Iterable[str]) -> str:
+    """Return nvidia-smi's answer about GPUs, given by MIG mode."""
+    return "".join(f"0000{gpu}, {smi_uuid(gpu)}, {mode}\n" for mode, each in gpus.items() for gpu in each)
+
+
+def smi_uuid(gpu: str) -> str:
+    """Return the UUID of one of GPUS in the recorded specification."""
+    return f"GPU-11111111-2222-3333-4444-55555555555{GPUS.index(gpu)}"
 
 
 def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:

@@ -12,15 +12,13 @@ from agent.model.pci_address import as_in_sysfs
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
 from agent.vendors.nvidia.device_plugin import RESOURCE_PREFIX, gpu_of
+from agent.vendors.nvidia.nvidia_smi import NVIDIA_SMI, list_profiles
 
-NVIDIA_SMI = "nvidia-smi"
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
 """The fields to query. Drivers before 510 do not know the last one."""
 INVALID = 2
 """nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
-LINE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
-"""A MIG device in the output of `nvidia-smi -L`."""
 CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
 """The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since 610, the line of
 `CUDA version` only refers to that of `CUDA UMD version`."""
@@ -39,7 +37,7 @@ class NvidiaDra(DraVendor):
     ) -> Mapping[AllocatableDevice, DeviceFacts]:
         deadline = time.monotonic() + FACTS_LIMIT
         gpus = _query(system, {each.pci_address for each in devices}, deadline)
-        profiles = _profiles(system, deadline) if any(each.partition for each in devices) else {}
+        profiles = list_profiles(system, _remaining(deadline)) if any(each.partition for each in devices) else {}
         cuda = _cuda_version(system, deadline)
         common: dict[str, Attribute] = {}
         if version := semantic_version(driver_version):
@@ -108,15 +106,6 @@ def _rows(system: System, deadline: float, *options: str) -> dict[str, dict[str,
     return {address: row for row in known if (address := as_in_sysfs(row.get("pci.bus_id", "")))}
 
 
-def _profiles(system: System, deadline: float) -> dict[str, str]:
-    """Return the profile of each MIG device by UUID, such as `1g.10gb`."""
-    try:
-        text = _run(system, deadline, "-L")
-    except ExitCodeError:
-        return {}
-    return {match["uuid"]: match["profile"] for match in map(LINE.match, text.splitlines()) if match}
-
-
 def _cuda_version(system: System, deadline: float) -> str:
     try:
         match = CUDA.search(_run(system, deadline, "--version"))
@@ -127,7 +116,12 @@ def _cuda_version(system: System, deadline: float) -> str:
 
 
 def _run(system: System, deadline: float, *arguments: str) -> str:
+    return system.run(NVIDIA_SMI, *arguments, timeout=_remaining(deadline))
+
+
+def _remaining(deadline: float) -> float:
+    """Return the seconds until the deadline. Raises AgentError if it is over."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise AgentError(f"{NVIDIA_SMI} takes more than {FACTS_LIMIT:.0f} s", "see `dmesg` on the host for the driver")
-    return system.run(NVIDIA_SMI, *arguments, timeout=remaining)
+    return remaining

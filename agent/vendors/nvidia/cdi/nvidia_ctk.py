@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from agent.model.errors import AgentError, CommandError, DocumentError, UnsupportedError
+from agent.model.errors import AgentError, DocumentError, ExitCodeError, UnsupportedError
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE
 from agent.system.files import System
@@ -13,18 +15,19 @@ from agent.vendors.nvidia.cdi.command import NVIDIA_CTK, generate_command, outpu
 from agent.vendors.nvidia.cdi.verify import NO_GPU, NO_GPU_EDITS
 from agent.vendors.nvidia.cdi.verify_devices import missing_gpus, without_incomplete
 
+if TYPE_CHECKING:
+    from agent.vendors.nvidia.nvidia_smi import Answer
+
 OLDEST = (1, 18, 2)
 """The oldest version that the agent accepts. 1.18.0 introduced --disable-hook and --enable-hook. Before 1.18.2 a
 container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails: its runtime requests a device without a name.
 """
 RECOMMENDED = (1, 19, 1)
 """The first version whose hooks cannot be led out of a container's root by a race (they open paths beneath it)."""
+SELECTS_DEVICES = (1, 19, 0)
+"""The first version with --device-id."""
 GENERATE_LIMIT = 40.0
 """Seconds to generate a specification. NVML initialises every GPU if no persistence daemon keeps it initialised."""
-
-MIG_MODE = ("nvidia-smi", "--query-gpu=pci.bus_id,mig.mode.current", "--format=csv,noheader")
-MIG_MODE_LIMIT = 10.0
-"""Seconds for nvidia-smi, which runs only if GPUs are missing from the specification."""
 
 VERSION_CACHE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
@@ -38,19 +41,20 @@ def generate(system: System, request: Request, directory: str) -> Generated:
 
     NO_GPU is added, and incomplete MIG devices are removed.
     """
+    from agent.vendors.nvidia.nvidia_smi import query_gpus  # Imported here: most runs generate nothing.
+
     version = check_version(system)
-    try:
-        command = generate_command(request.driver_root, directory, request.cdi_hooks)
-        system.run(*command, timeout=GENERATE_LIMIT)
-    except CommandError as error:
-        # If no GPU gets a CDI device, nvidia-ctk fails with this error: its device `all` would have no edits.
-        unpartitioned = in_mig_mode(system, request.gpus) if "empty device edits" in error.stderr else ()
-        if unpartitioned:
-            raise AgentError(_without_instance(unpartitioned)) from error
-        raise
-    spec, incomplete = without_incomplete(read_output(system, directory), request)
-    unpartitioned = in_mig_mode(system, _not_listed(spec, request))
     remarks = []
+    command = generate_command(request.driver_root, directory, request.cdi_hooks)
+    answers = _run(system, request, command, version)
+    if answers:
+        silent = ", ".join(gpu for gpu in request.gpus if gpu not in answers)
+        remarks.append(f"nvidia-ctk failed for all GPUs, so it ran without {silent}, which nvidia-smi cannot query")
+    spec, incomplete = without_incomplete(read_output(system, directory), request)
+    missing = _not_listed(spec, request)
+    if missing and not answers:
+        answers = query_gpus(system, len(request.gpus))
+    unpartitioned = _in_mig_mode(answers, missing)
     if version < RECOMMENDED:
         remarks.append(
             f"nvidia-ctk is {_text(version)}; upgrade to {_text(RECOMMENDED)}, which fixes a race in its hooks"
@@ -64,6 +68,34 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned)
 
 
+def _run(
+    system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]
+) -> "Mapping[str, Answer]":
+    """Run the command. If it fails, run it again without the GPUs that nvidia-smi cannot query.
+
+    Return what nvidia-smi said of the others, or nothing if it ran for all GPUs. Raises AgentError or OSError.
+    """
+    from agent.vendors.nvidia.nvidia_smi import device_ids, query_gpus
+
+    try:
+        system.run(*command, timeout=GENERATE_LIMIT)
+        return {}
+    except ExitCodeError as error:
+        found = query_gpus(system, len(request.gpus))
+        # If no GPU gets a CDI device, nvidia-ctk fails with this error: its device `all` would have no edits.
+        unpartitioned = _in_mig_mode(found, request.gpus) if "empty device edits" in error.stderr else ()
+        if unpartitioned:
+            raise AgentError(_without_instance(unpartitioned)) from error
+        answers = {gpu: found[gpu] for gpu in request.gpus if gpu in found}
+        if version < SELECTS_DEVICES or len(answers) == len(request.gpus):
+            raise
+        names = device_ids(system, answers)
+        if not names:
+            raise
+    system.run(*command, *(f"--device-id={name}" for name in names), timeout=GENERATE_LIMIT)
+    return answers
+
+
 def read_output(system: System, directory: str) -> object:
     """Return the specification that nvidia-ctk wrote into a directory. Raises OSError or DocumentError."""
     try:
@@ -72,21 +104,9 @@ def read_output(system: System, directory: str) -> object:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
 
 
-def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return which of these GPUs (PCI addresses) are in MIG mode; none if nvidia-smi fails."""
-    if not gpus:
-        return ()
-    try:
-        lines = system.run(*MIG_MODE, timeout=MIG_MODE_LIMIT).splitlines()
-    except (AgentError, OSError):
-        return ()
-    enabled = set()
-    for line in lines:
-        address, _, mode = line.partition(",")
-        if mode.strip() == "Enabled":
-            # nvidia-smi writes the domain with eight digits, the kernel with at least four.
-            enabled.add(address.strip().lower().lstrip("0"))
-    return tuple(gpu for gpu in gpus if gpu.lstrip("0") in enabled)
+def _in_mig_mode(answers: "Mapping[str, Answer]", gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Return which of these GPUs (PCI addresses) are in MIG mode, as far as nvidia-smi answered."""
+    return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
 
 def _not_listed(spec: object, request: Request) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify import verify
 from agent.vendors.nvidia.cdi.verify_devices import without_incomplete
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
-from tests.fakes.machine import GPUS, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk
+from tests.fakes.machine import GPUS, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk, smi_rows
 from tests.fakes.mig import CAPS, DEVICES, MIG_REQUEST, UUIDS, Spec, live_mode, mig_spec
 
 PATH = "/etc/cdi/nvidia.yaml"
@@ -262,7 +262,7 @@ def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) ->
     request, spec = no_instance()
     write(machine, spec)
     machine.hand(request)
-    machine.program("nvidia-smi", f"0000{GPUS[0]}, Enabled\n0000{GPUS[1]}, Disabled\n")
+    machine.program("nvidia-smi", smi_rows(Enabled=GPUS[:1], Disabled=GPUS[1:]))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert f"no pod can use GPU {GPUS[0]}: MIG mode is on" in machine.message("CDISpecCurrent")
@@ -279,7 +279,7 @@ def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) ->
     assert "0" in published(machine), "MIG mode was switched off, which changes nothing else"
 
 
-@pytest.mark.parametrize("answer", [f"0000{GPUS[0]}, Disabled\n", "", "No devices were found\n"])
+@pytest.mark.parametrize("answer", [smi_rows(Disabled=GPUS[:1]), "", "No devices were found\n"])
 def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, answer: str) -> None:
     request, spec = no_instance()
     write(machine, spec)
@@ -294,7 +294,7 @@ def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
     machine.hand(without(*CAPS))
     failed = Completed(1, b"", b'invalid CDI Spec: failed add device "all": invalid device, empty device edits')
     machine.program("nvidia-ctk", lambda argv: failed if "generate" in argv else nvidia_ctk(machine, argv, mig_spec()))
-    machine.program("nvidia-smi", "".join(f"0000{gpu}, Enabled\n" for gpu in GPUS))
+    machine.program("nvidia-smi", smi_rows(Enabled=GPUS))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
     assert "MIG mode is on and there is no complete instance" in machine.message("CDISpecCurrent")
