@@ -37,7 +37,9 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     """
     with _lock(system):
         bound, recorded = binding(system, address), _recorded(system)
-        if bound is None or (address in recorded and recorded[address].reason == fault.reason):
+        # The same error with another meaning is news: the driver may need a reboot where it first needed a reset.
+        known = recorded.get(address)
+        if bound is None or (known and (known.reason, known.meaning) == (fault.reason, fault.meaning)):
             return False
         new = _Fault(fault.reason, fault.meaning, fault.since, bound)
         _RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)

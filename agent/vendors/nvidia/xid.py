@@ -12,6 +12,9 @@ MESSAGE = re.compile(
 the address. It must be at the start of a line: elsewhere, it could be part of a USB device's name, which anyone can
 choose."""
 OFF_THE_BUS = 79
+RECOVERY_ACTION = 154
+ACTION = re.compile(r", GPU recovery action changed from 0x[0-9a-f]+ \([^)]{0,80}\) to 0x(?P<action>[0-9a-f]{1,8})\b")
+"""The rest of RECOVERY_ACTION's message (gpuRefreshRecoveryAction_KERNEL in gpu.c). Drivers have it since 565."""
 
 APPLICATION = {
     13: "an application's fault on the graphics engine",
@@ -32,12 +35,26 @@ MEANINGS = {
     95: "an uncontained ECC error; drain the node and reset the GPU",
     119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
     120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",
+    140: "an ECC error that the driver could not contain; drain the node and reset the GPU; if this recurs, replace it",
 }
 """Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
 
-FATAL = frozenset({48, 64, 74, 79, 95, 119, 120})
+FATAL = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
 """Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. After 63 and 94, the GPU
 goes on working, and can be reset when its work is done."""
+
+ACTIONS = {
+    0: "the driver needs no recovery of the GPU now",
+    1: "the driver needs a reset of the GPU; drain the node and reset the GPU",
+    2: "the driver needs a reboot; drain the node and reboot the host",
+    3: "the driver needs an end of peer-to-peer traffic; end the programs that use several GPUs",
+    4: "the GPU goes on working, but should get no new work; drain the node and reset the GPU",
+    5: "the driver needs a recovery of the IMEX domain; see nvidia-imex on its hosts",
+}
+"""What RECOVERY_ACTION means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
+FATAL_ACTIONS = frozenset({1, 2, 4})
+"""Actions that are due before a new pod gets the GPU. Action 0 ends no fault: the driver only says that it needs none,
+and logs nothing after a reset, because its state is new. `gpus attach` ends the fault, as after every reset."""
 
 
 def parse_xid(text: str) -> GpuError | None:
@@ -47,6 +64,10 @@ def parse_xid(text: str) -> GpuError | None:
         return None
     number = int(match["number"])
     meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
+    fatal = number in FATAL
+    if number == RECOVERY_ACTION and (changed := ACTION.match(text, match.end())):
+        action = int(changed["action"], 16)
+        meaning, fatal = ACTIONS.get(action, meaning), action in FATAL_ACTIONS
     # The message omits the PCI function; a GPU is function 0.
     address = f"{match['address'].lower()}.0"
     return GpuError(
@@ -55,5 +76,5 @@ def parse_xid(text: str) -> GpuError | None:
         f"Xid {number}: {meaning}",
         number in APPLICATION,
         lost=number == OFF_THE_BUS,
-        fault=f"Xid{number}" if number in FATAL else "",
+        fault=f"Xid{number}" if fatal else "",
     )

@@ -263,7 +263,7 @@ def test_series_are_bounded_by_the_hosts_devices(
 
 
 @pytest.mark.parametrize(
-    ("number", "fatal"), [(31, False), (48, True), (63, False), (79, True), (94, False), (119, True)]
+    ("number", "fatal"), [(31, False), (48, True), (63, False), (79, True), (94, False), (119, True), (140, True)]
 )
 def test_a_fatal_error_is_recorded_once_and_causes_a_pass(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, number: int, fatal: bool
@@ -277,6 +277,40 @@ def test_a_fatal_error_is_recorded_once_and_causes_a_pass(
     assert {address: each.reason for address, each in faults.items()} == ({SECOND: f"Xid{number}"} if fatal else {})
     bind(gpu_host, SECOND)
     assert observe_faults(gpu_host) == {}
+
+
+RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"
+
+
+@pytest.mark.parametrize(
+    ("action", "advice", "fatal"),
+    [
+        ("0x0 (None)", "no recovery", False),
+        ("0x1 (GPU Reset Required)", "reset the GPU", True),
+        ("0x2 (Node Reboot Required)", "reboot the host", True),
+        ("0x3 (Drain P2P)", "peer-to-peer", False),
+        ("0x4 (Drain and Reset)", "reset the GPU", True),
+        ("0x5 (Recover IMEX Domain)", "IMEX domain", False),
+        ("0x6 (Another Action)", "see NVIDIA's Xid catalogue", False),
+    ],
+)
+def test_the_drivers_verdict_decides_about_the_gpu(action: str, advice: str, fatal: bool) -> None:
+    error = parse_xid(RECOVERY.format("0x0 (None)", action))
+    assert error is not None
+    assert advice in error.meaning
+    assert error.fault == ("Xid154" if fatal else "")
+
+
+def test_a_verdict_that_gets_worse_replaces_the_one_before(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    """The last one, that the driver needs nothing now, does not prove that the GPU is well."""
+    none, reset, reboot = "0x0 (None)", "0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"
+    found = follow()
+    for before, after, news in ((none, reset, True), (reset, reboot, True), (reboot, none, False)):
+        kernel_log.write(RECOVERY.format(before, after))
+        assert found.read() is news
+    assert "reboot the host" in observe_faults(gpu_host)[SECOND].meaning
 
 
 def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(
