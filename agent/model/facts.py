@@ -100,6 +100,8 @@ class Gpu(Struct, frozen=True, order=True):
     """What the kernel log said when the GPU stopped answering; kept until its driver is unbound."""
     detached: bool = False
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
+    excluded: bool = False
+    """The driver has the GPU, but lets nobody open it, because a parameter of its module says so."""
 
 
 class ServiceDirectory(Struct, frozen=True, order=True):

@@ -90,6 +90,18 @@ def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("held")
+def test_a_gpu_that_the_driver_excludes_is_not_free(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    information = f"/proc/driver/nvidia/gpus/{FIRST}/information"
+    gpu_host.file(information, gpu_host.read_text(information).replace("GPU Excluded:\t No", "GPU Excluded:\t Yes"))
+    agent = reconciler(gpu_host, gpus="all")
+    found = document(agent, capsys)
+    assert (found[FIRST]["state"], found[SECOND]["state"]) == ("excluded", "granted")
+    assert (
+        f"GPU {FIRST} is excluded by a parameter of the kernel module nvidia" in agent.preview()[0].vendors[0].problems
+    )
+
+
+@pytest.mark.usefixtures("held")
 def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     """amdgpu's (Documentation/gpu/amdgpu/driver-misc.rst)."""
     address = "0000:05:00.0"

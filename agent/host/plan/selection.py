@@ -26,19 +26,21 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
     # GPUs without a driver are included, because their driver may be loaded later.
-    fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
+    fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded]
     usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
     if wanted == "all":
         # A wrong driver is reported only if no other vendor's GPU is usable: otherwise the GPU with that driver may be
         # meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
-        return Selection(_not_reserved(usable, share), _why_reserved(usable, share), wrong_driver=missed)
+        why = _why_reserved(usable, share) if usable else _why_excluded(present)
+        return Selection(_not_reserved(usable, share), why, wrong_driver=missed)
     if isinstance(wanted, str):
         selection = _select_count(usable, int(wanted.removeprefix("count=")), share)
         if not selection.problems:
             return selection
-        return replace(selection, problems=selection.problems + _why_reserved(usable, share), wrong_driver=wrong)
+        why = (*_why_reserved(usable, share), *_why_excluded(present))
+        return replace(selection, problems=selection.problems + why, wrong_driver=wrong)
     chosen: list[Gpu] = []
     problems: list[str] = []
     missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
@@ -96,11 +98,19 @@ def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
     )
 
 
+def _why_excluded(present: list[Gpu]) -> tuple[str, ...]:
+    return tuple(_describe_excluded(gpu.pci_address) for gpu in present if gpu.excluded)
+
+
+def _describe_excluded(name: str) -> str:
+    return f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -i exclu`"
+
+
 def _why_not_found(name: str, present: list[Gpu]) -> str:
-    """Return the sentence about a requested GPU that is not on the host, or has a wrong driver or an unknown UUID."""
+    """Return the sentence about a requested GPU that no machine can get, or that is not on the host as far as known."""
     for gpu in present:
         if name in (gpu.pci_address, gpu.uuid):
-            return describe_wrong_driver(gpu, name)
+            return _describe_excluded(name) if gpu.excluded else describe_wrong_driver(gpu, name)
     unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
     if unknown and not PCI_ADDRESS.fullmatch(name):
         return (

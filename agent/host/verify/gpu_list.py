@@ -48,6 +48,8 @@ def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:
         return "no-driver"
     if gpu.driver not in host_vendor(gpu.vendor).drivers:
         return "other-driver"
+    if gpu.excluded:
+        return "excluded"
     if not isinstance(vendor.devices, tuple):
         return "unknown"
     return "granted" if machines else "free"

@@ -28,7 +28,8 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     if isinstance(facts.devices, tuple) and gpus:
         addresses = {gpu.pci_address for gpu in gpus}
         # Detached GPUs count too: they are still on the fabric, and another machine may get them later.
-        whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
+        usable = {gpu.pci_address for gpu in facts.gpus if not gpu.excluded}
+        whole_host = usable == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, addresses, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
     return Grant(

@@ -123,7 +123,7 @@ def _blacklist(drivers: list[str]) -> tuple[str, ...]:
 
 
 def _initialise_gpus(facts: VendorFacts) -> tuple[str, ...]:
-    unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid]
+    unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid and not gpu.excluded]
     if not unknown:
         return ()
     return (f"nvidia-smi -L  # initialises {', '.join(unknown)}, whose UUID is not known yet",)

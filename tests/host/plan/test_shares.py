@@ -75,6 +75,40 @@ def test_too_few_gpus_are_reported_with_the_reason() -> None:
     )
 
 
+def without_access(seen: Facts, index: int) -> Facts:
+    """Return the host with a GPU that the driver excludes."""
+    (vendor,) = seen.vendors
+    gpus = tuple(replace(gpu, excluded=gpu.pci_address == address(index)) for gpu in vendor.gpus)
+    return replace(seen, vendors=(replace(vendor, gpus=gpus),))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "granted", "problems"),
+    [
+        ("all", [1, 2, 3], []),
+        ("count=3", [1, 2, 3], []),
+        ("count=4", [1, 2, 3], ["the configuration asks for 4 GPUs, but the host has 3", "excluded"]),
+        ([address(0), address(1)], [1], ["excluded"]),
+    ],
+)
+def test_a_gpu_that_the_driver_excludes_is_granted_to_no_machine(
+    wanted: str | list[str], granted: list[int], problems: list[str]
+) -> None:
+    """Also if a machine had it before. The machine with all others gets the fabric."""
+    settings = config(a=wanted)
+    seen = after(settings, host("a"), without_access(host("a"), 0))
+    assert gpus_by_machine(settings, seen) == {"a": granted}
+    (grant,) = plan(settings, seen).goal.machines[0].grants
+    assert len(grant.problems) == len(problems)
+    assert all(part in problem for part, problem in zip(problems, grant.problems, strict=True))
+    assert any(node.kind is DeviceKind.NVSWITCH for node in grant.nodes) is (len(granted) == 3)
+
+
+def test_all_gpus_are_excluded() -> None:
+    (machine,) = plan(config(a="all"), without_access(host("a", gpus=range(1)), 0)).goal.machines
+    assert (machine.grants[0].gpus, len(machine.grants[0].problems)) == ((), 1)
+
+
 def test_a_new_gpu_displaces_none_in_use() -> None:
     """This holds even if its address sorts before theirs."""
     settings = config(a="count=1", b="count=1")

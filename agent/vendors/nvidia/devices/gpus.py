@@ -31,6 +31,7 @@ class Information(Struct, frozen=True):
     model: str = ""
     uuid: str = ""
     minor: int | None = None
+    excluded: bool = False
 
 
 def parse_information(text: str) -> Information:
@@ -44,6 +45,7 @@ def parse_information(text: str) -> Information:
         model=model if model.isprintable() and len(model) <= MODEL_LIMIT else "",
         uuid=uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else "",
         minor=int(minor) if re.fullmatch(r"[0-9]{1,4}", minor) else None,
+        excluded=values.get("GPU Excluded") == "Yes",
     )
 
 
@@ -89,11 +91,18 @@ def observe_gpus(
     else:
         drivers = dict.fromkeys(known, KERNEL_DRIVER)
         unseen.append(pci.why)
+    problems += [
+        f"GPU {address} is excluded by a parameter of the kernel module nvidia"
+        for address, each in sorted(known.items())
+        if each.excluded
+    ]
     gpus = []
     for address, driver in sorted(drivers.items()):
         each = known.get(address, Information())
         why_lost, is_detached = lost.get(address, ""), address in detached
-        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached))
+        gpus.append(
+            Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached, each.excluded)
+        )
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
 

@@ -262,6 +262,7 @@ def test_no_text_of_proc_raises_an_exception(text: str) -> None:
         ("Model: \t NVIDIA \x1b[31m\n", Information()),
         ("Device Minor: \t -1\n", Information()),
         ("Device Minor:\t247\r\n", Information(minor=247)),
+        ("GPU Excluded:\t Yes\n", Information(excluded=True)),
         ("Model: \t NVIDIA A: B\n", Information(model="NVIDIA A: B")),
     ],
 )
