@@ -67,6 +67,10 @@ class PciDevice(Struct, frozen=True, order=True):
     class_id: int
     """24 bits: 0x030200 is a 3D controller."""
     driver: str = ""
+    override: str = ""
+    """The only driver that may bind the device (driver_override). Observed only while none is bound."""
+    virtual: bool = False
+    """It is an SR-IOV virtual function, and its physical function is on this host. A guest cannot tell that."""
 
 
 class DrmDevice(Struct, frozen=True, order=True):
@@ -102,6 +106,10 @@ class Gpu(Struct, frozen=True, order=True):
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
     excluded: bool = False
     """The driver has the GPU, but lets nobody open it, because a parameter of its module says so."""
+    override: str = ""
+    """As in PciDevice. Another driver than the vendor's reserves the GPU, as for a virtual machine that is off."""
+    virtual: bool = False
+    """As in PciDevice."""
 
 
 class ServiceDirectory(Struct, frozen=True, order=True):

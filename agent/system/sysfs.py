@@ -84,12 +84,22 @@ class Sysfs:
                 return None
             # Before the vendor, whose absence shows that the device was removed: a driver may be missing anyway.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
+            override = "" if driver else self._override(place)
+            virtual = self._system.exists(f"{place}/physfn")
             vendor = self._number(f"{place}/vendor")
         except OSError as error:
             if error.errno in NOT_FOUND:
                 return None
             raise
-        return PciDevice(address, vendor, kind, driver)
+        return PciDevice(address, vendor, kind, driver, override, virtual)
+
+    def _override(self, place: str) -> str:
+        """Return the device's driver_override; empty if it has none (driver_override_show in the kernel)."""
+        try:
+            text = self._system.attribute(f"{place}/driver_override").strip()
+        except FileNotFoundError:
+            return ""
+        return "" if text == "(null)" else text
 
     def _is_processed(self, name: str) -> bool:
         """Return whether udevd has set mode and owner of a DRM node. It then sends an event, which causes a pass."""

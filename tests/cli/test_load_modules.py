@@ -104,7 +104,6 @@ def host(tmp_path: Path, programs: Programs) -> Host:
     host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
     host.file("/usr/bin/nvidia-modprobe", executable=True)
     host.pci = (PciDevice(GPU, 0x10DE, 0x030200),)
-    host.file(f"/sys/bus/pci/devices/{GPU}/driver_override", "(null)\n")
     return host
 
 
@@ -245,7 +244,7 @@ def _vfio(host: Host) -> None:
 
 
 def _reserved(host: Host) -> None:
-    host.file(f"/sys/bus/pci/devices/{GPU}/driver_override", "vfio-pci\n")
+    host.pci = (PciDevice(GPU, 0x10DE, 0x030200, override="vfio-pci"),)
 
 
 @pytest.mark.parametrize("take", [_vfio, _reserved])
@@ -272,8 +271,6 @@ def test_no_gpu(host: Host) -> None:
 
 def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
     """The administrator may be about to give the GPU to another driver."""
-    host.remove_file(f"/sys/bus/pci/devices/{GPU}/driver_override")
-    (Path(host.root) / f"sys/bus/pci/devices/{GPU}").rmdir()
     host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
     assert record_detached(host, GPU, draining=False)
     assert f"while GPU {GPU} is detached" in load(host)

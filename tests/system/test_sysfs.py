@@ -94,6 +94,20 @@ def test_display_controllers_accelerators_and_switches_are_listed(tree: Tree) ->
     )
 
 
+def test_a_virtual_function_and_a_reserved_device_are_recognised(tree: Tree) -> None:
+    for address, driver in ((GPU, "i915"), (NETWORK, ""), (ACCELERATOR, "")):
+        tree.pci(address, "0x8086", "0x038000", driver)
+        (tree.sys / BRIDGE / address / "driver_override").write_text("(null)\n")
+    (tree.sys / BRIDGE / NETWORK / "physfn").symlink_to(f"../{GPU}")
+    for address in (GPU, ACCELERATOR):
+        (tree.sys / BRIDGE / address / "driver_override").write_text("vfio-pci\n")
+    assert tree.source.pci_devices() == (
+        PciDevice(GPU, 0x8086, 0x038000, "i915"),
+        PciDevice(NETWORK, 0x8086, 0x038000, virtual=True),
+        PciDevice(ACCELERATOR, 0x8086, 0x038000, override="vfio-pci"),
+    )
+
+
 def test_every_class_of_a_vendor_s_gpus_is_listed() -> None:
     described = [vendor.description for vendor in HOST_VENDORS if isinstance(vendor, DrmHost)]
     assert described

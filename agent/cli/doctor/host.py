@@ -160,7 +160,7 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
     }
     for vendor in facts.vendors:
         drivers = host_vendor(vendor.vendor).drivers
-        unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver]
+        unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver and gpu.override in ("", *drivers)]
         if vendor.driver_expected and unbound and drivers and not available & set(drivers):
             yield Finding(
                 f"the running kernel has no module {' or '.join(drivers)} for GPU {', '.join(unbound)}",

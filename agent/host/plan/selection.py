@@ -25,8 +25,12 @@ class Selection(Struct, frozen=True):
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
     """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
-    # GPUs without a driver are included, because their driver may be loaded later.
-    fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded]
+    # GPUs without a driver are included, because their driver may be loaded later, unless another one reserves them.
+    fitting = [
+        gpu
+        for gpu in present
+        if (gpu.driver or gpu.override) in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded
+    ]
     usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
     if wanted == "all":
@@ -57,8 +61,11 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
     """Return whether `all` and `count=N` may select the GPU.
 
     A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
-    integrated GPU, for example, may have no driver on purpose.
+    integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
+    host, and meant for a virtual machine.
     """
+    if gpu.virtual:
+        return False
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current
 
@@ -123,4 +130,5 @@ def _why_not_found(name: str, present: list[Gpu]) -> str:
 
 def describe_wrong_driver(gpu: Gpu, name: str) -> str:
     """Return the sentence about a GPU with a wrong driver. `name` is its address or UUID, as the settings have it."""
-    return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"
+    found = f"kernel driver {gpu.driver}" if gpu.driver else f"driver_override {gpu.override}"
+    return f"GPU {name} has {found}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"

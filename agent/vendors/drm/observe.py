@@ -28,6 +28,8 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
             each.driver,
             why_lost=sources.lost.get(each.address, ""),
             detached=each.address in sources.detached,
+            override=each.override,
+            virtual=each.virtual,
         )
         for each in pci
         if vendor.is_gpu(each)

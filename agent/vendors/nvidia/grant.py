@@ -17,6 +17,8 @@ SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, Devi
 """Kinds of nodes that every machine with a GPU gets. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
 """Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances do."""
+STAND_INS = ("pci-stub", "pciback")
+"""Drivers that keep a device for a virtual machine, of KVM and of Xen. Those of VFIO have `vfio` in their names."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
@@ -52,8 +54,9 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
 
 
 def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Return the GPUs with a wrong driver, such as nouveau. vfio-pci is not wrong: it is for virtual machines."""
-    return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
+    """Return the GPUs with a wrong driver, such as nouveau. Drivers for virtual machines are not wrong."""
+    right = ("", KERNEL_DRIVER, *STAND_INS)
+    return tuple(sorted(gpu for gpu in gpus if gpu.driver not in right and "vfio" not in gpu.driver))
 
 
 def _granted(node: DeviceNode, addresses: Set[str], settings: MachineSettings, whole_host: bool) -> bool:

@@ -177,6 +177,53 @@ def test_a_gpu_with_nouveau_is_a_fault_if_configured(cards: Cards) -> None:
         assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
 
 
+def test_virtual_functions_are_granted_by_name_only(cards: Cards) -> None:
+    """They are parts of a GPU on this host, made for virtual machines, which may be off."""
+    functions = ("0000:4d:00.1", "0000:4d:00.2")
+    cards.file("/sys/module/i915/refcnt", "0\n")
+    for driver in ("", "i915"):
+        cards = Cards(Path(cards.root))
+        cards.card(FLEX, INTEL, "i915", OTHER, 0)
+        for number, address in enumerate(functions, 1):
+            cards.card(address, INTEL, driver, OTHER, number if driver else None)
+        assert isinstance(cards.pci, tuple)
+        cards.pci = tuple(replace(each, virtual=each.address in functions) for each in cards.pci)
+        vendors = cards.look()
+        assert grants(vendors)["intel"].gpus == (FLEX,)
+        assert reasons(vendors, "all")[ConditionType.DEVICES_PRESENT] == "Present"
+        assert select(vendors, "count=2", Share()).problems
+        assert select(vendors, "all", Share(current=frozenset(functions))).gpus == select(vendors, "all", Share()).gpus
+        assert grants(vendors, [functions[1]])["intel"].gpus == functions[1:]
+    assert paths(grants(cards.look(), [functions[1]])["intel"]) == ["/dev/dri/card2", "/dev/dri/renderD130"]
+
+
+@pytest.mark.parametrize(("vendor", "own"), [(INTEL, "xe"), (NVIDIA, "nvidia")])
+def test_a_gpu_without_a_driver_may_be_reserved_for_another_one(cards: Cards, vendor: int, own: str) -> None:
+    """Virtual machines reserve a GPU by driver_override. It is no fault that the GPU has no driver while they are off.
+
+    `none` is no driver's name: the kernel's documentation proposes it to keep all drivers away.
+    """
+    cards.file("/sys/module/xe/refcnt", "0\n")
+    cards.card(IGPU, vendor, "")
+    assert isinstance(cards.pci, tuple)
+    (gpu,) = cards.pci
+    for override in ("vfio-pci", "none"):
+        cards.pci = (replace(gpu, override=override),)
+        found = select(cards.look(), "all", Share())
+        assert (found.gpus, found.problems, found.wrong_driver) == ((), (), ())
+        assert select(cards.look(), [IGPU], Share()).gpus == ()
+        (problem,) = select(cards.look(), [IGPU], Share()).problems
+        assert problem.startswith(f"GPU {IGPU} has driver_override {override}, not ")
+    cards.pci = (replace(gpu, override=own),)
+    assert [each.pci_address for each in select(cards.look(), "all", Share()).gpus] == [IGPU]
+
+
+@pytest.mark.parametrize("driver", ["vfio-pci", "nvgrace_gpu_vfio_pci", "pci-stub", "pciback"])
+def test_a_gpu_of_a_virtual_machine_is_no_fault(cards: Cards, driver: str) -> None:
+    cards.card(DISPLAY, NVIDIA, driver)
+    assert select(cards.look(), "all", Share()).wrong_driver == ()
+
+
 def test_a_handoff_names_only_vendors_with_gpus(cards: Cards) -> None:
     """A machine half of an older release knows one vendor; its handoff must stay the same."""
     cards.driver("550.163.01", gpus=1)

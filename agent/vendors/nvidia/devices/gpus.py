@@ -84,12 +84,12 @@ def observe_gpus(
         elif not isinstance(found, Absent):
             unseen.append(found.why)
     if isinstance(pci, tuple):
-        drivers = {each.address: each.driver for each in pci if _is_gpu(each)}
-        if known and not drivers:
+        devices = {each.address: each for each in pci if _is_gpu(each)}
+        if known and not devices:
             # A GPU leaves the driver's list before it leaves the bus.
             unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver lists {', '.join(known)}")
     else:
-        drivers = dict.fromkeys(known, KERNEL_DRIVER)
+        devices = {each: PciDevice(each, VENDOR_ID, 0, KERNEL_DRIVER) for each in known}
         unseen.append(pci.why)
     problems += [
         f"GPU {address} is excluded by a parameter of the kernel module nvidia"
@@ -97,12 +97,11 @@ def observe_gpus(
         if each.excluded
     ]
     gpus = []
-    for address, driver in sorted(drivers.items()):
+    for address, device in sorted(devices.items()):
         each = known.get(address, Information())
         why_lost, is_detached = lost.get(address, ""), address in detached
-        gpus.append(
-            Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached, each.excluded)
-        )
+        states = (why_lost, is_detached, each.excluded, device.override, device.virtual)
+        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Set
 
 from agent.model.errors import ApplyError, CommandError, ObservationError
 from agent.model.facts import Gpu, PciDevice, Seen
-from agent.model.paths import PCI_DEVICES
 from agent.system.files import System
 from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, observe_gpus
 from agent.vendors.nvidia.devices.make_nodes import make_nodes
@@ -32,7 +31,7 @@ def load(
     to another one.
     """
     gpus = _gpus(system, list_pci)
-    drivers = {gpu.pci_address: gpu.driver or _driver_override(system, gpu.pci_address) for gpu in gpus}
+    drivers = {gpu.pci_address: gpu.driver or gpu.override for gpu in gpus}
     for_nvidia = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
     for address in sorted(drivers.keys() - for_nvidia):
         report(f"GPU {address} is left to its driver {drivers[address]}")
@@ -61,13 +60,6 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
         # The GPUs' drivers are unknown: loading modules might interfere with them.
         raise ObservationError(listed.unseen)
     return listed.gpus
-
-
-def _driver_override(system: System, address: str) -> str:
-    """Return the driver for which an administrator reserved a GPU; empty if none (Documentation/ABI, sysfs-bus-pci)."""
-    path = f"{PCI_DEVICES}/{address}/driver_override"
-    text = system.read_text(path).strip() if system.exists(path) else ""
-    return "" if text == "(null)" else text
 
 
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
