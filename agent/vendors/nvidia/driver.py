@@ -3,14 +3,12 @@
 import contextlib
 import re
 
-from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen, UserSpace
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.seen import read_seen
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.devices.gpus import has_nvswitch
-from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, observe_fabric
 from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 
 MODULE_VERSION = "/sys/module/nvidia/version"
@@ -20,7 +18,6 @@ VERSION = re.compile(r"[0-9]{1,9}\.[0-9.]*[0-9]")
 open and the proprietary module."""
 
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
-FABRIC_UNIT = "nvidia-fabricmanager.service"
 SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
 MODULE_NAMES: tuple[str, ...] = ("nvidia*",)
 """Pattern of nvidia, nvidia_uvm, nvidia_modeset, nvidia_drm, nvidia_peermem and nvidia_fs."""
@@ -31,7 +28,7 @@ def observe_driver(
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
     persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
-    return Driver(module, user_space, _fabric(sources, nodes), persistence)
+    return Driver(module, user_space, observe_fabric(sources, nodes), persistence)
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
@@ -65,17 +62,3 @@ def observe_module(system: System) -> Seen[str]:
         return text
     match = VERSION.search(text.partition("\n")[0])
     return match[0] if match else Broken(f"{PROC_VERSION}: no version in {text[:80]!a}")
-
-
-def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
-    has_node = isinstance(nodes, tuple) and any(
-        node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
-    )
-    if not has_node and not has_nvswitch(sources.pci):
-        return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
-    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
-    if isinstance(state, Absent):
-        # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
-        return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
-    return state

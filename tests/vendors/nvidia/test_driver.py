@@ -1,12 +1,16 @@
 """The loaded module's version and the services, on synthetic hosts."""
 
+import errno
+import os
 from collections.abc import Mapping
 
 import pytest
 
 from agent.model.facts import Absent, Broken, PciDevice, Seen, Unseen
+from agent.system.file_cache import FileCache
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, observe_module
+from agent.vendors.nvidia.driver import PERSISTENCE_UNIT, observe_module
+from agent.vendors.nvidia.fabric import FABRIC_UNIT
 from agent.vendors.nvidia.observe import observe_nvidia
 from tests.fakes.host import Host
 
@@ -37,8 +41,11 @@ def test_absent_broken_and_unseen_are_different_facts(host: Host) -> None:
     assert isinstance(observe_module(host), Unseen)
 
 
-def fabric(host: Host, units: Mapping[str, Seen[str]]) -> Seen[str]:
-    facts = observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units))
+def fabric(host: Host, units: Mapping[str, Seen[str]], cache: FileCache | None = None) -> Seen[str]:
+    cache = cache or FileCache()
+    facts = observe_nvidia(
+        Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units, file_cache=cache)
+    )
     assert facts.driver
     return facts.driver.fabric
 
@@ -65,6 +72,53 @@ def test_with_nvswitch_the_fabric_managers_state_counts(host: Host) -> None:
     assert fabric(host, {FABRIC_UNIT: "failed"}) == "failed"
     assert isinstance(fabric(host, {FABRIC_UNIT: Absent("not installed")}), Broken)
     assert isinstance(fabric(host, {FABRIC_UNIT: Unseen("timeout")}), Unseen)
+
+
+def adapter(host: Host, name: str, vpd: str | None) -> str:
+    """Add an InfiniBand adapter, with a ConnectX-7's vital product data if any. Return the data's path."""
+    device = f"/sys/devices/pci0000:00/0000:0{name[-1]}:00.0"
+    host.make_directory(f"{device}/infiniband/{name}")
+    host.symlink(f"/sys/class/infiniband/{name}", f"../../{device.removeprefix('/sys/')}/infiniband/{name}")
+    host.symlink(f"{device}/infiniband/{name}/device", "../..")
+    if vpd is not None:
+        host.file(f"{device}/vpd", vpd)
+    return f"/sys/class/infiniband/{name}/device/vpd"
+
+
+def test_switches_of_the_fourth_generation_show_only_in_the_adapters_that_manage_them(host: Host) -> None:
+    """As in an HGX B200. Its other adapters, for the network, are the same PCI devices."""
+    host.driver("550.163.01", gpus=1)
+    adapter(host, "mlx5_0", "NVIDIA ConnectX-7 \ufffd SN:MT2433 V2:MCX75310AAS-NEAT")
+    adapter(host, "mlx5_1", None)
+    assert isinstance(fabric(host, {FABRIC_UNIT: "failed"}), Absent), "a Fabric Manager that failed is no evidence"
+    adapter(host, "mlx5_2", "NVIDIA ConnectX-7 VA:MLX:MODL=C2:MN=MLNX:SMDL=SW_MNG:SKEY=1")
+    assert fabric(host, {FABRIC_UNIT: "failed"}) == "failed"
+    host.pci = ()
+    assert isinstance(fabric(host, {FABRIC_UNIT: "failed"}), Absent), "other GPUs need no Fabric Manager"
+
+
+@pytest.mark.parametrize(
+    ("error", "unseen"), [(errno.EACCES, True), (errno.ETIMEDOUT, True), (errno.EIO, False), (errno.ENODEV, False)]
+)
+def test_an_adapter_that_cannot_be_read(host: Host, error: int, unseen: bool) -> None:
+    host.driver("550.163.01", gpus=1)
+    path, units, cache = adapter(host, "mlx5_0", ""), dict[str, Seen[str]]({FABRIC_UNIT: "active"}), FileCache()
+    host.failing[path] = OSError(error, os.strerror(error), path)
+    assert isinstance(fabric(host, units, cache), Unseen if unseen else Absent)
+    del host.failing[path]
+    adapter(host, "mlx5_1", "SMDL=SW_MNG")
+    assert fabric(host, units, cache) == "active"
+
+
+def test_adapters_are_read_once(host: Host) -> None:
+    """Each takes milliseconds to answer."""
+    host.driver("550.163.01", gpus=1)
+    cache, path = FileCache(), adapter(host, "mlx5_0", "SMDL=SW_MNG")
+    for _ in range(3):
+        assert fabric(host, {FABRIC_UNIT: "active"}, cache) == "active"
+        host.failing[path] = OSError(errno.EIO, "read again", path)
+    adapter(host, "mlx5_1", "")
+    assert isinstance(fabric(host, {FABRIC_UNIT: "active"}, cache), Absent), "another adapter: all are read again"
 
 
 def test_persistence(host: Host) -> None:

@@ -1,0 +1,74 @@
+"""Observes NVSwitch, and the Fabric Manager, without which the GPUs of such a host cannot compute."""
+
+import errno
+
+from agent.model.device import DeviceKind
+from agent.model.facts import Absent, Broken, DeviceNode, Seen, Unseen
+from agent.system.deadlines import read_device_texts
+from agent.system.files import System
+from agent.system.seen import classify_error, entries_if_present
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.devices.gpus import VENDOR_ID, has_nvswitch
+from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
+
+FABRIC_UNIT = "nvidia-fabricmanager.service"
+ADAPTERS = "/sys/class/infiniband"
+MANAGES_SWITCH = "SW_MNG"
+"""Part of the vital product data of ConnectX-7 adapters that manage NVSwitches: those of the fourth generation, as in
+HGX B200, are no PCI devices. NVIDIA's driver container looks for it too (_assert_nvlink5_system)."""
+
+
+def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
+    """Return the Fabric Manager's state; Absent if the host has no NVSwitch and needs none."""
+    if not _has_node(nodes) and not has_nvswitch(sources.pci):
+        if not isinstance(sources.pci, tuple):
+            return Unseen(sources.pci.why)
+        managed = any(each.vendor_id == VENDOR_ID for each in sources.pci) and _manages_nvswitch(sources)
+        if managed is not True:
+            return managed or Absent("no NVSwitch")
+    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
+    if isinstance(state, Absent):
+        # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
+        return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
+    return state
+
+
+def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
+    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
+    return isinstance(nodes, tuple) and any(
+        node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
+    )
+
+
+def _manages_nvswitch(sources: Sources) -> bool | Unseen:
+    """Return whether an adapter of the host manages NVSwitches.
+
+    An adapter takes milliseconds to read its data. So they are read again only if there are other adapters.
+    """
+    system = sources.system
+    try:
+        links = [(name, system.read_link(f"{ADAPTERS}/{name}")) for name in entries_if_present(system, ADAPTERS)]
+    except OSError as error:
+        return Unseen(classify_error(ADAPTERS, error).why)
+    if not links:
+        return False
+    return sources.file_cache.get(
+        # The links lead through the PCI addresses. The files say nothing: sysfs makes up their times.
+        "adapters of NVSwitch",
+        tuple(links),
+        system,
+        lambda _: _read(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links]),
+        lambda found: isinstance(found, bool),
+    )
+
+
+def _read(system: System, paths: list[str]) -> bool | Unseen:
+    unseen = []
+    for path, text in zip(paths, read_device_texts(system, paths), strict=True):
+        if isinstance(text, str):
+            if MANAGES_SWITCH in text:
+                return True
+        # EIO: before 5.15, the kernel gave this error for adapters that have no such data (pci_vpd_read).
+        elif text.errno != errno.EIO and isinstance(fact := classify_error(path, text), Unseen):
+            unseen.append(fact.why)
+    return Unseen("; ".join(unseen)) if unseen else False
