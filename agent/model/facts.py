@@ -155,7 +155,7 @@ class Driver(Struct, frozen=True):
     module_version: Seen[str]
     user_space: UserSpace
     fabric: Seen[str] = Absent("no NVSwitch")
-    """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`, `inactive`)."""
+    """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`), or `running` without a unit."""
     persistence: Seen[str] = Absent("no persistence daemon")
 
 

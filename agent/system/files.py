@@ -87,7 +87,7 @@ class System(Rooted):
         return self.read(path).decode(errors="surrogateescape")
 
     def attribute(self, path: str) -> str:
-        """Return the text of a short attribute of the kernel's own in /sys, with fewer system calls than `read_text`.
+        """Return the text of a short file of the kernel's own in /sys or /proc, with fewer calls than `read_text`.
 
         Nobody else can make a file there. An attribute of a driver may block: use `deadlines.read_device_text`.
         """

@@ -170,6 +170,8 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
             return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; install the driver's version of it and start it")
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
+        case "running":
+            return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nv-fabricmanager runs, but not as this host's service")
         case "activating" | "reloading":
             return unknown(kind, Reason.FABRIC_MANAGER_STARTING, "nvidia-fabricmanager.service is starting")
         case state:
@@ -186,6 +188,8 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
     match persistence:
         case "active":
             return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
+        case "running":
+            return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced runs, but not as this host's service")
         case Unseen(why) | Broken(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case _:

@@ -6,10 +6,12 @@ import re
 from agent.model.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen, UserSpace
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
+from agent.system.processes import program_runs
 from agent.system.seen import read_seen
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, observe_fabric
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, RUNNING, observe_fabric
 from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
+from agent.vendors.nvidia.user_space.places import HOST_CACHE
 
 MODULE_VERSION = "/sys/module/nvidia/version"
 PROC_VERSION = "/proc/driver/nvidia/version"
@@ -18,6 +20,7 @@ VERSION = re.compile(r"[0-9]{1,9}\.[0-9.]*[0-9]")
 open and the proprietary module."""
 
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
+PERSISTENCE_DAEMON = "nvidia-persistenced"
 SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
 MODULE_NAMES: tuple[str, ...] = ("nvidia*",)
 """Pattern of nvidia, nvidia_uvm, nvidia_modeset, nvidia_drm, nvidia_peermem and nvidia_fs."""
@@ -28,6 +31,10 @@ def observe_driver(
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
     persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
+    # The host's packages of the driver have the unit. All processes are searched only if the driver is elsewhere.
+    elsewhere = user_space.place_name not in ("", HOST_CACHE)
+    if isinstance(persistence, Absent) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
+        persistence = RUNNING
     return Driver(module, user_space, observe_fabric(sources, nodes), persistence)
 
 

@@ -6,12 +6,16 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, DeviceNode, Seen, Unseen
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
+from agent.system.processes import program_runs
 from agent.system.seen import classify_error, entries_if_present
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.gpus import VENDOR_ID, has_nvswitch
 from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
 
 FABRIC_UNIT = "nvidia-fabricmanager.service"
+FABRIC_MANAGER = "nv-fabricmanager"
+RUNNING = "running"
+"""The state of a daemon that runs without its unit. It is no ActiveState of systemd."""
 ADAPTERS = "/sys/class/infiniband"
 MANAGES_SWITCH = "SW_MNG"
 """Part of the vital product data of ConnectX-7 adapters that manage NVSwitches: those of the fourth generation, as in
@@ -27,6 +31,9 @@ def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> See
         if managed is not True:
             return managed or Absent("no NVSwitch")
     state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
+    if isinstance(state, Absent | Broken) and program_runs(sources.system, FABRIC_MANAGER):
+        # As in the GPU Operator's driver container, which starts it itself.
+        return RUNNING
     if isinstance(state, Absent):
         # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
         return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")

@@ -5,19 +5,26 @@ import os
 from collections.abc import Mapping
 
 import pytest
+from msgspec.structs import replace
 
-from agent.model.facts import Absent, Broken, PciDevice, Seen, Unseen
+from agent.model.conditions import Status
+from agent.model.facts import Absent, Broken, Driver, PciDevice, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.goal import Grant
 from agent.system.file_cache import FileCache
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.driver import PERSISTENCE_UNIT, observe_module
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.driver import PERSISTENCE_UNIT, observe_driver, observe_module
 from agent.vendors.nvidia.fabric import FABRIC_UNIT
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.user_space.places import HOST_CACHE
 from tests.fakes.host import Host
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\nGCC version: 14\n"
 )
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.45.04  Release Build  (x@y)  1\n"
+
+NO_FILES = UserSpace(Absent("no driver"), ())
 
 
 @pytest.mark.parametrize(("text", "version"), [(PROPRIETARY, "550.163.01"), (OPEN, "595.45.04")])
@@ -72,6 +79,42 @@ def test_with_nvswitch_the_fabric_managers_state_counts(host: Host) -> None:
     assert fabric(host, {FABRIC_UNIT: "failed"}) == "failed"
     assert isinstance(fabric(host, {FABRIC_UNIT: Absent("not installed")}), Broken)
     assert isinstance(fabric(host, {FABRIC_UNIT: Unseen("timeout")}), Unseen)
+
+
+def process(host: Host, pid: int, name: str, state: str = "S") -> None:
+    """Add a process. The kernel cuts its name."""
+    host.file(f"/proc/{pid}/comm", f"{name[:15]}\n")
+    host.file(f"/proc/{pid}/stat", f"{pid} ({name[:15]}) {state} 1 1 1 0 -1 0\n")
+
+
+@pytest.mark.parametrize("unit", [Absent("not installed"), Broken("masked")])
+def test_a_fabric_manager_in_a_driver_container_counts(host: Host, unit: Absent | Broken) -> None:
+    """The container's script starts it, and the host has no unit, or a masked one."""
+    host.driver("550.163.01", gpus=1)
+    process(host, 17, "nv-fabricmanager-start")
+    process(host, 18, "nv-fabricmanager", "Z")
+    host.make_directory("/proc/19")
+    assert isinstance(fabric(host, {FABRIC_UNIT: unit}), Absent), "without NVSwitch"
+    host.node("/dev/nvidia-nvswitch0", 510, 0)
+    process(host, 17, "nv-fabric (x) S")
+    assert isinstance(fabric(host, {FABRIC_UNIT: unit}), Broken), "it has ended"
+    process(host, 20, "nv-fabricmanager")
+    assert fabric(host, {FABRIC_UNIT: unit}) == "running"
+    assert fabric(host, {FABRIC_UNIT: "failed"}) == "failed"
+    facts = VendorFacts("nvidia", driver=Driver(Absent(""), NO_FILES, "running", "running"))
+    *_, fabric_ready, persistence = nvidia_conditions(facts, Grant("nvidia"))
+    assert (fabric_ready.status, fabric_ready.reason) == (Status.TRUE, "FabricManagerActive")
+    assert (persistence.status, persistence.reason) == (Status.TRUE, "DaemonActive")
+
+
+@pytest.mark.parametrize(("place", "counts"), [("GPU Operator's driver container", True), (HOST_CACHE, False)])
+def test_a_persistence_daemon_in_a_driver_container_counts(host: Host, place: str, counts: bool) -> None:
+    """Elsewhere, the host's packages have the unit, and not all processes need to be searched."""
+    process(host, 20, "nvidia-persistenced")
+    units: dict[str, Seen[str]] = {PERSISTENCE_UNIT: Absent("not installed")}
+    sources = Sources(host, "x86_64", (), (), lambda _: Absent("no cache"), units)
+    driver = observe_driver(sources, "550.163.01", replace(NO_FILES, place_name=place), ())
+    assert (driver.persistence == "running") is counts
 
 
 def adapter(host: Host, name: str, vpd: str | None) -> str:
