@@ -19,5 +19,7 @@ AMD = DrmHost(
         firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",
         further_classes=(PROCESSING_ACCELERATOR,),
         shared=(KFD,),
+        partition_mode="current_compute_partition",
+        whole="SPX",
     )
 )

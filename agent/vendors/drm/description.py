@@ -32,6 +32,10 @@ class Description(Struct, frozen=True):
     further_classes: tuple[int, ...] = ()
     """PCI classes (base class and subclass) of GPUs that are not display controllers."""
     shared: tuple[SharedNode, ...] = ()
+    partition_mode: str = ""
+    """Attribute of a GPU in sysfs with the mode in which it is divided; empty if the vendor's GPUs have none."""
+    whole: str = ""
+    """The value of that attribute for a GPU that is one partition."""
 
     def is_gpu(self, device: PciDevice) -> bool:
         """Return whether the device is a GPU of this vendor, with or without a driver."""

@@ -2,6 +2,8 @@
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
+from agent.model.paths import PCI_DEVICES
+from agent.system.deadlines import read_device_texts
 from agent.system.files import System
 from agent.system.seen import classify_error, read_seen
 from agent.vendors.drm.description import Description, SharedNode
@@ -65,7 +67,26 @@ def _nodes(
             nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
+    if any(not each.pci_address for each in sources.drm):
+        problems += _divided(vendor, sources.system, sorted(driven))
     return tuple(sorted(node for node in nodes if node))
+
+
+def _divided(vendor: Description, system: System, gpus: list[str]) -> list[str]:
+    """Return the GPUs of which only the first partition is granted: the others' nodes belong to no PCI device.
+
+    The nodes alone show nothing: amdgpu makes those of eight partitions in every mode (amdgpu_xcp_dev_register).
+    """
+    if not vendor.partition_mode:
+        return []
+    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in gpus]
+    found = [text.strip() if isinstance(text, str) else "" for text in read_device_texts(system, paths)]
+    return [
+        f"GPU {gpu} is divided ({vendor.partition_mode} is {mode!a}): only its first partition is granted, because the "
+        "nodes of the others belong to no PCI device"
+        for gpu, mode in zip(gpus, found, strict=True)
+        if mode not in ("", "UNKNOWN", vendor.whole)
+    ]
 
 
 def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:

@@ -354,6 +354,32 @@ def test_a_missing_kfd_is_reported_and_stops_nothing(cards: Cards) -> None:
     assert (found.reason, "no usable /dev/kfd" in found.message) == ("Present", True)
 
 
+def test_a_divided_instinct_is_named(cards: Cards) -> None:
+    """The driver makes the nodes of eight partitions in each mode, so they are no evidence."""
+    cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 0)
+    cards.node("/dev/kfd", 234, 0)
+    mode = f"/sys/bus/pci/devices/{INSTINCT}/current_compute_partition"
+
+    def problems() -> tuple[str, ...]:
+        return next(each for each in cards.look() if each.vendor == "amd").problems
+
+    cards.file(mode, "CPX\n")
+    assert problems() == (), "no partition has nodes, so the attribute, which takes a lock of the driver, is not read"
+    cards.virtual_gpu(1)
+    (problem,) = problems()
+    assert problem.startswith(
+        f"GPU {INSTINCT} is divided (current_compute_partition is 'CPX'): only its first partition"
+    )
+    assert paths(grants(cards.look())["amd"]) == ["/dev/dri/card0", "/dev/dri/renderD128", "/dev/kfd"]
+    cards.file(mode, "SPX\n")
+    assert problems() == ()
+    cards.failing[mode] = PermissionError(1, "Operation not permitted", mode)
+    assert problems() == (), "the GPU is being reset"
+    cards.failing.clear()
+    cards.remove_file(mode)
+    assert problems() == ()
+
+
 def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(FLEX, INTEL, "i915", number=1)
