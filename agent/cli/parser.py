@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import sys
 import textwrap
@@ -108,7 +109,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
     doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
     text = "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
-    doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
+    _add_kubeconfig(doctor, text)
 
 
 def _add_up(up: argparse.ArgumentParser) -> None:
@@ -121,8 +122,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
 def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
     command.add_argument("machine", metavar="MACHINE", help="the machine's name")
     if name != "reset":
-        text = "kubeconfig of a user who may cordon and drain nodes"
-        command.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
+        _add_kubeconfig(command, "kubeconfig of a user who may cordon and drain nodes")
     if name in ("stop", "restart"):
         command.add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
 
@@ -152,7 +152,14 @@ def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     allocation.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
     text = "the Node object's name (default: the one that `up` recorded)"
     allocation.add_argument("--node", default="", metavar="NODE", help=text)
-    allocation.add_argument("--kubeconfig", default="", metavar="FILE", help="an administrator's kubeconfig")
+    _add_kubeconfig(allocation, "an administrator's kubeconfig")
+
+
+def _add_kubeconfig(parser: argparse.ArgumentParser, text: str) -> None:
+    # kubectl runs in another directory than this process.
+    parser.add_argument(
+        "--kubeconfig", type=lambda path: path and os.path.abspath(path), default="", metavar="FILE", help=text
+    )
 
 
 def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:

@@ -70,6 +70,19 @@ def test_the_parser_of_one_command_is_the_same_as_in_the_whole(name: str) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "command", [("doctor",), ("start", MACHINE), ("stop", MACHINE), ("restart", MACHINE), ("kube", "allocation", "dra")]
+)
+def test_a_relative_kubeconfig_is_that_of_the_callers_directory(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs run in the root directory."""
+    monkeypatch.chdir(tmp_path)
+    parse = make_parser().parse_args
+    assert parse([*command, "--kubeconfig", "admin.conf"]).kubeconfig == f"{tmp_path}/admin.conf"
+    assert parse([*command, "--kubeconfig="]).kubeconfig == parse(command).kubeconfig == ""
+
+
 # ---- signals
 
 
