@@ -93,7 +93,19 @@ def test_the_node_gets_labels_for_its_gpus(host: NodeHost) -> None:
     assert b"nvidia.com/gpu.present=true" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
 
 
+def test_a_node_without_a_kubelet_is_not_made(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.tools.image.remove("usr/bin/kubelet")
+    assert run(host) == 1
+    assert "the image has no kubelet" in capsys.readouterr().err
+    assert not host.exists(machine_root(MACHINE))
+    host.file("/srv/kubelet", b"a program")
+    digest = hashlib.sha256(b"a program").hexdigest()
+    assert run(host, binaries={"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": digest}}) == 0
+    assert sum("copy" in argv for argv in host.runner.calls) == 1, "the image is not pulled again"
+
+
 def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.tools.image.remove("usr/bin/kubelet")
     host.file("/srv/kubelet", b"a program")
     digest = hashlib.sha256(b"a program").hexdigest()
     binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": digest}}

@@ -50,6 +50,8 @@ class HostTools(ScriptedRunner):
     def __init__(self) -> None:
         super().__init__()
         self.host: NodeHost
+        self.image = ["usr/lib/systemd/systemd", "usr/bin/kubelet"]
+        """The programs in images."""
         self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
         """Called with each program that is about to run."""
 
@@ -72,10 +74,11 @@ class HostTools(ScriptedRunner):
             case ("skopeo", *words) if "copy" in words:
                 Path(words[-1].removeprefix("oci:").removesuffix(":node")).mkdir()
             case ("umoci", "raw", "unpack", *_, root):
-                init = Path(root) / "usr/lib/systemd/systemd"
-                init.parent.mkdir(parents=True)
-                init.write_bytes(b"")
-                init.chmod(0o755)
+                for name in self.image:
+                    program = Path(root) / name
+                    program.parent.mkdir(parents=True)
+                    program.write_bytes(b"")
+                    program.chmod(0o755)
             case ("rm", "--recursive", "--force", "--one-file-system", "--", *paths):
                 for path in paths:
                     host.remove_tree(path)

@@ -61,6 +61,7 @@ from agent.model.paths import (
 )
 from agent.system.files import System
 from agent.system.network import NetworkSource
+from agent.system.process import ENVIRONMENT
 from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
@@ -71,6 +72,8 @@ REMOVE_LIMIT = 600.0
 """Seconds to remove a directory, which may be a whole root file system."""
 UNIT_LIMIT = 60.0
 """Seconds to enable or disable a unit. systemctl then makes systemd reload all units."""
+KUBELET = tuple(f"{directory}/kubelet" for directory in ENVIRONMENT["PATH"].split(":"))
+"""Where systemd in the machine looks for the kubelet."""
 Progress = Callable[[str], None]
 
 
@@ -183,6 +186,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 def _fill(action: FillRoot, system: System) -> None:
     # Absent if an interrupted attempt has renamed it.
     if system.link_inode(action.unpacked) is not None:
+        _require_kubelet(action, RootWriter(system.full_path(action.unpacked)))
         system.rename(action.unpacked, action.staged)
     writer = RootWriter(system.full_path(action.staged))
     listed: dict[str, tuple[str, int]] = {}
@@ -192,6 +196,12 @@ def _fill(action: FillRoot, system: System) -> None:
         writer.write(file.path, file.content, file.mode)
     listed |= {each.path: (sha256(each.content), len(each.content)) for each in action.files}
     writer.write(NODE_FILES, render_node_files(listed))
+
+
+def _require_kubelet(action: FillRoot, image: RootWriter) -> None:
+    if any(each.name == "kubelet" for each in action.binaries) or any(map(image.is_program, KUBELET)):
+        return
+    raise ApplyError("the image has no kubelet", "add it with a table [machines.NAME.node.binaries]: docs/bootstrap.md")
 
 
 def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tuple[str, int]]:
