@@ -15,10 +15,10 @@ class Cluster(Struct, frozen=True):
 
     nodes: Sequence[KubernetesObject] = ()
     pods: Sequence[KubernetesObject] = ()
-    """Pods on these nodes (or on all nodes, if these are many), and pods that wait for a node."""
+    """Pods on these nodes, and pods that wait for a node."""
     daemon_sets: Sequence[KubernetesObject] = ()
     events: Sequence[KubernetesObject] = ()
-    """Events of type Warning."""
+    """Events of type Warning, without those of other nodes' kubelets."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """The ends of the logs of containers that failed, by `NAMESPACE/POD`."""
     unmatched: Set[str] = frozenset()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from agent.cli.doctor.cluster_symptoms import waits_for_gpu
-from agent.model.cluster import Cluster, KubernetesObject, crashes, name, node_selector
+from agent.model.cluster import Cluster, KubernetesObject, crashes, name, node_selector, pod_spec
 from agent.model.errors import CommandError
 from agent.system.files import System
 
@@ -33,17 +33,23 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
     selectors = [f"spec.nodeName={each}" for each in nodes] if 0 < len(nodes) <= NODES_QUERIED else ["spec.nodeName!="]
     for selector in selectors:
         pods += kubectl.items("pods", "--all-namespaces", f"--field-selector={selector}")
-    pods = list({name(each): each for each in pods}.values())
+    pods = list({name(each): each for each in pods if _concerns(pod_spec(each).get("nodeName"), nodes)}.values())
+    events = kubectl.items("events", "--all-namespaces", "--field-selector=type=Warning")
     return Cluster(
         nodes=found_nodes,
         pods=pods,
         daemon_sets=kubectl.items("daemonsets.apps", "--all-namespaces"),
-        events=kubectl.items("events", "--all-namespaces", "--field-selector=type=Warning"),
+        # The kubelet names its node, controllers name none.
+        events=[each for each in events if _concerns((each.get("source") or {}).get("host"), nodes)],
         logs={name(pod): kubectl.log(pod) for pod in _failing(pods)},
         unmatched=_unmatched(kubectl, pods),
         unknown=tuple(kubectl.unknown),
         now=time.time(),
     )
+
+
+def _concerns(node: str | None, nodes: Sequence[str]) -> bool:
+    return not node or not nodes or node in nodes
 
 
 def _unmatched(kubectl: "_Kubectl", pods: Iterable[KubernetesObject]) -> Set[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -266,6 +267,20 @@ def test_what_kubectl_reads(api: Host) -> None:
     found = read_cluster(api, "/k", ["gpu-node"])
     assert (found.nodes, found.pods, found.unknown, found.logs) == ([NODE], [PLUGIN, POD], (), {})
     assert findings(found) == ()
+
+
+def test_another_nodes_faults_are_not_reported(api: Host) -> None:
+    """The device plugin's DaemonSet has pods on all nodes; only some may have the handler."""
+    failing = changed(changed(PLUGIN, "status", "containerStatuses", to=CRASHED), "spec", "nodeName", to="other")
+    failing = changed(failing, "metadata", "name", to="nvidia-device-plugin-y")
+    kubectl(api, "pods", "--all-namespaces", "--field-selector=status.phase=Pending", items=[failing])
+    no_handler = event(
+        'Failed to create pod sandbox: no runtime for "nvidia" is configured', time=datetime.now(UTC).isoformat()
+    )
+    for host, causes in (("other", 0), ("gpu-node", 1), (None, 1)):
+        seen = changed(no_handler, "source", to={"component": "kubelet", "host": host})
+        kubectl(api, "events", "--all-namespaces", "--field-selector=type=Warning", items=[seen])
+        assert len(findings(read_cluster(api, "/k", ["gpu-node"]))) == causes
 
 
 @pytest.mark.parametrize(("nodes", "unmatched"), [("", {"gpu=b,zone=c"}), ("node/of-another-host\n", set())])
