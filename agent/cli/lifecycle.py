@@ -134,7 +134,8 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         _kubectl(reconciler, kubeconfig, "cordon", node)
     reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")
     arguments = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_LIMIT:.0f}s")
-    hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `kubectl uncordon {node}`"
+    undo = f"`unbounded-agent start {name} --kubeconfig FILE`"
+    hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: {undo}"
     try:
         with _said_if_interrupted(reconciler, f"some pods of node {node} may have been moved; {hint}"):
             _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
@@ -153,7 +154,7 @@ def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool
         again = f"see `unbounded-agent doctor`, then run `unbounded-agent start {name} --kubeconfig FILE`"
         return (f"node {node} stays cordoned, because its machine is not ready: {again}",)
     if not kubeconfig:
-        return (f"node {node} is still cordoned: run `kubectl uncordon {node}`, or repeat this with --kubeconfig FILE",)
+        return (f"`stop` cordoned node {node}: repeat this with --kubeconfig FILE, which uncordons it",)
     reconciler.progress(f"uncordon node {node}")
     try:
         _kubectl(reconciler, kubeconfig, "uncordon", node)

@@ -76,8 +76,11 @@ def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agen
     host.command(*DRAIN, stderr="Cannot evict pod as it would violate the pod's disruption budget.", status=1)
     with pytest.raises(CommandError, match="disruption budget") as error:
         stop(MACHINE, agent, ADMIN, drain=True)
-    assert f"kubectl uncordon {NODE}" in error.value.hint
     assert STOP not in host.runner.calls
+    assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in error.value.hint
+    assert start(MACHINE, agent, ADMIN) == 0
+    assert kubectl(host)[-1] == UNCORDON
+    assert start(MACHINE, agent, "") == 0
 
 
 @pytest.mark.parametrize("kubeconfig", [ADMIN, ""])
@@ -112,7 +115,7 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
 ) -> None:
     stop(MACHINE, agent, ADMIN, drain=True)
     assert start(MACHINE, agent, "") == 1
-    assert f"node {NODE} is still cordoned" in capsys.readouterr().err
+    assert f"`stop` cordoned node {NODE}: repeat this with --kubeconfig FILE" in capsys.readouterr().err
 
 
 def test_the_start_of_a_masked_machine_says_what_to_do(
