@@ -120,8 +120,8 @@ COMMANDS = {
     "start": Command(
         "start a machine, and wait until it is ready",
         "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If `stop` "
-        "cordoned the node: with --kubeconfig, uncordons it once the machine is ready; without, prints the `kubectl "
-        "uncordon` command, and exits with 1 even if the machine is ready. The node of a machine that is not ready "
+        "cordoned the node: with --kubeconfig, uncordons it once the machine is ready; without, exits with 1 even if "
+        "the machine is ready, and even if somebody has uncordoned the node. The node of a machine that is not ready "
         "stays cordoned.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
         {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
@@ -213,7 +213,10 @@ GPU_COMMANDS = {
         "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
         "longer reports it. Without an address: all lost GPUs, and also damage to the record of granted GPUs.",
         "sudo unbounded-agent gpus forget 0000:01:00.0",
-        {0: "the GPU is forgotten, or none is lost", 1: "the record of granted GPUs cannot be read or written"},
+        {
+            0: "the GPU is forgotten; or, without an address, none is lost",
+            1: "the record of granted GPUs cannot be read or written",
+        },
     ),
     "holders": Command(
         "list the processes that have a GPU open",
