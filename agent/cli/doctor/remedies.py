@@ -47,17 +47,20 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (None, Reason.FOREIGN_FILE): ("move away the file that is named above, then:", APPLY),
     (None, Reason.GPU_DETACHED): ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
     (None, Reason.GPU_LOST): (
-        "lspci -D | grep -Ei 'vga|3d|display'",
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
         KERNEL_LOG,
         "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
     ),
     (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
-    (None, Reason.NO_GPU): ("lspci -D | grep -Ei 'vga|3d|display'", "unset machines.{machine}.require_gpus"),
+    (None, Reason.NO_GPU): (
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
+        "unset machines.{machine}.require_gpus",
+    ),
     (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
     (None, Reason.SETTLING): (SERVICE_LOG,),
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): ("modprobe DRIVER, as named above", KERNEL_LOG),
     (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then:", *REBOOT),
-    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display'",),
+    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",),
     (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("udevadm settle", KERNEL_LOG),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND): (
         "unbounded-agent gpus  # those that the host has, and those that it lost",
@@ -68,11 +71,11 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "# if it happens again: check power, seating and firmware",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (
-        "lspci -Dk | grep -A3 -Ei 'vga|3d|display'",
+        "lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",
         KERNEL_LOG,
     ),
     (ConditionType.GPUS_COMPLETE, Reason.RECORD_DAMAGED): (
-        "lspci -D | grep -Ei 'vga|3d|display'  # is one missing?",
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'  # is one missing?",
         "unbounded-agent gpus forget",
     ),
     (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see LibrariesPresent",),

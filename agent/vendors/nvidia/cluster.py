@@ -24,7 +24,9 @@ RESOURCE = "nvidia.com/gpu"
 PRESENT = "nvidia.com/gpu.present"
 DEPLOY = "nvidia.com/gpu.deploy."
 RUNTIME_CLASS = "nvidia"
-HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --reuse-values --set"
+HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --version VERSION --reuse-values --set"
+"""Without a version, it would also upgrade the Operator."""
+INSTALLED = "# VERSION is the installed one: helm list -n gpu-operator"
 PLUGIN = "device-plugin"
 STRATEGY = "DEVICE_LIST_STRATEGY"
 VALIDATION = "-validation"
@@ -193,7 +195,7 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
                 f"{', '.join(sorted(deploy_labels)[:3])}: set by {entry['manager']} at {entry['time']}",
                 (
                     "leave these labels as the Operator sets them: no pods of its driver and toolkit are needed here",
-                    f"{HELM} driver.enabled=false,toolkit.enabled=false",
+                    f"{HELM} driver.enabled=false,toolkit.enabled=false  {INSTALLED}",
                 ),
             )
 
@@ -211,5 +213,5 @@ def _installs_own_parts(node: KubernetesObject, cluster: Cluster) -> Iterator[Fi
             yield Finding(
                 f"the GPU Operator installs its own {part} into node {name(node)}, which already has it",
                 f"label {label}=true; DaemonSet {name(active_sets[0])} runs pods on such nodes",
-                (f"{HELM} {setting}=false",),
+                (f"{HELM} {setting}=false  {INSTALLED}",),
             )

@@ -177,7 +177,8 @@ def test_the_operator_installs_a_driver() -> None:
         "spec": {"template": {"spec": {"nodeSelector": {"nvidia.com/gpu.deploy.driver": "true"}}}},
         "status": {"desiredNumberScheduled": 1},
     }
-    assert "--set driver.enabled=false" in only(cluster(node=node, daemon_sets=(daemon_set,))).fix[0]
+    (fix,) = only(cluster(node=node, daemon_sets=(daemon_set,))).fix
+    assert "--version VERSION --reuse-values --set driver.enabled=false" in fix, "the newest would be installed"
     assert findings(cluster(daemon_sets=(daemon_set,))) == ()
 
 
