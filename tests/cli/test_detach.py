@@ -193,8 +193,11 @@ def test_the_message_says_that_the_device_plugin_needs_a_restart(site: Site) -> 
     advice = 'machines.NAME.restart_device_plugin = true and on_detach = "drain-wait"'
     assert advice in text(detach(SECOND, site.agent, FAST))
     shutil.rmtree(directory)
-    site.hold(command=b"nvidia-device-p")
+    directory = site.hold(command=b"nvidia-device-p")
     assert advice not in text(detach(SECOND, site.agent, FAST))
+    shutil.rmtree(directory)
+    site.hold(group=POD_GROUP, command=b"dcgm-exporter")
+    assert "delete the pod while `gpus detach` waits" in text(detach(SECOND, site.agent, FAST))
 
 
 def test_refuse_returns_a_gpu_that_was_opened_meanwhile(site: Site) -> None:

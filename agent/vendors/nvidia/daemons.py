@@ -18,6 +18,9 @@ IN_MACHINES = {
         "restart the plugin once the node no longer offers the GPU; machines.NAME.restart_device_plugin = true "
         'and on_detach = "drain-wait" do that'
     ),
+    "dcgm-exporter": (
+        'set on_detach = "drain-wait", and delete the pod while `gpus detach` waits: the next one does not get the GPU'
+    ),
 }
 """Advice by program, for programs in a pod."""
 
