@@ -11,12 +11,12 @@ from agent.model.text import one_line
 HINTS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "the kubelet's certificate or token is not accepted: see `journalctl -u kubelet`",
     HTTPStatus.FORBIDDEN: "a kubelet's own identity (system:node:NAME in group system:nodes) may do this, if the API "
-    "server has authorization mode Node and Kubernetes is 1.34 or newer",
+    "server has authorization mode Node and Kubernetes is 1.36 or newer",
     HTTPStatus.UNPROCESSABLE_ENTITY: "report this as a bug of unbounded-agent",
 }
 NO_SUCH_KIND = "could not find the requested resource"
 """Part of the server's message if it does not know the kind of an object (NewGenericServerResponse of apimachinery)."""
-NO_DRA = "Dynamic Resource Allocation (resource.k8s.io/v1) needs Kubernetes 1.34 or newer"
+NO_DRA = "Dynamic Resource Allocation (resource.k8s.io/v1, with device taints) needs Kubernetes 1.36 or newer"
 SHOWN = 600
 """Characters of the server's message that are shown."""
 

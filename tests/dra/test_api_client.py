@@ -136,7 +136,7 @@ def test_no_error_has_a_secret(
             "the server could not find the requested resource",
             NotFoundError,
             Reason.FAILED,
-            "needs Kubernetes 1.34",
+            "needs Kubernetes 1.36",
         ),
         (404, 'nodes "x" not found', NotFoundError, Reason.FAILED, "not found$"),
         (409, "modified", ConflictError, Reason.FAILED, "409 Conflict: modified"),
