@@ -283,6 +283,12 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     assert host.exists(cordoned_file(MACHINE))
 
 
+def test_the_root_of_a_masked_machine_is_removed(host: NodeHost) -> None:
+    host.bus.unit(UNITS[0], "inactive", "masked")
+    perform(RemoveRoot(MACHINE), Tools(host, host.network))
+    assert not host.exists(machine_root(MACHINE))
+
+
 @pytest.mark.parametrize("state", ["active", "activating", "deactivating"])
 def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost, state: str) -> None:
     """systemctl or `apply` may have started it after `reset` stopped it."""

@@ -43,7 +43,7 @@ from agent.host.provision.unpacking import unpack
 from agent.host.state.locks import pass_lock
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, ApplyError
-from agent.model.facts import Absent
+from agent.model.facts import Unseen
 from agent.model.network import Chains
 from agent.model.node import NodeBinary
 from agent.model.node_files import render_node_files
@@ -233,8 +233,8 @@ def _remove_root(machine: str, system: System) -> None:
     """Rename the directory, then remove it: no machine may start from what an interrupted removal leaves."""
     unit = machine_unit(machine)
     state = observe_units([unit], system)[unit].state
-    if state not in ("inactive", "failed") and not isinstance(state, Absent):
-        why = state if isinstance(state, str) else f"in an unknown state: {state.why}"
+    if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
+        why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
         raise ApplyError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
     aside = f"{staged_prefix(machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
