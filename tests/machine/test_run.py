@@ -417,6 +417,37 @@ def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 5
 
 
+def test_open_nodes_program_keeps_the_nodes_open(tmp_path: Path) -> None:
+    """Without persistence mode, a GPU that nobody has open is shut down, and must be initialised again."""
+    from agent.machine.devices import open_nodes
+
+    closed = tmp_path / "closed"
+    code = (
+        "import os, runpy, sys; real = os.close\n"
+        "def close(file):\n"
+        f"    os.readlink(f'/proc/self/fd/{{file}}') == '/dev/zero' and open({str(closed)!r}, 'w')\n"
+        "    real(file)\n"
+        "os.close = close\n"
+        "sys.argv = ['x', '5', '/dev/zero']\n"
+        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert (output, closed.exists()) == ("0 /dev/zero\n", False)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(1, 30), (5, 50), (20, 80)])
+def test_many_gpus_get_more_time_to_open(machine: Machine, nodes: int, seconds: int) -> None:
+    """The driver may initialise one after another."""
+    gpu = next(each for each in DEVICES if each.path == "/dev/nvidia0")
+    devices = tuple(gpu._replace(path=f"/dev/nvidia{index}", minor=index) for index in range(nodes))
+    for device in devices:
+        machine.node(device.path, device.major, device.minor)
+    machine.hand(REQUEST._replace(devices=devices))
+    run(machine)
+    opened = next(call for call in machine.calls if any("open_nodes" in each for each in call))
+    assert (opened[4], len(opened[5:])) == (str(seconds), nodes)
+
+
 def test_open_nodes_program_waits_for_the_drivers_result() -> None:
     """Since release 550, the driver answers a non-blocking open before it initialises the GPU: it always succeeds."""
     from agent.machine.devices import open_nodes

@@ -18,8 +18,10 @@ from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.journal import WARNING, say
 
-OPEN_LIMIT = 30
-"""Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU, which takes seconds."""
+OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
+"""Seconds to open all nodes: at least OPEN_LIMIT, and NODE_LIMIT for each node, but at most LONGEST, after which the
+unit has time to report. Without a persistence daemon, the first open initialises the GPU, which takes seconds; the
+driver may initialise one GPU after another."""
 
 STACKED = 16
 """How many mounts on one node are removed at most. systemd before 255 stacks each new mount on the old one."""
@@ -44,7 +46,7 @@ OPEN_ERRORS = {
         Reason.GPU_FAILED,
         "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or reboot",
     ),
-    errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
+    errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
 }
 """The condition's reason, and the end of its message, by the errno of open(2)."""
 OTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
@@ -229,9 +231,10 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
     """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
     # Not imported for its path, because it loads the module signal.
     program = f"{posixpath.dirname(__file__)}/open_nodes.py"
+    limit = min(max(OPEN_LIMIT, NODE_LIMIT * len(paths)), LONGEST)
     output = system.run(
         # With -I -S, Python loads only the standard library, which halves the time that it takes to start.
-        sys.executable, "-I", "-S", program, str(OPEN_LIMIT), *paths, timeout=OPEN_LIMIT + 10,
+        sys.executable, "-I", "-S", program, str(limit), *paths, timeout=limit + 10,
     )  # fmt: skip
     codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
     silent = [path for path in paths if path not in codes]

@@ -69,7 +69,9 @@ def _open(path: str, index: int, writer: int) -> None:
     # always succeeds. Opening a FIFO for reading and writing does not block either way.
     code = 0
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+        # Not closed: without persistence mode, the driver would shut the GPU down, and initialise it again for the CDI
+        # generator. It is closed when this process is killed.
+        os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         code = error.errno or errno.EIO
     # A write of less than PIPE_BUF bytes is atomic: lines of several threads never mix.
