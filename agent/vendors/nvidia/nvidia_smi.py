@@ -10,8 +10,8 @@ from agent.system.files import System
 
 NVIDIA_SMI = "nvidia-smi"
 QUERY = ("--query-gpu=pci.bus_id,uuid,mig.mode.current", "--format=csv,noheader")
-LIMIT, GPU_LIMIT = 20.0, 5.0
-"""Seconds for all queries, and for that of one GPU: one that hangs must not use up the others' time."""
+GPU_LIMIT = 5.0
+"""Seconds for the query of one GPU: one that hangs must not use up the others' time."""
 UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
 MIG_DEVICE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
@@ -24,26 +24,28 @@ class Answer(NamedTuple):
     in_mig_mode: bool
 
 
-def query_gpus(system: System, count: int) -> dict[str, Answer]:
+def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
     """Return what nvidia-smi says of `count` GPUs, by PCI address. There is nothing of a GPU that NVML cannot open.
+
+    Return nothing if not all could be asked within `limit` seconds.
 
     A query of all GPUs fails if one of them has failed. Each one is then queried by itself: by its index, because to
     find another name, nvidia-smi opens the GPUs before it too.
     """
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     try:
-        return _parse(system.run(NVIDIA_SMI, *QUERY, timeout=LIMIT / 2))
+        return _parse(system.run(NVIDIA_SMI, *QUERY, timeout=limit / 2))
     except ExitCodeError:
         pass
     except (AgentError, OSError):
         return {}
     found: dict[str, Answer] = {}
     for index in range(count):
-        limit = min(GPU_LIMIT, deadline - time.monotonic())
-        if limit <= 0:
-            break
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return {}
         try:
-            found |= _parse(system.run(NVIDIA_SMI, f"--id={index}", *QUERY, timeout=limit))
+            found |= _parse(system.run(NVIDIA_SMI, f"--id={index}", *QUERY, timeout=min(GPU_LIMIT, remaining)))
         except (AgentError, OSError):
             continue
     return found

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,10 @@ RECOMMENDED = (1, 19, 1)
 SELECTS_DEVICES = (1, 19, 0)
 """The first version with --device-id."""
 GENERATE_LIMIT = 40.0
-"""Seconds to generate a specification. NVML initialises every GPU if no persistence daemon keeps it initialised."""
+"""Seconds to generate a specification, with all attempts. NVML initialises every GPU if no persistence daemon keeps it
+initialised."""
+QUERY_LIMIT = 10.0
+"""Seconds for the queries that say why a GPU is missing."""
 
 VERSION_CACHE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
@@ -53,7 +57,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     spec, incomplete = without_incomplete(read_output(system, directory), request)
     missing = _not_listed(spec, request)
     if missing and not answers:
-        answers = query_gpus(system, len(request.gpus))
+        answers = query_gpus(system, len(request.gpus), QUERY_LIMIT)
     unpartitioned = _in_mig_mode(answers, missing)
     if version < RECOMMENDED:
         remarks.append(
@@ -77,11 +81,13 @@ def _run(
     """
     from agent.vendors.nvidia.nvidia_smi import device_ids, query_gpus
 
+    deadline = time.monotonic() + GENERATE_LIMIT
     try:
         system.run(*command, timeout=GENERATE_LIMIT)
         return {}
     except ExitCodeError as error:
-        found = query_gpus(system, len(request.gpus))
+        remaining = deadline - time.monotonic()
+        found = query_gpus(system, len(request.gpus), remaining / 2)
         # If no GPU gets a CDI device, nvidia-ctk fails with this error: its device `all` would have no edits.
         unpartitioned = _in_mig_mode(found, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
@@ -90,9 +96,10 @@ def _run(
         if version < SELECTS_DEVICES or len(answers) == len(request.gpus):
             raise
         names = device_ids(system, answers)
-        if not names:
+        remaining = deadline - time.monotonic()
+        if not names or remaining <= 0:
             raise
-    system.run(*command, *(f"--device-id={name}" for name in names), timeout=GENERATE_LIMIT)
+    system.run(*command, *(f"--device-id={name}" for name in names), timeout=remaining)
     return answers
 
 
