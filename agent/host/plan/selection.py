@@ -65,7 +65,8 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
     host, and meant for a virtual machine.
     """
     if gpu.virtual:
-        return False
+        # Pods of a machine may use one that an earlier release gave it.
+        return bool(gpu.driver) and gpu.pci_address in share.current
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current
 
