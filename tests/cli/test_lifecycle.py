@@ -289,6 +289,14 @@ def test_the_root_of_a_masked_machine_is_removed(host: NodeHost) -> None:
     assert not host.exists(machine_root(MACHINE))
 
 
+def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost) -> None:
+    units(host, "inactive")
+    host.bus.jobs.add(UNITS[0])
+    with pytest.raises(ApplyError, match=f"{UNITS[0]} is about to start"):
+        perform(RemoveRoot(MACHINE), Tools(host, host.network))
+    assert host.exists(machine_root(MACHINE))
+
+
 @pytest.mark.parametrize("state", ["active", "activating", "deactivating"])
 def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost, state: str) -> None:
     """systemctl or `apply` may have started it after `reset` stopped it."""
