@@ -29,6 +29,7 @@ from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
+from agent.model.faults import fault
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
@@ -148,9 +149,11 @@ class Daemon:
                 raise ConfigError(loaded.rejected)
             reconciler = self._make(loaded, self._progress)
             self._endpoint.move(loaded.config.metrics.address)
-        except AgentError as error:
-            self._reconciler.rejected = str(error)
-            self._event_log.rejected(str(error))
+        except Exception as error:
+            # Any: a package that is being upgraded may not even let the modules load that validate the files.
+            why = str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why
+            self._reconciler.rejected = why
+            self._event_log.rejected(why)
         else:
             self.config, self._reconciler = loaded.config, reconciler
             self._config_loaded = time.time()
