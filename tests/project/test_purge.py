@@ -41,7 +41,7 @@ def purge(tree: Path, answer: str) -> str:
 )
 def test_a_machine_that_starts_keeps_its_settings(tmp_path: Path, answer: str) -> None:
     """machined knows no machine that waits for prepare@, or for its next start."""
-    assert "the machine gpu-node is running, or starts" in purge(tmp_path, answer)
+    assert "the machine gpu-node is running or starting" in purge(tmp_path, answer)
     assert (tmp_path / SETTINGS).exists()
 
 
