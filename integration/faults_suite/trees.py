@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-from agent.model.paths import REMOVED
+from agent.model.paths import AGES, REMOVED
 
 NEW = ".unbounded-agent-new"
 VARYING = (
@@ -24,13 +24,18 @@ VARYING = (
 
 
 def snapshot(tree: Path) -> dict[str, str]:
-    """Return type, mode and content of everything, by path."""
+    """Return type, mode and content of everything, by path.
+
+    Without the ages of files: each run has its own, also of files that only a killed run had seen.
+    """
     found = {}
     for directory, directories, files in os.walk(tree):
         for name in (*directories, *files):
             place = Path(directory, name)
             status = place.lstat()
             path = f"/{place.relative_to(tree)}"
+            if path == AGES:
+                continue
             if stat.S_ISLNK(status.st_mode):
                 found[path] = f"link to {os.readlink(place)}"
             elif stat.S_ISREG(status.st_mode):
