@@ -13,7 +13,7 @@ from agent.host.state.remains import clear_report
 from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.live import LiveSettings, render_live
-from agent.model.paths import handed_roots_file, live_file, start_began_file
+from agent.model.paths import handed_roots_file, live_file, start_began_mark
 from agent.system.damage import write_record
 from agent.system.files import System
 
@@ -48,8 +48,9 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         return _pass(reconciler)
     system = reconciler.system
     with suppress(OSError):
-        # If `stop` cancels the start from here on, the service must not start the machine again.
-        system.write_quickly(start_began_file(name), b"")
+        # If `stop` cancels the start from here on, the service must not start the machine again. Unlike a file, a
+        # directory needs no temporary one.
+        system.make_directory(start_began_mark(name))
     # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
     _forget_live(name, system)

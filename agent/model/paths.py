@@ -275,8 +275,8 @@ def live_file(machine: str) -> str:
     return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
 
 
-def start_began_file(machine: str) -> str:
-    """Return the file that says that a start of the machine has begun since the host booted."""
+def start_began_mark(machine: str) -> str:
+    """Return the directory that says that a start of the machine has begun since the host booted."""
     return f"{MACHINES_RUNTIME}/{machine}/start-began"
 
 

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agent.model.device import FileIdentity
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.paths import start_began_file
+from agent.model.paths import start_began_mark
 from agent.system import systemd
 from agent.system.files import System
-from agent.system.seen import classify_error, read_seen
+from agent.system.seen import classify_error
 
 TEMPLATE = "systemd-nspawn@.service"
 UNMASK = f"run `systemctl unmask {TEMPLATE}`"
@@ -80,7 +79,7 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
             needs_reload=systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
-    except BusError as error:
+    except (BusError, OSError) as error:
         return Unit(Unseen(str(error)))
 
 
@@ -92,8 +91,7 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
     if systemd.inactive_enter(unit.path, system) != 0:
         return True
     # systemd sets no timestamp if a start is cancelled before the unit's own start.
-    began = read_seen(system.identity, start_began_file(machine))
-    return unit.state == "inactive" and not unit.has_job and isinstance(began, FileIdentity)
+    return unit.state == "inactive" and not unit.has_job and system.is_directory(start_began_mark(machine))
 
 
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
