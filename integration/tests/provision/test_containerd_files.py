@@ -32,8 +32,8 @@ def test_containerd_reads_every_setting(release: str, tmp_path: Path) -> None:
     script += ' && exec chroot "$1" /usr/bin/containerd --config "$3" config dump'
     printed = run(["unshare", "--mount", "sh", "-ec", script, "sh", root, tmp_path, MAIN])
     settings = dict(leaves(tomllib.loads(printed)["plugins"]))
-    assert found(settings, "bin_dir", "bin_dirs") in ("/opt/cni/bin", ["/opt/cni/bin"])
-    assert found(settings, "conf_dir") == "/etc/cni/net.d"
+    assert found(settings, "cni.bin_dirs", "cni.bin_dir") in ("/opt/cni/bin", ["/opt/cni/bin"])
+    assert found(settings, "cni.conf_dir") == "/etc/cni/net.d"
     assert found(settings, "sandbox_image", "sandbox") == "registry.example.com/pause:3.10"
     assert found(settings, "config_path") == CERTS
     assert found(settings, "runc.options.SystemdCgroup") is True
