@@ -192,8 +192,8 @@ class MachineFacts(Struct, frozen=True):
     """ActiveState of `systemd-nspawn@NAME.service`."""
     masked: bool = False
     """That unit is masked, and `unit_state` is `inactive`."""
-    has_job: bool = False
-    """systemd has a job for that unit. For an inactive unit, it is a start, which may wait for prepare@ for minutes."""
+    starts: bool = False
+    """A start of that unit is queued or under way. Until prepare@ has ended, the unit is still inactive."""
     has_run: bool = False
     """The unit has stopped, or failed to start, since the host booted, its start was cancelled, or it is masked; and it
     is not active now. If `unit_state` is `inactive`, somebody stopped it."""
@@ -225,7 +225,7 @@ class MachineFacts(Struct, frozen=True):
     @property
     def stays_ended(self) -> bool:
         """Whether no process runs in the machine, and no start is under way."""
-        return self.ended and not self.has_job
+        return self.ended and not self.starts
 
     @property
     def kept_gpus(self) -> tuple[str, ...]:

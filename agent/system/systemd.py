@@ -22,14 +22,18 @@ GET = "org.freedesktop.DBus.Properties.Get"
 CHANGE_LIMIT = 30.0
 """Seconds to wait for the answer to a change: PID 1 does not answer while it reloads its units."""
 
+STARTS = ("start", "restart")
+"""Types of jobs that start a unit that is not active. systemd replaces the others that may (job_collapse_type in
+job.c). A unit that has stopped may still get another stop: machined asks for one if systemd had to kill the machine."""
+
 
 class ListedUnit(NamedTuple):
-    """The state of a unit, the path of its object on the bus, and whether a job is queued for it."""
+    """The state of a unit, the path of its object on the bus, and whether a start of it is queued or under way."""
 
     load_state: str
     active_state: str
     path: str
-    has_job: bool
+    starts: bool
 
 
 def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
@@ -47,11 +51,11 @@ def _listed(name: str, entry: object) -> ListedUnit | Unseen:
     """Return the unit in an entry of the list.
 
     An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id, type and
-    path (ssssssouso). The id is 0 without a job.
+    path (ssssssouso). The job's type is empty without a job.
     """
     match entry:
-        case (str(), str(), str(load), str(active), str(), str(), str(path), int(job), *_):
-            return ListedUnit(load, active, path, job != 0)
+        case (str(), str(), str(load), str(active), str(), str(), str(path), int(), str(job), *_):
+            return ListedUnit(load, active, path, job in STARTS)
         case _:
             return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
 

@@ -463,7 +463,7 @@ def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
 def test_a_start_that_waits_may_give_a_machine_its_gpu(site: Site) -> None:
     """The machine is no longer configured, but starts with the settings that it had."""
     units(site.host, "inactive", stopped_at=1)
-    site.host.bus.jobs.add(UNITS[0])
+    site.host.bus.jobs[UNITS[0]] = "start"
     agent = Reconciler(Config(machines={}), site.host, site.host)
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)

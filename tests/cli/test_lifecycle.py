@@ -203,7 +203,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
 
     def sleep(_: float) -> None:
         now = states.pop(0)
-        host.bus.jobs = {UNITS[0]} if now == "restarted" else set()
+        host.bus.jobs = {UNITS[0]: "start"} if now == "restarted" else {}
         units(host, now.replace("restarted", "inactive"), stopped_at=1)
 
     monkeypatch.setattr(time, "sleep", sleep)
@@ -283,15 +283,20 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     assert host.exists(cordoned_file(MACHINE))
 
 
-def test_the_root_of_a_masked_machine_is_removed(host: NodeHost) -> None:
-    host.bus.unit(UNITS[0], "inactive", "masked")
+@pytest.mark.parametrize("load", ["loaded", "masked"])
+@pytest.mark.parametrize("job", ["", "stop", "verify-active"])
+def test_the_root_of_a_machine_that_stays_stopped_is_removed(host: NodeHost, load: str, job: str) -> None:
+    """machined asks for another stop of a machine that systemd had to kill."""
+    host.bus.unit(UNITS[0], "inactive", load)
+    host.bus.jobs[UNITS[0]] = job
     perform(RemoveRoot(MACHINE), Tools(host, host.network))
     assert not host.exists(machine_root(MACHINE))
 
 
-def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost) -> None:
+@pytest.mark.parametrize("job", ["start", "restart"])
+def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost, job: str) -> None:
     units(host, "inactive")
-    host.bus.jobs.add(UNITS[0])
+    host.bus.jobs[UNITS[0]] = job
     with pytest.raises(ApplyError, match=f"{UNITS[0]} is about to start"):
         perform(RemoveRoot(MACHINE), Tools(host, host.network))
     assert host.exists(machine_root(MACHINE))

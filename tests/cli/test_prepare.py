@@ -65,7 +65,7 @@ def test_a_machine_that_is_stopped_while_its_start_waits_stays_stopped(gpu_host:
     begin = ("systemctl", "start", "--no-block", UNITS[0])
     service = reconciler(gpu_host)
     service.run_pass()
-    gpu_host.bus.jobs.add(UNITS[0])
+    gpu_host.bus.jobs[UNITS[0]] = "start"
     prepare(MACHINE, reconciler(gpu_host))
     assert {"NotStarted"} <= {each.reason for each in service.run_pass().machines[0].conditions}
     gpu_host.bus.jobs.clear()

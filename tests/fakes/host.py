@@ -132,8 +132,8 @@ class ScriptedBus:
         """Signature and value by object path, interface and name."""
         self.units: dict[str, str] = {}
         """Object paths by name: an alias has that of another."""
-        self.jobs: set[str] = set()
-        """Names of units that have a job."""
+        self.jobs: dict[str, str] = {}
+        """Types of the jobs of units."""
         self.failing: BusError | None = None
         self.changes: list[tuple[object, ...]] = []
         """The method's name and its arguments, in their order, also of changes that fail."""
@@ -175,7 +175,7 @@ class ScriptedBus:
         expect(unit in self.units, f"a question about {unit}")
         path = self.units[unit]
         load, active = (self.properties[path, f"{SYSTEMD}.Unit", name][1] for name in ("LoadState", "ActiveState"))
-        job = (4711, "start", "/job/4711") if unit in self.jobs else (0, "", "/")
+        job = (4711, self.jobs[unit], "/job/4711") if unit in self.jobs else (0, "", "/")
         return ("canonical.service", "A unit", load, active, "simulated", "", path, *job)
 
     def unit(

@@ -96,7 +96,7 @@ def test_reset_leaves_a_machine_that_was_added_meanwhile(tmp_path: Path) -> None
 def test_a_machine_that_is_removed_while_its_start_waits_keeps_its_settings(two_machines: Host) -> None:
     """prepare@ may wait for the driver for minutes. ActiveState is `inactive` until the machine's unit starts."""
     process(two_machines, NEW).reconcile()
-    two_machines.bus.jobs.add(machine_unit(SECOND))
+    two_machines.bus.jobs[machine_unit(SECOND)] = "start"
     process(two_machines, OLD).reconcile()
     assert has_settings(two_machines, SECOND)
     two_machines.bus.jobs.clear()

@@ -39,8 +39,8 @@ class Unit(Struct, frozen=True):
     """The unit's ActiveState."""
     path: str = ""
     """Path of the unit's object on the bus."""
-    has_job: bool = False
-    """systemd has a job for the unit."""
+    starts: bool = False
+    """A start of the unit is queued or under way."""
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
     masked: bool = False
@@ -91,14 +91,14 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
     if systemd.inactive_enter(unit.path, system) != 0:
         return True
     # systemd sets no timestamp if a start is cancelled before the unit's own start.
-    return unit.state == "inactive" and not unit.has_job and system.is_directory(start_began_mark(machine))
+    return unit.state == "inactive" and not unit.starts and system.is_directory(start_began_mark(machine))
 
 
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
     if isinstance(listed, Unseen):
         return Unit(listed)
     masked = (listed.load_state, listed.active_state) == ("masked", "inactive")
-    return Unit(_state(name, listed), listed.path, has_job=listed.has_job, masked=masked)
+    return Unit(_state(name, listed), listed.path, starts=listed.starts, masked=masked)
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:

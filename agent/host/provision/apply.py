@@ -233,7 +233,7 @@ def _remove_root(machine: str, system: System) -> None:
     """Rename the directory, then remove it: no machine may start from what an interrupted removal leaves."""
     unit = machine_unit(machine)
     found = observe_units([unit], system)[unit]
-    state = "about to start" if found.has_job else found.state
+    state = "about to start" if found.starts else found.state
     if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
         why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
         raise ApplyError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
