@@ -48,8 +48,10 @@ class GpuErrors:
         self.last: dict[str, str] = {}
         """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._open = system, open_log
+        self._unrecorded: dict[GpuError, int | None] = {}
+        """Fatal errors that could not be recorded yet, with the GPU's binding (agent.host.state.lost_gpus) then."""
         self._log: KernelLog | None = None
-        self._last_saved = LOG_POSITION.read(KERNEL_LOG_READ, system)
+        self._last_saved, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         self._sequence = self._last_saved.sequence if self._last_saved else None
         self._listen()
 
@@ -71,13 +73,20 @@ class GpuErrors:
 
     def needs_pass(self) -> bool:
         """Read new records and return whether a fatal error was recorded. Raises OSError if the log cannot be read."""
-        fatal = self.read()
+        fatal = self._read()
         if self._log is None:
             raise OSError(self.error)
         return fatal
 
     def read(self) -> bool:
-        """Read new records and return whether a fatal error was recorded. If the log fails, `error` has the reason."""
+        """Read new records and return whether a fatal error was recorded. If the log fails, `error` has the reason.
+
+        Errors that earlier reads could not record are tried again.
+        """
+        again = [self._record(error, bound) for error, bound in tuple(self._unrecorded.items())]
+        return any([*again, self._read()])
+
+    def _read(self) -> bool:
         if self._log is None:
             self._listen()
         if self._log is None:
@@ -101,7 +110,8 @@ class GpuErrors:
 
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
-        if self._sequence is None:
+        if self._sequence is None or self._unrecorded:
+            # The next start of the service reads errors again that are not recorded yet.
             return
         # Unread records may be older than the current bindings.
         keep = self._log is None or self._log.behind
@@ -110,13 +120,17 @@ class GpuErrors:
             position = LogPosition(
                 sequence=self._sequence, bindings=last if keep else bindings(self._system, addresses)
             )
-            if position == self._last_saved:
+            if position == self._last_saved and not self._unsaved:
                 return
-            # Set this before saving: if saving fails, each pass would otherwise log the same error.
             self._last_saved = position
             LOG_POSITION.write(KERNEL_LOG_READ, position, self._system)
+            self._unsaved = False
         except OSError as problem:
-            log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
+            if not self._unsaved:
+                log.error(
+                    "cannot save the read position of %s; each pass tries again: %s", PATH, one_line(str(problem))
+                )
+            self._unsaved = True
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> bool:
         """Count and log an error, and return whether it was recorded as a fatal one.
@@ -133,15 +147,34 @@ class GpuErrors:
         if not (error.lost or error.fault):
             return False
         try:
-            if behind and saved != binding(self._system, address):
-                return False
-            # Record both, whatever the first call returns.
-            fault = GpuFault(error.fault, error.meaning, time.time())
-            new = bool(error.fault) and record_fault(self._system, address, fault)
-            return (error.lost and record_lost(self._system, address, error.meaning)) or new
-        except (OSError, AgentError) as problem:
+            bound = saved if behind else binding(self._system, address)
+        except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
             return False
+        return self._record(error, bound)
+
+    def _record(self, error: GpuError, bound: int | None) -> bool:
+        """Record a fatal error, unless the GPU's binding is no longer `bound`. Return whether the record changed.
+
+        After a failure, such as on a full disk, the next `read` tries again, because the kernel does not repeat the
+        error.
+        """
+        address, new = error.pci_address, False
+        try:
+            if bound == binding(self._system, address):
+                # Record both, whatever the first call returns.
+                fault = GpuFault(error.fault, error.meaning, time.time())
+                new = bool(error.fault) and record_fault(self._system, address, fault)
+                new = (error.lost and record_lost(self._system, address, error.meaning)) or new
+        except (OSError, AgentError) as problem:
+            if error not in self._unrecorded:
+                log.error(
+                    "cannot record the fault of GPU %s; each pass tries again: %s", address, one_line(str(problem))
+                )
+            self._unrecorded[error] = bound
+            return False
+        self._unrecorded.pop(error, None)
+        return new
 
     def _is_present(self, address: str) -> bool:
         """Return whether the GPU is on the PCI bus, or was there when it had an earlier error.
@@ -161,7 +194,7 @@ class GpuErrors:
             if self._sequence is None:
                 # The first read skips the records that exist already. If it waited for the first pass, it would also
                 # skip those that are written until then.
-                self.read()
+                self._read()
 
     def _close_after_error(self, why: str) -> None:
         self.close()

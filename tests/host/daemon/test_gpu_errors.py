@@ -21,7 +21,7 @@ from agent.host.state.lost_gpus import observe_lost, record_lost
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
-from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
+from agent.model.paths import GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS
 from agent.system.kernel_log import BURST, KernelLog, open_kernel_log, parse_record
 from agent.vendors.host_vendor import GpuError
 from agent.vendors.nvidia.conditions import nvidia_conditions
@@ -381,6 +381,22 @@ def test_an_unchanged_note_is_not_written_again(
     assert gpu_host.exists(KERNEL_LOG_READ)
 
 
+def test_a_position_that_could_not_be_saved_is_saved_once_there_is_space(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if the kernel writes nothing more. Otherwise the next start would take old errors for new ones."""
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    gpu_host.full = [KERNEL_LOG_READ]
+    for _ in range(2):
+        found.save_position([FIRST, SECOND])
+    assert len([each for each in caplog.messages if "cannot save the read position" in each]) == 1
+    gpu_host.full = []
+    found.save_position([FIRST, SECOND])
+    assert gpu_host.exists(KERNEL_LOG_READ)
+
+
 def test_a_binding_that_cannot_be_read_does_not_end_the_service(
     follow: Callable[[], GpuErrors], kernel_log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,7 +404,7 @@ def test_a_binding_that_cannot_be_read_does_not_end_the_service(
     kernel_log.write(PAGE_FAULT)
     found.read()
     found.save_position(["x" * 300])
-    assert "cannot save the read position of /dev/kmsg: " in caplog.text
+    assert "cannot save the read position of /dev/kmsg; each pass tries again: " in caplog.text
 
 
 def test_an_error_of_a_gpu_whose_binding_cannot_be_read_does_not_end_the_service(
@@ -411,7 +427,30 @@ def test_an_error_of_a_gpu_whose_binding_cannot_be_read_does_not_end_the_service
     monkeypatch.setattr(os, "lstat", failing)
     assert after.read() is False
     assert counts[FIRST, 79] == 1
-    assert f"cannot record the fault of GPU {FIRST}: " in caplog.text
+    assert f"cannot record the fault of GPU {FIRST}; each pass tries again: " in caplog.text
+
+
+@pytest.mark.parametrize("rebound", [False, True])
+def test_a_fatal_error_is_recorded_once_there_is_space(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, caplog: pytest.LogCaptureFixture, rebound: bool
+) -> None:
+    """The kernel does not repeat it, and until it is recorded, pods get the GPU."""
+    listen_for_a_while(follow, kernel_log)
+    found, position = follow(), gpu_host.read(KERNEL_LOG_READ)
+    gpu_host.full = [LOST_GPUS, GPU_FAULTS]
+    kernel_log.write(OFF_THE_BUS)
+    assert [found.read(), found.read()] == [False, False]
+    assert len([each for each in caplog.messages if "cannot record the fault" in each]) == 1
+    found.save_position([FIRST, SECOND])
+    assert gpu_host.read(KERNEL_LOG_READ) == position, "a service that starts now reads the error again"
+    gpu_host.full = []
+    if rebound:
+        bind(gpu_host, FIRST)
+    assert [found.read(), found.read()] == [not rebound, False]
+    expected = [] if rebound else [FIRST]
+    assert (list(observe_lost(gpu_host)), list(observe_faults(gpu_host))) == (expected, expected)
+    found.save_position([FIRST, SECOND])
+    assert gpu_host.read(KERNEL_LOG_READ) != position
 
 
 def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
