@@ -111,7 +111,7 @@ class Owned:
                     if isinstance(copy, str):
                         # The damaged copy may be a directory, which a rename cannot replace.
                         system.remove_tree(path)
-                self._save()
+                self._save(self._paths)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -146,8 +146,7 @@ class Owned:
     def claim(self, path: str) -> None:
         """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
         if path not in self._recorded():
-            self._paths.add(path)
-            self._save()
+            self._save(self._paths | {path})
 
     def remove(self, path: str) -> bool:
         """Remove a file that is recorded as the agent's, with its record. Return whether anything was there."""
@@ -156,8 +155,7 @@ class Owned:
         removed = self._system.exists(path)
         self.make_way(path)
         self._system.remove(path)
-        self._paths.discard(path)
-        self._save()
+        self._save(self._paths - {path})
         return removed
 
     def _recorded(self) -> set[str]:
@@ -171,10 +169,12 @@ class Owned:
             )
         return self._paths
 
-    def _save(self) -> None:
-        content = json.dumps({"paths": sorted(self._paths)}).encode() + b"\n"
+    def _save(self, paths: set[str]) -> None:
+        content = json.dumps({"paths": sorted(paths)}).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
+        # Only now: if a path counted although it is not on disk, a second attempt would leave an unrecorded file.
+        self._paths = paths
 
 
 def _load_owned(system: System, path: str) -> frozenset[str] | str | None:

@@ -130,6 +130,21 @@ def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths:
     assert GOOD.items() <= machine.conditions().items()
 
 
+def test_a_claim_that_could_not_be_recorded_does_not_count(machine: Machine) -> None:
+    """Otherwise, a second attempt in the same run would write a file that later runs take for somebody else's."""
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    owned, machine.before_write = Owned(machine), full
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            owned.claim("/etc/cdi/new.yaml")
+    with pytest.raises(OSError, match="No space"):
+        owned.remove(SPEC)
+    assert (owned.has("/etc/cdi/new.yaml"), owned.has(SPEC)) == (False, True)
+
+
 def test_an_unreadable_record_is_not_overwritten(machine: Machine) -> None:
     """If it were overwritten, the agent's own files would count as foreign from then on."""
     good = machine.read(OWNED)
