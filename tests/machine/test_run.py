@@ -466,6 +466,33 @@ def test_open_nodes_program_waits_for_the_drivers_result() -> None:
     assert set(output.splitlines()) == {f"{errno.EIO} /dev/zero", "0 /dev/null"}
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        # No thread can be started (a limit of tasks): for the second node, it works again.
+        'import _thread; real = _thread.start_new_thread; answers = [RuntimeError("can\'t start new thread")]\n'
+        "def start(*arguments):\n"
+        "    if answers: raise answers.pop()\n"
+        "    return real(*arguments)\n"
+        "_thread.start_new_thread = start\n",
+        # The kernel kills the child, because memory runs out.
+        "import os, _thread; _thread.start_new_thread = lambda *_: os.kill(os.getpid(), 9)\n",
+    ],
+    ids=["no thread", "killed"],
+)
+def test_open_nodes_program_does_not_blame_the_driver_for_a_lack_of_resources(failure: str) -> None:
+    """ETIMEDOUT would hold until the next handoff: a GPU that was never opened would count as one that hangs."""
+    from agent.machine.devices import open_nodes
+
+    code = (
+        f"{failure}import runpy, sys; sys.argv = ['x', '5', '/dev/zero', '/dev/null']\n"
+        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    null = errno.EAGAIN if "kill" in failure else 0
+    assert set(output.splitlines()) == {f"{errno.EAGAIN} /dev/zero", f"{null} /dev/null"}
+
+
 # ---- CDI spec
 
 

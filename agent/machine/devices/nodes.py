@@ -47,6 +47,10 @@ OPEN_ERRORS = {
         "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or reboot",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
+    errno.EAGAIN: (
+        Reason.OPEN_FAILED,
+        "this machine has no memory or no processes left to try: see `dmesg` on the host (oom-kill, fork rejected)",
+    ),
 }
 """The condition's reason, and the end of its message, by the errno of open(2)."""
 OTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")

@@ -1,7 +1,8 @@
 """A program that opens device nodes, all at once, so that a hanging driver does not hang the caller.
 
 The arguments are a time limit in seconds and the nodes. It prints a line `<errno> <path>` for each node: 0 if it
-opened, 110 (ETIMEDOUT) if it did not open within the limit. It exits in time even if open(2) hangs in the kernel.
+opened, 110 (ETIMEDOUT) if it did not open within the limit, 11 (EAGAIN) if it could not be tried: no thread could be
+started, or the child was killed. It exits in time even if open(2) hangs in the kernel.
 """
 
 import errno
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> None:
     os.close(writer)
     codes = _gather(reader, len(paths), deadline)
     for index, path in enumerate(paths):
-        sys.stdout.write(f"{codes.get(index, errno.ETIMEDOUT)} {path}\n")
+        sys.stdout.write(f"{codes[index]} {path}\n")
     sys.stdout.flush()
     # A child that hangs in the kernel does not die now, so init is left to reap it.
     os.kill(child, signal.SIGKILL)
@@ -35,9 +36,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
-    """Return the error numbers that the child reports before the deadline, by the index of the node."""
+    """Return the nodes' error numbers, by the node's index: those that the child reports before the deadline."""
     os.set_blocking(reader, False)
-    text = b""
+    text, without = b"", errno.ETIMEDOUT
     while text.count(b"\n") < count and time.monotonic() < deadline:
         try:
             data = os.read(reader, 4096)
@@ -45,10 +46,12 @@ def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
             time.sleep(PAUSE)
             continue
         if not data:
+            # The child has ended too soon.
+            without = errno.EAGAIN
             break
         text += data
     pairs = (line.split() for line in text.splitlines())
-    return {int(index): int(code) for index, code in pairs}
+    return dict.fromkeys(range(count), without) | {int(index): int(code) for index, code in pairs}
 
 
 def _open_all(paths: list[str], writer: int) -> None:
@@ -58,7 +61,10 @@ def _open_all(paths: list[str], writer: int) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     for index, path in enumerate(paths):
-        start_new_thread(_open, (path, index, writer))
+        try:
+            start_new_thread(_open, (path, index, writer))
+        except RuntimeError:
+            _report(index, errno.EAGAIN, writer)
     while True:
         # The parent kills this process once it has all results, or time is up.
         time.sleep(60)
@@ -74,6 +80,10 @@ def _open(path: str, index: int, writer: int) -> None:
         os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         code = error.errno or errno.EIO
+    _report(index, code, writer)
+
+
+def _report(index: int, code: int, writer: int) -> None:
     # A write of less than PIPE_BUF bytes is atomic: lines of several threads never mix.
     os.write(writer, f"{index} {code}\n".encode())
 
