@@ -30,15 +30,21 @@ class InBackground:
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = unknown(kind, Reason.NOT_TRIED, "")
-        self._thread = threading.Thread(target=self._run, args=(kind, step))
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(kind, step))
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The machine's limit of processes and threads is reached, such as by a pod: run the step here and now.
+            self._thread = None
+            self._run(kind, step)
 
     def _run(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = attempt(kind, step)
 
     def condition(self) -> Condition:
         """Wait until the step is done, and return its condition."""
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         return self._condition
 
 

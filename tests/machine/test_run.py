@@ -626,6 +626,18 @@ def test_a_defect_costs_only_its_step(machine: Machine, error: Exception) -> Non
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
+def test_without_threads_the_steps_run_one_after_the_other(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod may have used up the processes that the machine may have (TasksMax=)."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert run(machine) == 0
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+
+
 def test_a_deeply_nested_handoff_is_reported(machine: Machine) -> None:
     """Without a generation, there is nothing to report on."""
     machine.put(HANDOFF, b"[" * 100_000)
