@@ -1,7 +1,7 @@
 """Runs the machine half: reads the handoff, settles the machine, and reports conditions that say what is wrong."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from agent import __version__
 from agent.machine.cdi.outdated_pods import name_outdated
@@ -59,7 +59,24 @@ def run(system: System) -> int:
 
     Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
     """
-    reported, outcome = None, None
+    outcome = None
+    try:
+        for settled in _rounds(system):
+            outcome = settled
+    finally:
+        # After all rounds: containerd starts again only when this run ends, and until then pods cannot start. Also if
+        # no report could be written, because pods need the new configuration all the same.
+        if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
+            restart(system)
+    return 0
+
+
+def _rounds(system: System) -> Iterator[Outcome]:
+    """Settle each new handoff, yield the outcome, and then report it, in at most ROUNDS rounds.
+
+    Raises AgentError or OSError if the handoff is unusable, or no report can be written.
+    """
+    reported = None
     for rounds_left in reversed(range(ROUNDS)):
         try:
             # The file's identity is compared, not its content: after binding missing nodes, the host publishes an
@@ -74,16 +91,13 @@ def run(system: System) -> int:
         context = Context.of(system, handoff)
         outcome = settle(context)
         _log(context, outcome)
+        yield outcome
         # Not reported if outdated: the host may have bound missing nodes since, and an older host half would take this
         # report for the answer to its new handoff.
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
         _sync(context)
-    if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-        # After all rounds: containerd starts again only when this run ends, and until then pods cannot start.
-        restart(system)
-    return 0
 
 
 def _log(context: Context, outcome: Outcome) -> None:

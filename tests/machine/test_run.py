@@ -281,6 +281,19 @@ def test_a_failed_restart_is_reported_and_retried(machine: Machine, capsys: pyte
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
 
 
+def test_containerd_is_restarted_although_the_report_cannot_be_written(machine: Machine) -> None:
+    """The file system of the reports may be full. Pods need the new configuration all the same."""
+
+    def full(path: str) -> None:
+        if path == REPORT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    machine.before_write = full
+    with pytest.raises(OSError, match="No space"):
+        run(machine)
+    assert machine.calls[-1] == ("systemctl", "--no-block", "try-restart", "containerd.service")
+
+
 def test_a_missing_report_directory_is_reported(machine: Machine) -> None:
     """The host has to bind it."""
     (machine.tree / "run/unbounded-agent/report").rmdir()
