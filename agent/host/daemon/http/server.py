@@ -19,6 +19,8 @@ from agent.system.sockets import listening_user
 
 CONNECTIONS = 8
 """Connections that are served at a time. None may wait: a further one takes an idle one's slot, or is closed."""
+ACCEPT_PAUSE = 0.1
+"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 POLL = 3600.0
 """Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
@@ -202,6 +204,14 @@ class Server(ThreadingMixIn, TCPServer):
     def custom_page(self, path: str, query: str) -> Page | None:
         """Return a page that is made for this request; None to serve a prepared page."""
         return None
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        try:
+            return super().get_request()
+        except OSError:
+            # The connection still waits, so serve_forever would try again at once, and without end.
+            time.sleep(ACCEPT_PAUSE)
+            raise
 
     def process_request(self, request: Request, client_address: object) -> None:
         if not self.peers.admit(_stream(request), self.limits.headers):

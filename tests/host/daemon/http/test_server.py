@@ -1,6 +1,7 @@
 """The real HTTP server on an ephemeral loopback port."""
 
 import contextlib
+import errno
 import http.client
 import os
 import select
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
+from socketserver import TCPServer
 
 import pytest
 
@@ -213,6 +215,27 @@ def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypa
     # A closed connection in a place makes way for a new one, so an answer alone shows nothing.
     assert not server.peers._completed
     assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_keep_the_processor_busy(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still waits, so without a pause the thread would try again without end."""
+    attempts = []
+
+    def accept(self: TCPServer) -> None:
+        attempts.append(self)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
+        with monkeypatch.context() as patch:
+            patch.setattr(TCPServer, "get_request", accept)
+            with ExitStack() as stack:
+                connect(server, stack, 1)
+                time.sleep(0.35)
+            assert 0 < len(attempts) < 10
+        peer.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        assert peer.recv(4096).startswith(b"HTTP/1.0 200")
 
 
 def test_ipv6_literal() -> None:
