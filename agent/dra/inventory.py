@@ -158,13 +158,16 @@ class Inventory:
             return
         before, self._seen = self._documents, seen
         problems: dict[str, str] = {}
-        vendors = _read(self._system, ALLOCATABLE, allocatable.SIZE_LIMIT, allocatable.parse_allocatable, problems)
-        states = _read(self._system, GPU_STATES, gpu_states.SIZE_LIMIT, gpu_states.parse_gpu_states, problems)
+        vendors = self._read(ALLOCATABLE, allocatable.SIZE_LIMIT, allocatable.parse_allocatable, problems)
+        states = self._read(GPU_STATES, gpu_states.SIZE_LIMIT, gpu_states.parse_gpu_states, problems)
         documents = replace(before, problems=problems)
         if ALLOCATABLE not in problems:
             documents = replace(documents, vendors=vendors or ())
         if GPU_STATES not in problems:
             documents = replace(documents, states=states)
+        if documents == before:
+            # A document still cannot be read.
+            return
         for why in problems.values():
             log.error("%s", why)
         self._documents = documents
@@ -177,6 +180,20 @@ class Inventory:
         current = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
         self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 
+    def _read(self, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
+        """Return the parsed document; None if it does not exist or cannot be used, which is added to `problems`."""
+        try:
+            return parse(self._system.read(path, limit))
+        except FileNotFoundError:
+            return None
+        except DocumentError as error:
+            problems[path] = f"{path}: {error}"
+        except OSError as error:
+            problems[path] = f"{path}: cannot be read: {error.strerror}"
+            # Read it again soon, even if it does not change: there may be no memory or file descriptor left just now.
+            self._seen[path] = None
+        return None
+
     def _identity(self, path: str) -> FileIdentity | None:
         try:
             return self._system.identity(path)
@@ -188,16 +205,3 @@ def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:
     """Return all that is known of a device. Facts from earlier attempts stay if the last one did not find them."""
     complete = before.complete or new.complete
     return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, complete)
-
-
-def _read(system: System, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
-    """Return the parsed document; None if it does not exist or cannot be used, which is added to `problems`."""
-    try:
-        return parse(system.read(path, limit))
-    except FileNotFoundError:
-        return None
-    except DocumentError as error:
-        problems[path] = f"{path}: {error}"
-    except OSError as error:
-        problems[path] = f"{path}: cannot be read: {error.strerror}"
-    return None

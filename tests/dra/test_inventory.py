@@ -56,6 +56,27 @@ def test_a_document_that_cannot_be_read_changes_nothing(machine: DraMachine, inv
     assert inventory.problems == ()
 
 
+@pytest.mark.parametrize("path", [ALLOCATABLE, GPU_STATES])
+def test_a_document_that_cannot_be_read_now_is_read_later(
+    machine: DraMachine, inventory: Inventory, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without another change, for which the taint of a failed GPU might wait forever."""
+    machine.grant(GPUS[0])
+    assert inventory.refresh()
+    machine.unreadable.add(path)
+    machine.states([GpuStatus(GPUS[0], "nvidia", GpuState.UNHEALTHY, "Xid48"), healthy(GPUS[1])])
+    machine.allocate(map(whole, GPUS[:2]))
+    assert inventory.refresh()
+    assert not inventory.refresh(), "each change causes a pass"
+    assert caplog.messages == [*inventory.problems] == [f"{path}: cannot be read: Too many open files"]
+    machine.unreadable.clear()
+    assert inventory.refresh()
+    assert inventory.problems == ()
+    devices = inventory.devices()
+    assert list(devices) == ["gpu-0000-01-00-0", "gpu-0000-02-00-0"]
+    assert devices["gpu-0000-01-00-0"].health is Health.UNHEALTHY
+
+
 def test_nothing_is_offered_until_the_node_is_known(machine: DraMachine) -> None:
     machine.grant(GPUS[0])
     inventory = Inventory(machine)

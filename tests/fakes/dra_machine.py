@@ -3,7 +3,9 @@
 The service in it is real. Its kubelet is only a process in the tree, and its GPUs are only in the documents.
 """
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +17,7 @@ from agent.model.dra_status import DraStatus, parse_dra_status
 from agent.model.errors import AgentError
 from agent.model.gpu_states import GpuState, GpuStatus, render_gpu_states
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
-from agent.system.files import System
+from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed
 
 NODE = "gpu-node"
@@ -43,12 +45,19 @@ class DraMachine(System):
         self.tree = tree
         self.gpus: dict[str, GpuStatus] = {}
         self.calls: list[tuple[str, ...]] = []
+        self.unreadable: set[str] = set()
+        """Paths of files that cannot be read for lack of file descriptors."""
         super().__init__(self._run, str(tree))
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
         self.failure: AgentError | None = None
         """What ended the service."""
         self.put("/proc/sys/kernel/hostname", "Gpu-Node\n")
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        if path in self.unreadable:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return super().read(path, limit)
 
     def put(self, path: str, content: str | bytes) -> None:
         """Replace a file atomically, as the halves do."""
