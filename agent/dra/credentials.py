@@ -81,6 +81,9 @@ class Credentials:
             files = ", ".join(kubeconfig.files) or "inline data"
             reason = getattr(error, "reason", None) or "not PEM"
             raise AgentError(f"{self._path}: a certificate, key or token is unusable ({reason}): {files}") from None
+        except OSError as error:
+            # For example, there may be no memory or file descriptor left.
+            raise AgentError(f"{self._path}: cannot load its credentials: {error.strerror}") from error
         return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
 
     def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:

@@ -1,7 +1,9 @@
 """Requests to an API server on TLS: who is trusted, what is sent again, and what an error says."""
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -103,6 +105,26 @@ def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(api: ApiServer, jo
     joined.remove("/pki/crt")
     with pytest.raises(AgentError, match="/pki/crt: cannot read this file of the kubelet's kubeconfig: No such file"):
         client.get(HERE)
+    client.close()
+
+
+def test_credentials_that_cannot_be_loaded_now_are_an_error_of_the_agent(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other error would end the thread that watches the API server for good."""
+    for name in ("crt", "key"):
+        joined.put(f"/pki/{name}", (api.directory / f"api.{name}").read_bytes())
+    joined.put(KUBECONFIG, api.kubeconfig(**{"client-certificate": "/pki/crt", "client-key": "/pki/key"}))
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+
+    def memfd_create(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", memfd_create)
+        with pytest.raises(AgentError, match=f"{KUBECONFIG}: cannot load its credentials: Too many open files"):
+            client.get(HERE)
+    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
     client.close()
 
 
