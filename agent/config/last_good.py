@@ -87,9 +87,12 @@ class InForce(Struct):
             return
         if identity == self.checked:
             return
-        self.checked = identity
         settings = _settings(_saved(self.system))
-        if settings and settings != self.config:
+        if settings is None:
+            # Read it again at the next check: perhaps only this attempt failed.
+            return
+        self.checked = identity
+        if settings != self.config:
             raise ConfigChangedError("the configuration has changed in the meantime", "run the command again")
 
 

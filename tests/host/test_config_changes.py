@@ -1,5 +1,7 @@
 """Processes that read the configuration before it changed."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,18 @@ def test_a_process_with_the_old_configuration_removes_nothing(two_machines: Host
     with pytest.raises(ConfigChangedError, match="run the command again"):
         old.reconcile()
     assert has_settings(two_machines, SECOND)
+
+
+def test_a_configuration_that_could_not_be_read_at_first_still_counts(two_machines: Host) -> None:
+    """Otherwise, this process would go on with the old one for good."""
+    old = process(two_machines, OLD)
+    old.reconcile()
+    process(two_machines, NEW)
+    two_machines.failing[LAST_GOOD_CONFIG] = OSError(errno.EMFILE, os.strerror(errno.EMFILE), LAST_GOOD_CONFIG)
+    old.reconcile()
+    del two_machines.failing[LAST_GOOD_CONFIG]
+    with pytest.raises(ConfigChangedError):
+        old.reconcile()
 
 
 def test_the_same_configuration_may_be_saved_again(two_machines: Host) -> None:
