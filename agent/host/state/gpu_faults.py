@@ -26,7 +26,10 @@ _RECORD = Record(dict[str, _Fault])
 
 
 def observe_faults(system: System) -> Mapping[str, GpuFault]:
-    """Return the last fatal error by PCI address. GPUs whose driver was unbound since then are left out."""
+    """Return the last fatal error by PCI address. GPUs whose driver was unbound since then are left out.
+
+    Raises ObservationError if the record cannot be read: a failed GPU must not count as healthy.
+    """
     return {address: GpuFault(each.reason, each.meaning, each.since) for address, each in _recorded(system).items()}
 
 
@@ -62,5 +65,5 @@ def _lock(system: System) -> AbstractContextManager[None]:
 
 def _recorded(system: System) -> dict[str, _Fault]:
     # A damaged record counts as empty, because the damage is no reason to keep every GPU from pods.
-    found = _RECORD.read(GPU_FAULTS, system) or {}
+    found = _RECORD.read_known(GPU_FAULTS, system) or {}
     return {address: each for address, each in found.items() if binding(system, address) == each.binding}

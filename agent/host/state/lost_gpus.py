@@ -34,13 +34,16 @@ LOG_POSITION = Record(LogPosition)
 def observe_lost(system: System) -> Mapping[str, str]:
     """Return what the log said about lost GPUs, by PCI address.
 
-    GPUs whose driver was unbound since then are left out.
+    GPUs whose driver was unbound since then are left out. Raises ObservationError if the record cannot be read.
     """
     return {address: lost.why for address, lost in _recorded(system).items()}
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU. Return False if the GPU has no driver: another condition reports that. Raises OSError."""
+    """Record a lost GPU. Return False if the GPU has no driver: another condition reports that.
+
+    Raises OSError, or ObservationError if the record cannot be read.
+    """
     bound = binding(system, address)
     if bound is None:
         return False
@@ -56,7 +59,7 @@ def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
 
 def _recorded(system: System) -> dict[str, _Lost]:
     # A damaged record counts as empty: the conditions of nodes, driver and pods may still show the loss.
-    found = _LOST.read(LOST_GPUS, system) or {}
+    found = _LOST.read_known(LOST_GPUS, system) or {}
     return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
 
 

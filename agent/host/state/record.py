@@ -3,7 +3,7 @@
 import json
 from typing import Any, Generic, TypeVar
 
-from agent.model.errors import DocumentError
+from agent.model.errors import DocumentError, ObservationError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.json_document import accept_version
 from agent.model.typed_json import convert, decode, to_builtins
@@ -51,10 +51,19 @@ class Record(Generic[T]):
 
     def read(self, path: str, system: System) -> T | None:
         """Return the value in a file; None if the file is missing or unusable. A damaged file is discarded."""
+        try:
+            return self.read_known(path, system)
+        except ObservationError:
+            return None
+
+    def read_known(self, path: str, system: System) -> T | None:
+        """Do what `read` does, but raise ObservationError if the file cannot be read now."""
         found = self.read_seen(path, system)
+        if isinstance(found, Unseen):
+            raise ObservationError(found.why)
         if isinstance(found, Broken):
             discard(path, found.why)
-        return None if isinstance(found, Absent | Broken | Unseen) else found
+        return None if isinstance(found, Absent | Broken) else found
 
     def write(self, path: str, value: T, system: System) -> None:
         """Write a value to a file. Raises OSError."""

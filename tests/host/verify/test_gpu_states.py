@@ -11,10 +11,12 @@ from agent.cli.detach import attach
 from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
+from agent.host.state.lost_gpus import record_lost
+from agent.model.errors import ObservationError
 from agent.model.facts import Unseen
 from agent.model.gpu_facts import GpuFault
 from agent.model.gpu_states import Effect, GpuState, GpuStatus, parse_gpu_states
-from agent.model.paths import GPU_FAULTS, gpu_states_file, handoff_file
+from agent.model.paths import GPU_FAULTS, LOST_GPUS, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -95,6 +97,27 @@ def test_a_fatal_error_lasts_until_the_driver_is_bound_again(host: Host) -> None
 
 def test_an_error_of_a_gpu_without_a_driver_is_not_recorded(host: Host) -> None:
     assert not record_fault(host, "0000:09:00.0", XID48)
+
+
+@pytest.mark.parametrize("path", [GPU_FAULTS, LOST_GPUS])
+def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host, path: str) -> None:
+    """Otherwise, pods would get the failed GPU, and the next error would replace the record."""
+    record_fault(host, FIRST, XID48)
+    record_lost(host, FIRST, "gone")
+    before = states(host)
+    host.failing[path] = OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+    with pytest.raises(ObservationError, match=f"{path}: Too many open files"):
+        states(host)
+    assert parse_gpu_states(host.read(FILE)) == before
+
+    def record_more() -> None:
+        record_fault(host, SECOND, XID48)
+        record_lost(host, SECOND, "gone")
+
+    with pytest.raises(ObservationError):
+        record_more()
+    del host.failing[path]
+    assert states(host)[FIRST] == before[FIRST]
 
 
 def test_attach_forgets_the_error(host: Host) -> None:
