@@ -50,6 +50,14 @@ def digest(inputs: Iterable[Path | str]) -> str:
     return total.hexdigest()[:16]
 
 
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Let other processes wait that want the lock of this name."""
+    with (cache_root() / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
     """Return the directory that `build` fills from `inputs`. It is built once, and published by one rename.
 
@@ -57,8 +65,7 @@ def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None
     """
     root = cache_root()
     result = root / f"{name}-{digest(inputs)}"
-    with (root / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(name):
         if result.is_dir():
             os.utime(result)
             return result

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from integration.bed.cluster.cluster_command import what_to_try
+from integration.bed.machine import buildah
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -106,6 +109,23 @@ def test_limits_are_not_raised_above_the_hard_ones(tmp_path: Path) -> None:
     arguments = (tmp_path / "arguments").read_text().splitlines()
     limits = [value for option, value in pairwise(arguments) if option == "--ulimit"]
     assert limits == ["nofile=512", "nproc=512"]
+
+
+def test_a_build_removes_no_layer_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' processes share a storage. Like buildah, the stand-in fails if a layer without a name is in use."""
+    builder, building = tmp_path / "buildah", tmp_path / "building"
+    building.mkdir()
+    script = f'build) touch {building}/$$; sleep 0.5; rm {building}/$$ ;; rmi) test -z "$(ls {building})" ;;'
+    builder.write_text(f"#!/bin/sh\ncase $1 in {script} esac\n")
+    builder.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(buildah.build, "agent-ubuntu2404", "example.org/base")
+        while not list(building.iterdir()) and not first.done():
+            time.sleep(0.01)
+        second = pool.submit(buildah.build, "agent-ubuntu2404", "example.org/base")
+        assert first.result() == second.result() == "localhost/unbounded-agent/agent-ubuntu2404"
 
 
 def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from integration.bed.cache import REPOSITORY, cache_root
+from integration.bed.cache import REPOSITORY, cache_root, locked
 from integration.bed.process import Argument, CommandError, run
 
 
@@ -18,9 +18,12 @@ def build(name: str, base: str, *options: Argument) -> str:
     """Return the image that containerfiles/build makes from containerfiles/NAME on `base`. Layers are cached."""
     # The toolkit is compiled: NVIDIA's packages are not served everywhere.
     script = REPOSITORY / "containerfiles" / "build"
-    run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
-    # Layers of earlier builds that no image uses now.
-    buildah("rmi", "--prune")
+    # One build at a time. The newest layer of a build that still runs has no name, so another build would remove it, or
+    # fail because it is in use.
+    with locked("buildah"):
+        run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
+        # Layers of earlier builds that no image uses now.
+        buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"
 
 
