@@ -255,6 +255,9 @@ class ControlPlane(Lifetime):
             f"--cluster-signing-key-file={self.directory / 'ca.key'}",
             f"--service-account-private-key-file={self.directory / 'service-account.key'}",
             "--use-service-account-credentials=true",
+            # By default, a node that has been silent for 50 s gets a taint. A stand-in for a kubelet is silent, and an
+            # emulated one is slow.
+            "--node-monitor-grace-period=1h",
         ]
 
     def _run(self, name: str, *arguments: Argument, wrapper: Iterable[Argument] = ()) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("record_release")
 NINE = (*GPUS, "0000:09:00.0")
 """The demo's pods need nine GPUs."""
 ANYTHING = [{"operator": "Exists"}]
-"""The node has no kubelet that renews its lease, so it gets taints."""
+"""A new node has taints until the control plane has seen that it is ready."""
 SHARED = "allowMultipleAllocations"
 WHILE = 2.0
 """Seconds in which the scheduler would have bound a pod that fits."""

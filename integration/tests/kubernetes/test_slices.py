@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("record_release")
 
 OTHER_NODE = "other-node"
 ANYTHING = [{"operator": "Exists"}]
-"""The node has no kubelet that renews its lease, so it gets taints."""
+"""A new node has taints until the control plane has seen that it is ready."""
 
 
 @pytest.fixture(scope="module")
