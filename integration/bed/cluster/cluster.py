@@ -34,6 +34,7 @@ EVICTION_SIGNALS = (
     "imagefs.inodesFree",
 )
 PLUGIN = "daemonset/nvidia-device-plugin"
+PLUGIN_LOG = ("--namespace=kube-system", PLUGIN)
 RESOURCE = "nvidia.com/gpu"
 SHOW = "echo; echo shown; sleep infinity"
 """The end of a shell script in a pod that keeps what it has until it is deleted; see `Cluster.shown`."""
@@ -133,13 +134,13 @@ class Cluster(Lifetime):
 
     def plugin_log(self) -> str:
         """Return the log of the device plugin's current pod."""
-        return self.kubectl("--namespace=kube-system", "logs", PLUGIN)
+        return self.kubectl("logs", *PLUGIN_LOG)
 
     def wait_plugin(self, gpus: int) -> None:
         """Wait until the current device plugin has registered and the node offers that many GPUs."""
         self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=200s")
         # The number of GPUs alone could still be that of the previous plugin.
-        self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
+        self.wait("the device plugin registered", lambda: "Registered device plugin" in self._log(*PLUGIN_LOG))
         self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
 
     def run(self, pod: dict[str, Any]) -> str:
@@ -166,13 +167,21 @@ class Cluster(Lifetime):
 
         The logs of pods that do not run yet are not read: each attempt takes time from the emulated processor.
         """
-        self.wait(f"{', '.join(names)} run", lambda: all(self.phase(name) == "Running" for name in names))
-        self.wait(f"{', '.join(names)} have shown", lambda: all(self._log(name).endswith(SHOWN) for name in names))
-        return [self._log(name).removesuffix(SHOWN) for name in names]
+        logs: dict[str, str] = {}
 
-    def _log(self, name: str) -> str:
+        def has_shown(name: str) -> bool:
+            if name not in logs and (log := self._log(name)).endswith(SHOWN):
+                logs[name] = log.removesuffix(SHOWN)
+            return name in logs
+
+        self.wait(f"{', '.join(names)} run", lambda: all(self.phase(name) == "Running" for name in names))
+        self.wait(f"{', '.join(names)} have shown", lambda: all(has_shown(name) for name in names))
+        return [logs[name] for name in names]
+
+    def _log(self, *which: str) -> str:
+        """Return a log, or nothing if it cannot be read now: the emulated kubelet may be too slow to answer."""
         try:
-            return self.kubectl("logs", name)
+            return self.kubectl("logs", *which)
         except CommandError:
             return ""
 
