@@ -139,13 +139,13 @@ def test_unchanged_pods_get_all_gpus_and_one_more_waits_for_a_gpu_that_is_plugge
     assert cluster.phase("last") == "Pending"
 
     at_start = bed.starts()
-    containers = [cluster.get("pod", name)["status"]["containerStatuses"] for name in names]
+    running = containers(cluster, [*names])
     plug(bed)
     assert holding(cluster, "last") == uuid_of(bed, PORT)
     cluster.delete_pods("last")
     bed.host.qemu.unplug(PORT)
     wait_for_devices(cluster, NUMBER)
-    assert [cluster.get("pod", name)["status"]["containerStatuses"] for name in names] == containers
+    assert containers(cluster, [*names]) == running
     assert bed.restarted(at_start) == "nothing"
 
 
