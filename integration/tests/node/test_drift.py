@@ -60,9 +60,13 @@ def logged(bed: Bed) -> str:
 
 
 def last_trigger(bed: Bed) -> str:
-    """Return when the machine half's timer last started it."""
-    show = ("systemctl", "show", "--value", "--property=LastTriggerUSecMonotonic", "unbounded-agent-gpu.timer")
-    return bed.node.run(*show).stdout.strip()
+    """Return when the machine half's timer last started it, once that run is over: it could see a later change."""
+    show = "systemctl show --value --property"
+    script = f"""
+        {show}=LastTriggerUSecMonotonic unbounded-agent-gpu.timer
+        while [ "$({show}=ActiveState unbounded-agent-gpu.service)" = activating ]; do sleep 0.2; done
+    """
+    return bed.node.shell(script).stdout.strip()
 
 
 def settle(bed: Bed) -> None:
