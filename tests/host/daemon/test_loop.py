@@ -75,6 +75,12 @@ class Service:
         new.write_text(json.dumps(behaviour))
         new.rename(self.root / "behaviour.json")
 
+    def change_loader_cache(self) -> None:
+        """Cause one event, as ldconfig does: to write the file in place would cause two, perhaps some time apart."""
+        new = self.root / "etc/ld.so.cache~"
+        new.write_bytes(b"")
+        new.rename(self.root / "etc/ld.so.cache")
+
     def start(self, timing: dict[str, float], **environment: str) -> None:
         environment |= {"PATH": os.environ["PATH"], "NOTIFY_SOCKET": self.address}
         self.child = CHILDREN.Process(target=simulated_reconciler.main, args=(str(self.root), timing, environment))
@@ -427,7 +433,7 @@ def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) 
     wait_for(lambda: ready(service))
     time.sleep(0.5)
     assert len(service.passes()) == 1
-    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.change_loader_cache()
     wait_for(lambda: service.metric('wakeups_total{source="loader-cache"}') == 1)
     assert service.metric("reconcile_duration_seconds_count") == 2
     time.sleep(0.5)
@@ -441,7 +447,7 @@ def test_the_time_from_an_event_to_the_machines_report_is_measured(service: Serv
     wait_for(lambda: ready(service))
     assert service.metric(converged) == 0, "the start is no event"
     service.behave(pending=True)
-    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.change_loader_cache()
     wait_for(lambda: len(service.passes()) >= 3)
     service.behave(failures=["simulated"])
     wait_for(lambda: service.metric('reconcile_total{result="partial"}'))
@@ -467,7 +473,7 @@ def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
             with suppress(ConnectionError):
                 peer.sendall(strange[number % len(strange)])
         started = time.monotonic()
-        (service.root / "etc/ld.so.cache").write_bytes(b"")
+        service.change_loader_cache()
         wait_for(lambda: len(service.passes()) == 2, 10)
         assert service.passes()[-1] - started < 5
         assert service.get("/livez") == (200, "ok\n")
@@ -480,7 +486,7 @@ def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Ser
     wait_for(lambda: ready(service))
     wait_for(lambda: [each["trigger"] for each in service.statusz()["passes"]] == ["start"])
     service.behave(failures=["cannot write /a: simulated"])
-    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.change_loader_cache()
     wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
     service.behave(error="simulated")
     wait_for(lambda: service.statusz()["whyNotObserved"] == "the last pass failed: simulated")
@@ -492,7 +498,7 @@ def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
     service.behave(hold=True)
     service.start(SLOW)
     wait_for(lambda: service.passes())
-    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.change_loader_cache()
     service.behave()
     # The timer would cause one only after 54 s.
     wait_for(lambda: len(service.passes()) == 2, 30)
