@@ -117,16 +117,23 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (tmp_path / "etc/group").write_text("root:x:0:\n")
+    mark = tmp_path / paths.start_began_mark("gpu-node")[1:]
+    mark.mkdir(parents=True)
     argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     if "Operation not permitted" in finished.stderr:
         pytest.skip("giving directories to root needs root")
     assert finished.returncode == 0, finished.stderr
+    assert mark.exists(), "the service makes these directories at each of its starts"
     for path in settings(SERVICE, "Service")["ReadWritePaths"].split():
         assert (tmp_path / path[1:]).is_dir(), f"ReadWritePaths={path}: the service would not start"
     for path in (paths.HOST_NVIDIA, paths.MANIFESTS, paths.MACHINES_STATE, paths.RUNTIME, paths.MACHINES_RUNTIME):
         assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o755
     assert (tmp_path / paths.STAGING[1:]).stat().st_mode & 0o7777 == 0o700
+    # As systemd-tmpfiles-setup.service does at each boot. `systemctl soft-reboot` keeps /run.
+    subprocess.run([*argv, "--remove", "--boot"], check=True, capture_output=True, timeout=600)
+    assert not mark.exists()
+    assert mark.parent.exists()
 
 
 def test_everything_that_the_agent_writes_is_writable() -> None:
