@@ -121,11 +121,13 @@ class Reconciler(Struct):
         outcome = self.reconcile()
         failures = outcome.failures
         machines = []
+        starting = {each.name for each in outcome.facts.machines if each.starts}
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
             if machine.stopped and machine.startable and (by_hand or not machine.has_run):
-                failures += self.start(machine.name)
+                # A second start would undo a stop that has cancelled the first one since.
+                failures += () if machine.name in starting else self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)
         return replace(outcome, machines=tuple(machines), failures=failures)

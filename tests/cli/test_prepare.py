@@ -67,9 +67,12 @@ def test_a_machine_that_is_stopped_while_its_start_waits_stays_stopped(gpu_host:
     service.run_pass()
     gpu_host.bus.jobs[UNITS[0]] = "start"
     prepare(MACHINE, reconciler(gpu_host))
-    assert {"NotStarted"} <= {each.reason for each in service.run_pass().machines[0].conditions}
-    gpu_host.bus.jobs.clear()
     gpu_host.runner.calls.clear()
+    waiting = service.run_pass().machines[0]
+    assert waiting.pending
+    assert {"NotStarted"} <= {each.reason for each in waiting.conditions}
+    assert begin not in gpu_host.runner.calls, "a stop may have cancelled the start since the pass saw it"
+    gpu_host.bus.jobs.clear()
     assert {"Stopped"} <= {each.reason for each in service.run_pass().machines[0].conditions}
     assert begin not in gpu_host.runner.calls
     service.run_pass(by_hand=True)
