@@ -38,7 +38,7 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
 from agent.model.handoff import DRA
-from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory
+from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory, start_began_mark
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.sysfs import DeviceSource
@@ -145,7 +145,7 @@ class Reconciler(Struct):
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.
             self._publish_gpu_states(facts, planned)
-            applied = self._apply(planned, difference)
+            applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
                 facts, planned, difference = self.preview()
             machines = self.evaluate(facts, planned, difference)
@@ -260,12 +260,15 @@ class Reconciler(Struct):
         }
         return publish_gpu_states(self.system, states, unchanged=planned.held)
 
-    def _apply(self, planned: Plan, difference: Difference) -> Applied:
-        """Make the directories that machines bind, then perform the steps, except removals that failed recently."""
+    def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
+        """Make the directories of machines, then perform the steps, except removals that failed recently."""
         failures, names = [], [machine.name for machine in planned.goal.machines]
         # Before each start, the machine's unit makes them too, and mounts a file system on the report directory.
         directories = [make(name) for name in names for make in (handoff_directory, report_directory)]
-        for directory in [HOST_NVIDIA, *directories] if names else []:
+        # systemd forgets that a machine has run once it is stopped, unless its unit is enabled.
+        running = [each.name for each in facts.machines if isinstance(each.unit_state, str) and not each.ended]
+        marks = [start_began_mark(name) for name in running]
+        for directory in [*([HOST_NVIDIA, *directories] if names else []), *marks]:
             try:
                 self.system.make_directory(directory)
             except OSError as error:

@@ -111,6 +111,18 @@ def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(gpu_hos
     assert start in gpu_host.runner.calls
 
 
+@pytest.mark.parametrize("state", ["active", "activating", "deactivating"])
+def test_a_machine_that_started_without_prepare_stays_stopped(gpu_host: Host, state: str) -> None:
+    """It may have run before the agent was installed. systemd forgets a unit that is neither enabled nor running."""
+    units(gpu_host, state)
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "inactive")
+    outcome = agent.run_pass()
+    assert START not in gpu_host.runner.calls
+    assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
+
+
 def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
     """It does not run: that is known, although no start could change it."""
     reconciler(gpu_host).reconcile()

@@ -90,7 +90,8 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
     # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
     if systemd.inactive_enter(unit.path, system) != 0:
         return True
-    # systemd sets no timestamp if a start is cancelled before the unit's own start.
+    # systemd has no timestamp if a start was cancelled before the unit's own start, or if it has unloaded the unit: it
+    # keeps those that are enabled, failed, or in use (unit_may_gc in unit.c).
     return unit.state == "inactive" and not unit.starts and system.is_directory(start_began_mark(machine))
 
 
