@@ -26,13 +26,18 @@ STARTS = ("start", "restart")
 """Types of jobs that start a unit that is not active. systemd replaces the others that may (job_collapse_type in
 job.c). A unit that has stopped may still get another stop: machined asks for one if systemd had to kill the machine."""
 
+RESTARTS = ("auto-restart", "auto-restart-queued")
+"""Values of SubState while systemd waits before it starts a service again (Restart=, RestartSec=). ActiveState is then
+`activating`. The second one is since systemd 254."""
+
 
 class ListedUnit(NamedTuple):
-    """The state of a unit, the path of its object on the bus, and whether a start of it is queued or under way."""
+    """The state of a unit, the path of its object on the bus, and what systemd is about to do with it."""
 
     load_state: str
     active_state: str
     path: str
+    restarts: bool
     starts: bool
 
 
@@ -54,8 +59,8 @@ def _listed(name: str, entry: object) -> ListedUnit | Unseen:
     path (ssssssouso). The job's type is empty without a job.
     """
     match entry:
-        case (str(), str(), str(load), str(active), str(), str(), str(path), int(), str(job), *_):
-            return ListedUnit(load, active, path, job in STARTS)
+        case (str(), str(), str(load), str(active), str(sub), str(), str(path), int(), str(job), *_):
+            return ListedUnit(load, active, path, sub in RESTARTS, job in STARTS)
         case _:
             return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
 

@@ -134,6 +134,8 @@ class ScriptedBus:
         """Object paths by name: an alias has that of another."""
         self.jobs: dict[str, str] = {}
         """Types of the jobs of units."""
+        self.sub_states: dict[str, str] = {}
+        """SubState by the unit's name, where it matters."""
         self.failing: BusError | None = None
         self.changes: list[tuple[object, ...]] = []
         """The method's name and its arguments, in their order, also of changes that fail."""
@@ -176,7 +178,8 @@ class ScriptedBus:
         path = self.units[unit]
         load, active = (self.properties[path, f"{SYSTEMD}.Unit", name][1] for name in ("LoadState", "ActiveState"))
         job = (4711, self.jobs[unit], "/job/4711") if unit in self.jobs else (0, "", "/")
-        return ("canonical.service", "A unit", load, active, "simulated", "", path, *job)
+        sub_state = self.sub_states.get(unit, "simulated")
+        return ("canonical.service", "A unit", load, active, sub_state, "", path, *job)
 
     def unit(
         self,

@@ -83,9 +83,12 @@ def _template(facts: Facts) -> Iterator[Finding]:
 def _service(config: Config, system: System) -> Iterator[Finding]:
     effect = "nothing follows changes on the host, and no metrics are served"
     service = observe_units([SERVICE], system)[SERVICE]
+    log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
     match service.state:
         case "active":
             yield from _metrics(config, system)
+        case "activating" if service.restarts:
+            yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
         case "activating" | "reloading":
             return
         case Unseen(why):
@@ -96,7 +99,6 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
             unmask = (f"systemctl unmask {SERVICE}",) if service.masked else ()
             yield Finding(effect, why, (*unmask, START_SERVICE))
         case state:
-            log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
             yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))
 
 

@@ -39,6 +39,8 @@ class Unit(Struct, frozen=True):
     """The unit's ActiveState."""
     path: str = ""
     """Path of the unit's object on the bus."""
+    restarts: bool = False
+    """The unit, a service, has ended, and systemd waits before it starts it again."""
     starts: bool = False
     """A start of the unit is queued or under way."""
     needs_reload: bool = False
@@ -99,7 +101,7 @@ def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
     if isinstance(listed, Unseen):
         return Unit(listed)
     masked = (listed.load_state, listed.active_state) == ("masked", "inactive")
-    return Unit(_state(name, listed), listed.path, starts=listed.starts, masked=masked)
+    return Unit(_state(name, listed), listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:

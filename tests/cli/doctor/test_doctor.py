@@ -238,6 +238,17 @@ def test_a_service_that_is_stopped_or_not_installed(sound_host: Host) -> None:
     assert not sound(diagnose(MachineOutcome("gpu-node", conditions())), host=HostDiagnosis((finding,)))
 
 
+@pytest.mark.parametrize("sub_state", ["auto-restart", "auto-restart-queued"])
+def test_a_service_that_ends_again_and_again(sound_host: Host, sub_state: str) -> None:
+    """Between two attempts, which is nearly always, systemd calls it `activating`, as while it starts."""
+    sound_host.bus.unit(SERVICE, "activating")
+    assert host_findings(sound_host) == ()
+    sound_host.bus.sub_states[SERVICE] = sub_state
+    (finding,) = host_findings(sound_host)
+    assert finding.evidence == "unbounded-agent.service has ended, and systemd will start it again"
+    assert finding.fix == ("journalctl -b -u unbounded-agent.service --no-pager -n 50",)
+
+
 def test_masked_units_are_unmasked_first(sound_host: Host) -> None:
     """`systemctl enable` and `systemctl start` refuse masked units, and no package removes the mask."""
     sound_host.bus.unit(SERVICE, "inactive", "masked")
