@@ -49,11 +49,14 @@ class Programs(ScriptedRunner):
         self.on_disk = VERSION
         self.broken = False
         """True if the programs that make device nodes do nothing."""
+        self.meanwhile: dict[tuple[str, ...], Callable[[], None]] = {}
+        """What happens once while a program runs, by its arguments."""
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv in self.answers:
             return super().__call__(argv, timeout)
         self.calls.append(argv)
+        self.meanwhile.pop(argv, lambda: None)()
         match argv:
             case ("modprobe", "--use-blacklist", module):
                 return self._modprobe(module)
@@ -261,6 +264,27 @@ def test_a_gpu_next_to_one_with_vfio(host: Host) -> None:
     assert isinstance(host.pci, tuple)
     host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x030200, "vfio-pci"))
     assert "GPU 0000:02:00.0 is left to its driver vfio-pci" in load(host)
+    assert nodes(host) == ALL_NODES
+
+
+@pytest.mark.parametrize(
+    "program", [("modprobe", "--use-blacklist", "nvidia"), ("nvidia-modprobe", "-u", "-c", "0")], ids=["load", "node"]
+)
+def test_a_gpu_that_is_plugged_in_meanwhile(
+    host: Host, programs: Programs, monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]
+) -> None:
+    """systemd does not run the unit once more for it, because a start joins the run that it finds."""
+    monkeypatch.setitem(ALL_NODES, "/dev/nvidia1", (195, 1))
+    monkeypatch.setitem(BY_OPTION, ("-c", "1"), ("/dev/nvidia1",))
+
+    def plug_in() -> None:
+        assert isinstance(host.pci, tuple)
+        host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x030200, "nvidia"))
+        host.file("/proc/driver/nvidia/gpus/0000:02:00.0/information", "Device Minor: \t 1\n")
+
+    programs.meanwhile[program] = plug_in
+    load(host)
+    assert programs.meanwhile == {}
     assert nodes(host) == ALL_NODES
 
 

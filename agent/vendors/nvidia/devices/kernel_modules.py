@@ -1,6 +1,6 @@
 """Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from agent.model.errors import ApplyError, CommandError, ObservationError
 from agent.model.facts import Gpu, PciDevice, Seen
@@ -32,8 +32,8 @@ def load(
     """
     gpus = _gpus(system, list_pci)
     drivers = {gpu.pci_address: gpu.driver or gpu.override for gpu in gpus}
-    for_nvidia = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
-    for address in sorted(drivers.keys() - for_nvidia):
+    for_nvidia = _for_nvidia(gpus)
+    for address in sorted(drivers.keys() - for_nvidia.keys()):
         report(f"GPU {address} is left to its driver {drivers[address]}")
     detached_here = sorted(detached & {gpu.pci_address for gpu in gpus})
     if detached_here:
@@ -51,7 +51,16 @@ def load(
     except (ApplyError, CommandError) as error:
         # Do not try the next module: modprobe would load this one as its dependency, even if this one is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
-    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in for_nvidia], report)
+    # Also for GPUs that were plugged in since: systemd joins their starts of the unit with this run.
+    made: Set[str] | None = None
+    while (present := _for_nvidia(_gpus(system, list_pci)).keys()) != made:
+        make_nodes(system, lambda: [*_for_nvidia(_gpus(system, list_pci)).values()], report)
+        made = present
+
+
+def _for_nvidia(gpus: Sequence[Gpu]) -> dict[str, Gpu]:
+    """Return the GPUs that have NVIDIA's driver or none, and are not reserved for another driver, by address."""
+    return {gpu.pci_address: gpu for gpu in gpus if (gpu.driver or gpu.override) in ("", KERNEL_DRIVER)}
 
 
 def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
