@@ -21,8 +21,8 @@ POLL = 1.0
 """Seconds between two checks for a driver that loads late, or of the unit's state."""
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
-STOP_LIMIT = 100.0
-"""Seconds to wait for the end of the machine's last run. systemd kills what is left of it after 90 seconds."""
+STOP_LIMIT = 130.0
+"""Seconds to wait for the end of the machine's last run. systemd kills what is left of it after 120 seconds."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0

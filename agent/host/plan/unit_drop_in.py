@@ -44,7 +44,7 @@ def render_drop_in(
 ) -> bytes:
     """Return the drop-in with the DeviceAllow= list `allow`.
 
-    If not `whole`, omit the commands before each start and the order at the host's shutdown: a machine that runs
+    If not `whole`, omit the commands before each start, and what concerns only the machine's stop: a machine that runs
     without them needs no restart.
     """
     lines = [
@@ -64,6 +64,7 @@ def render_drop_in(
         "LimitMEMLOCK=infinity",
         "Restart=on-failure",
         "RestartSec=2",
+        *(stop_limit() if whole else ()),
         "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
         "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
         "# that sorts behind this one.",
@@ -83,6 +84,15 @@ def stop_order() -> list[str]:
         "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
         "# because systemd orders only what it starts or stops, and prepare@ is not active.",
         f"After={' '.join(('remote-fs.target', DRIVER_ROOTS_TARGET, *services))}",
+    ]
+
+
+def stop_limit() -> list[str]:
+    """Return the lines that let the machine shut down before systemd kills it."""
+    return [
+        "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
+        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
+        "TimeoutStopSec=120",
     ]
 
 

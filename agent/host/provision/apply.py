@@ -65,7 +65,7 @@ from agent.system.process import ENVIRONMENT
 from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
-"""Seconds that a machine may take to stop. Its pods have 30 s by default, its services 90 s."""
+"""Seconds that a machine may take to stop. systemd kills what is left of it after 120 s."""
 SYNC_LIMIT = 300.0
 """Seconds to write a root file system to disk. Most of it was synced when the image was unpacked."""
 REMOVE_LIMIT = 600.0

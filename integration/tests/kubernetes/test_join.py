@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from agent.model.paths import machine_unit
 from integration.bed.cluster.empty_host import NODE, TOKEN, EmptyHost, pod_network
 from integration.bed.debian import SUITE
 from integration.bed.machine.node import MACHINE, Node
@@ -97,5 +98,8 @@ def test_up_again_changes_nothing(empty_host: EmptyHost) -> None:
 def test_reset_leaves_the_host_as_it_was(empty_host: EmptyHost, found: set[str]) -> None:
     """Files, units, mounts, kernel parameters, and what the pod network left in the host's network namespace."""
     ended = empty_host.guest.run(["unbounded-agent", "reset", MACHINE], timeout=600)
+    # A pod that ignores SIGTERM still ran.
+    journal = ("journalctl", "--boot", "--quiet", "--unit", machine_unit(MACHINE))
+    assert "timed out. Killing" not in empty_host.guest.run(journal, timeout=120).stdout
     assert f"kubectl delete node {NODE}" in ended.stdout
     assert changed(empty_host, found) == ([], [])

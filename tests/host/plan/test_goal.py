@@ -18,7 +18,7 @@ from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
 from agent.host.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
 from agent.host.plan.selection import select
-from agent.host.plan.unit_drop_in import quote, render_drop_in, stop_order
+from agent.host.plan.unit_drop_in import quote, render_drop_in, stop_limit, stop_order
 from agent.host.vendors import HOST_VENDORS
 from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device import DeviceKind
@@ -127,7 +127,7 @@ def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
     drop_in = render_drop_in("gpu-node", config.machines["gpu-node"], TEMPLATE)
     assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in machine.nspawn.content
     fixed = fixed.replace(f"{CONFIGURED}\n".encode(), b"")
-    for lines in (before_start("gpu-node"), stop_order()):
+    for lines in (before_start("gpu-node"), stop_order(), stop_limit()):
         own = "".join(f"{line}\n" for line in lines).encode()
         assert own in drop_in
         drop_in = drop_in.replace(own, b"")
