@@ -222,6 +222,8 @@ def test_lines_that_only_prepare_a_start_are_not_settings(gpu_host: Host) -> Non
     assert words.count("\nAfter=") == 2
     words = re.sub(r"\nAfter=remote-fs.*", "", words)
     assert words.count("\nAfter=") == 1
+    assert "\nTimeoutStopSec=120\n" in words
+    words = words.replace("\nTimeoutStopSec=120\n", "\n")
     head, _, rest = words.partition("ExecStartPre=")
     gpu_host.write(
         started_drop_in(MACHINE), f"{head}ExecStartPre=-/bin/true \\\n    or not\nExecStartPre={rest}".encode()

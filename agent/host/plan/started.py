@@ -17,10 +17,12 @@ from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal
 from agent.model.live import LiveSettings
 
-NOT_COMPARED = re.compile(rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
+NOT_COMPARED = re.compile(
+    rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
+)
 """Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments, the
-order of units and commands before the start, because they differ between releases. A backslash at the end continues a
-line (systemd.syntax(7))."""
+order of units, commands before the start and the limit for the stop, because they differ between releases. A backslash
+at the end continues a line (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
 """A line of a .nspawn file that binds a path. Earlier releases bound GPUs' nodes writable."""
 DEVICE = re.compile(rb"/dev/(?!kmsg$)")
