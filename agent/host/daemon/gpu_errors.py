@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from agent.host.state.gpu_faults import record_fault
 from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, binding, bindings, record_lost
 from agent.host.vendors import HOST_VENDORS
@@ -24,6 +26,17 @@ log = logging.getLogger(__name__)
 
 Counted: TypeAlias = Callable[[str, int, int], None]
 """Called with a GPU's PCI address, an error's number, and how often it occurred."""
+
+
+class _Unrecorded(Struct):
+    """When and how a fatal error came that is not recorded yet."""
+
+    binding: int | None
+    """The GPU's binding (agent.host.state.lost_gpus) then."""
+    since: float
+    """In seconds since the epoch."""
+    reported: bool = False
+    """A failed attempt to record it was logged."""
 
 
 class GpuErrors:
@@ -48,8 +61,8 @@ class GpuErrors:
         self.last: dict[str, str] = {}
         """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._open = system, open_log
-        self._unrecorded: dict[GpuError, int | None] = {}
-        """Fatal errors that could not be recorded yet, with the GPU's binding (agent.host.state.lost_gpus) then."""
+        self._unrecorded: dict[GpuError, _Unrecorded] = {}
+        """Fatal errors that are not recorded yet, the oldest first."""
         self._log: KernelLog | None = None
         self._last_saved, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         self._sequence = self._last_saved.sequence if self._last_saved else None
@@ -73,7 +86,7 @@ class GpuErrors:
 
     def needs_pass(self) -> bool:
         """Read new records and return whether a fatal error was recorded. Raises OSError if the log cannot be read."""
-        fatal = self._read()
+        fatal = self.read()
         if self._log is None:
             raise OSError(self.error)
         return fatal
@@ -81,22 +94,23 @@ class GpuErrors:
     def read(self) -> bool:
         """Read new records and return whether a fatal error was recorded. If the log fails, `error` has the reason.
 
-        Errors that earlier reads could not record are tried again.
+        Errors that earlier reads could not record, for example on a full disk, are tried again: the kernel does not
+        repeat them.
         """
-        again = [self._record(error, bound) for error, bound in tuple(self._unrecorded.items())]
-        return any([*again, self._read()])
+        self._read()
+        return self._record()
 
-    def _read(self) -> bool:
+    def _read(self) -> None:
         if self._log is None:
             self._listen()
         if self._log is None:
-            return False
+            return
         overruns, behind = self._log.overruns, self._log.behind
         try:
             texts, _ = self._log.read()
         except OSError as error:
             self._close_after_error(f"{PATH}: {error.strerror}")
-            return False
+            return
         if self._sequence is not None or not self._log.behind:
             # Until all old records are skipped, keep no position: after a restart, the rest of them would count as new.
             self._sequence = self._log.sequence
@@ -104,9 +118,9 @@ class GpuErrors:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
         # An error that is repeated in many records is logged and checked once.
         times = Counter(errors(texts))
-        of_gpus = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
-        # A list, so that each error is handled, even after a fatal one.
-        return any([self._handle(error, count, behind) for error, count in of_gpus])
+        for found, count in times.items():
+            if self._is_present(found.pci_address):
+                self._handle(found, count, behind)
 
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
@@ -132,8 +146,8 @@ class GpuErrors:
                 )
             self._unsaved = True
 
-    def _handle(self, error: GpuError, count: int, behind: bool) -> bool:
-        """Count and log an error, and return whether it was recorded as a fatal one.
+    def _handle(self, error: GpuError, count: int, behind: bool) -> None:
+        """Count and log an error. A fatal one is to be recorded.
 
         `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
         driver again since, so the error is recorded only if the binding is still the one that was saved.
@@ -145,36 +159,36 @@ class GpuErrors:
         address = error.pci_address
         saved = self._last_saved.bindings.get(address) if self._last_saved else None
         if not (error.lost or error.fault):
-            return False
+            return
         try:
             bound = saved if behind else binding(self._system, address)
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
-            return False
-        return self._record(error, bound)
+            return
+        self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
 
-    def _record(self, error: GpuError, bound: int | None) -> bool:
-        """Record a fatal error, unless the GPU's binding is no longer `bound`. Return whether the record changed.
-
-        After a failure, such as on a full disk, the next `read` tries again, because the kernel does not repeat the
-        error.
-        """
-        address, new = error.pci_address, False
-        try:
-            if bound == binding(self._system, address):
-                # Record both, whatever the first call returns.
-                fault = GpuFault(error.fault, error.meaning, time.time())
-                new = bool(error.fault) and record_fault(self._system, address, fault)
-                new = (error.lost and record_lost(self._system, address, error.meaning)) or new
-        except (OSError, AgentError) as problem:
-            if error not in self._unrecorded:
-                log.error(
-                    "cannot record the fault of GPU %s; each pass tries again: %s", address, one_line(str(problem))
-                )
-            self._unrecorded[error] = bound
-            return False
-        self._unrecorded.pop(error, None)
-        return new
+    def _record(self) -> bool:
+        """Record fatal errors of GPUs that are still bound as they were then. Return whether a record changed."""
+        changed, failed = False, set()
+        for error, then in tuple(self._unrecorded.items()):
+            address = error.pci_address
+            if address in failed:
+                # The record keeps a GPU's last error, so a later one must not be recorded first.
+                continue
+            try:
+                if then.binding == binding(self._system, address):
+                    fault = GpuFault(error.fault, error.meaning, then.since)
+                    changed |= bool(error.fault) and record_fault(self._system, address, fault)
+                    changed |= error.lost and record_lost(self._system, address, error.meaning)
+            except (OSError, AgentError) as problem:
+                failed.add(address)
+                if not then.reported:
+                    reason = one_line(str(problem))
+                    log.error("cannot record the fault of GPU %s; each pass tries again: %s", address, reason)
+                then.reported = True
+            else:
+                del self._unrecorded[error]
+        return changed
 
     def _is_present(self, address: str) -> bool:
         """Return whether the GPU is on the PCI bus, or was there when it had an earlier error.

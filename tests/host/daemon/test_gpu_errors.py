@@ -6,6 +6,7 @@ import os
 import re
 import select
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -451,6 +452,22 @@ def test_a_fatal_error_is_recorded_once_there_is_space(
     assert (list(observe_lost(gpu_host)), list(observe_faults(gpu_host))) == (expected, expected)
     found.save_position([FIRST, SECOND])
     assert gpu_host.read(KERNEL_LOG_READ) != position
+
+
+def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    found = follow()
+    gpu_host.full = [GPU_FAULTS]
+    kernel_log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
+    assert not found.needs_pass()
+    since = time.time()
+    gpu_host.full = []
+    kernel_log.write(RECOVERY.format("0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"))
+    assert found.needs_pass()
+    found.read()
+    assert "reboot the host" in observe_faults(gpu_host)[SECOND].meaning
+    assert observe_faults(gpu_host)[SECOND].since >= since
 
 
 def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
