@@ -10,10 +10,11 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.driver_roots import render_handed
 from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_report
+from agent.host.state.starts import mark_start
 from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.live import LiveSettings, render_live
-from agent.model.paths import handed_roots_file, live_file, start_began_mark
+from agent.model.paths import handed_roots_file, live_file
 from agent.system.damage import write_record
 from agent.system.files import System
 
@@ -47,10 +48,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
     system = reconciler.system
-    with suppress(OSError):
-        # If `stop` cancels the start from here on, the service must not start the machine again. Unlike a file, a
-        # directory needs no temporary one.
-        system.make_directory(start_began_mark(name))
+    # If `stop` cancels the start from here on, the service must not start the machine again.
+    mark_start(name, system)
     # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
     # and the old record would be wrong.
     _forget_live(name, system)

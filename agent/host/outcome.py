@@ -29,7 +29,8 @@ class MachineOutcome(Struct, frozen=True):
     the latest handoff yet; a pass would still change its devices or publish its handoff; a condition in the report that
     Ready needs is Unknown; Ready has not settled yet."""
     stopped: bool = False
-    """The machine exists and the agent may write its settings, but it is not running, and its unit is not masked."""
+    """The machine exists and the agent may write its settings, but it neither runs nor starts, and its unit is not
+    masked."""
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False

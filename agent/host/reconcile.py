@@ -25,6 +25,7 @@ from agent.host.state.condition_history import read_history, write_history
 from agent.host.state.file_ages import write_ages
 from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_remains, clear_report
+from agent.host.state.starts import mark_starts
 from agent.host.verify import answers, readiness
 from agent.host.verify.changed_files import with_changed_files
 from agent.host.verify.flapping import with_time
@@ -38,7 +39,7 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
 from agent.model.handoff import DRA
-from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory, start_began_mark
+from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.sysfs import DeviceSource
@@ -121,13 +122,11 @@ class Reconciler(Struct):
         outcome = self.reconcile()
         failures = outcome.failures
         machines = []
-        starting = {each.name for each in outcome.facts.machines if each.starts}
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
             if machine.stopped and machine.startable and (by_hand or not machine.has_run):
-                # A second start would undo a stop that has cancelled the first one since.
-                failures += () if machine.name in starting else self.start(machine.name)
+                failures += self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)
         return replace(outcome, machines=tuple(machines), failures=failures)
@@ -215,8 +214,10 @@ class Reconciler(Struct):
             name=machine.name,
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused and (answers.pending(machine, goal, report) or changes_left(goal, difference)),
-            stopped=not refused and machine.ended and not machine.masked,
+            pending=not refused
+            and (machine.starts or answers.pending(machine, goal, report) or changes_left(goal, difference)),
+            # A second start would undo a stop that has cancelled the first one since.
+            stopped=not refused and machine.stays_ended and not machine.masked,
             has_run=machine.has_run,
             repairs=answered.repairs if answered else {},
             advertised=answered.advertised_gpus if answered else None,
@@ -265,14 +266,12 @@ class Reconciler(Struct):
         failures, names = [], [machine.name for machine in planned.goal.machines]
         # Before each start, the machine's unit makes them too, and mounts a file system on the report directory.
         directories = [make(name) for name in names for make in (handoff_directory, report_directory)]
-        # systemd forgets that a machine has run once it is stopped, unless its unit is enabled.
-        running = [each.name for each in facts.machines if isinstance(each.unit_state, str) and not each.ended]
-        marks = [start_began_mark(name) for name in running]
-        for directory in [*([HOST_NVIDIA, *directories] if names else []), *marks]:
+        for directory in [HOST_NVIDIA, *directories] if names else []:
             try:
                 self.system.make_directory(directory)
             except OSError as error:
                 failures.append(f"cannot create {directory}: {error.strerror}")
+        mark_starts(facts.machines, self.system)
         now = time.monotonic()
         old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
         postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}

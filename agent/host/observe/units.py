@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agent.host.state.starts import has_started
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.paths import start_began_mark
 from agent.system import systemd
 from agent.system.files import System
 from agent.system.seen import classify_error
@@ -94,7 +94,7 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
         return True
     # systemd has no timestamp if a start was cancelled before the unit's own start, or if it has unloaded the unit: it
     # keeps those that are enabled, failed, or in use (unit_may_gc in unit.c).
-    return unit.state == "inactive" and not unit.starts and system.is_directory(start_began_mark(machine))
+    return unit.state == "inactive" and not unit.starts and has_started(machine, system)
 
 
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:

@@ -1,0 +1,27 @@
+"""Marks the machines that have started since the host booted. systemd forgets that of units that it unloads."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from agent.model.facts import MachineFacts
+from agent.model.paths import start_began_mark
+from agent.system.files import System
+
+
+def mark_start(machine: str, system: System) -> None:
+    """Mark a machine whose start has begun. Ignores failures: the next pass marks it if it runs."""
+    # Unlike a file, a directory needs no temporary one.
+    with suppress(OSError):
+        system.make_directory(start_began_mark(machine))
+
+
+def mark_starts(machines: Iterable[MachineFacts], system: System) -> None:
+    """Mark those machines that run. A machine may have started before the agent was installed."""
+    for machine in machines:
+        if isinstance(machine.unit_state, str) and not machine.ended:
+            mark_start(machine.name, system)
+
+
+def has_started(machine: str, system: System) -> bool:
+    """Return whether the machine is marked."""
+    return system.is_directory(start_began_mark(machine))
