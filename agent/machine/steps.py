@@ -34,7 +34,7 @@ class InBackground:
         try:
             self._thread.start()
         except RuntimeError:
-            # The machine's limit of processes and threads is reached, such as by a pod: run the step here and now.
+            # A pod may have used up the machine's processes and threads: run the step here and now.
             self._thread = None
             self._run(kind, step)
 

@@ -30,7 +30,7 @@ from agent.vendors.host_vendor import Sources
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass, in which everything that cannot be observed is Unseen.
 
-    Raises ObservationError if the record of detached GPUs cannot be read.
+    Raises ObservationError if the record of detached GPUs, of lost ones, or of those with a fatal error cannot be read.
     """
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)

@@ -49,7 +49,7 @@ OPEN_ERRORS = {
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
     errno.EAGAIN: (
         Reason.OPEN_FAILED,
-        "this machine has no memory or no processes left to try: see `dmesg` on the host (oom-kill, fork rejected)",
+        "the machine has no memory or processes left to try, or the driver resets a GPU: see `dmesg` on the host",
     ),
 }
 """The condition's reason, and the end of its message, by the errno of open(2)."""

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
-    """Return the nodes' error numbers, by the node's index: those that the child reports before the deadline."""
+    """Return each node's error number by its index: ETIMEDOUT without a report, or EAGAIN if the child has ended."""
     os.set_blocking(reader, False)
     text, without = b"", errno.ETIMEDOUT
     while text.count(b"\n") < count and time.monotonic() < deadline:
