@@ -155,6 +155,14 @@ def test_a_pod_without_a_gpu_has_none(real: RealHost) -> None:
     assert json.loads(made.splitlines()[-1])["open"]["/dev/mine"] in ("EPERM", "ENOENT")
 
 
+def test_a_pod_cannot_change_the_mode_of_the_hosts_nodes(real: RealHost) -> None:
+    """Not even a pod that runs as root, because the nodes are bound read-only."""
+    before = real.computer.run(("stat", "--format=%a", *NODES)).stdout
+    pod = real.node.pod(Pod(("sh", "-c", f"chmod 600 {' '.join(NODES)} 2>&1"), cdi=("all",)), check=False)
+    assert pod.stdout.count("Read-only file system") == len(NODES)
+    assert real.computer.run(("stat", "--format=%a", *NODES)).stdout == before
+
+
 def test_a_pod_computes_on_while_systemd_reloads_and_the_service_restarts(real: RealHost) -> None:
     """With NVIDIA's older runtime, a reload took the GPU away: "Failed to initialize NVML: Unknown Error"."""
     container = real.start_computing("all")
