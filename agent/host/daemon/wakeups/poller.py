@@ -62,9 +62,9 @@ class Settling(Struct, frozen=True):
     One second of events causes at most three passes if the events come without a pause, otherwise at most four.
     """
 
-    quiet: float = 0.02
+    quiet: float = 0.005
     """Time without a further event before a pass, because related events come together. It is short, so as not to delay
-    a new GPU, but long enough: nvidia-modprobe sets the mode of a node directly after it has made the node."""
+    a new GPU, but long enough: nvidia-modprobe sets the mode of a node within microseconds of making it."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
