@@ -44,6 +44,12 @@ def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
 
 
 def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+    _, planned, _ = reconciler.preview()
+    if why := planned.skipped.get(name):
+        raise AgentError(
+            f"machine {name} was not started: {why}, so the agent has no settings for it",
+            f"`systemctl start {machine_unit(name)}` starts it with your own settings or systemd's defaults",
+        )
     watch = Watch(reconciler, (name,))
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
@@ -80,6 +86,12 @@ def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) 
 
 
 def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+    _, planned, _ = reconciler.preview()
+    if why := planned.skipped.get(name, planned.held.get(name)):
+        raise AgentError(
+            f"machine {name} was not stopped, because the agent would not start it again: {why}",
+            f"`systemctl restart {machine_unit(name)}` restarts it with the settings that it has",
+        )
     _stop(name, reconciler, kubeconfig, drain=drain)
     # The error, or the interrupt, may also come after the start.
     stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)

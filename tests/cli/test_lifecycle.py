@@ -1,5 +1,6 @@
 """`start`, `stop` and `restart`: pods are moved away first where a kubeconfig allows it, and may return."""
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, report_directory
-from tests.fakes.gpu_host import MACHINE, UNITS, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
+from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
@@ -70,6 +72,31 @@ def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agen
     assert "--kubeconfig FILE" in said[0]
     assert restart(MACHINE, agent, ADMIN, drain=False) == 0
     assert kubectl(host) == [STOP, STOP]
+
+
+def test_a_machine_without_settings_is_neither_started_nor_stopped(tmp_path: Path) -> None:
+    """On a host without GPUs, the agent writes none. `start` waited for 5 minutes, and `restart` stopped it first."""
+    host = set_up(Host(tmp_path))
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        host.unplug(gpu)
+    host.pci = ()
+    agent = reconciler(host)
+    with pytest.raises(AgentError, match=f"{MACHINE} was not started: no GPU on this host") as error:
+        start(MACHINE, agent, "")
+    assert f"systemctl start {UNITS[0]}" in error.value.hint
+    units(host, "active")
+    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* no GPU on this host"):
+        restart(MACHINE, agent, "", drain=False)
+    assert STOP not in host.runner.calls
+
+
+def test_a_machine_that_would_not_start_again_is_not_stopped(host: NodeHost, agent: Reconciler) -> None:
+    """A machine that cannot be observed is left as it is, so the agent would not start it."""
+    host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* Input/output error") as error:
+        restart(MACHINE, agent, ADMIN, drain=True)
+    assert f"systemctl restart {UNITS[0]}" in error.value.hint
+    assert kubectl(host) == []
 
 
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
@@ -150,7 +177,7 @@ def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: 
     agent.wait_until = 0.0
     with pass_lock(host, agent.progress), pytest.raises(AgentError, match="another pass") as error:
         restart(MACHINE, agent, ADMIN, drain=False)
-    assert host.runner.calls == [STOP]
+    assert host.runner.calls[-1] == STOP
     assert f"machine {MACHINE} was stopped" in error.value.message
     assert f"`unbounded-agent start {MACHINE}`" in error.value.hint
     assert "fuser" in error.value.hint
