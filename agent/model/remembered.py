@@ -45,7 +45,8 @@ class Remembered(Struct, frozen=True):
 
 def render_remembered(remembered: Remembered) -> bytes:
     """Return the record as JSON."""
-    document = {"version": VERSION, "digest": _digest(remembered), **to_builtins(remembered)}
+    content = to_builtins(remembered)
+    document = {"version": VERSION, "digest": _digest(content), **content}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
@@ -54,14 +55,15 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
     remembered = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
-    if get(where, document, "digest", str) != _digest(remembered):
+    # Of the content as it is written: another release may have written keys that this one ignores.
+    if get(where, document, "digest", str) != _digest({key: document[key] for key in ("gpus", "damage")}):
         raise DocumentError(f"{where}: the content does not match its digest")
     return remembered
 
 
-def _digest(remembered: Remembered) -> str:
+def _digest(content: object) -> str:
     """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
-    return sha256(json.dumps(to_builtins(remembered)).encode())
+    return sha256(json.dumps(content).encode())
 
 
 def _gpu(where: str, item: dict[str, Any]) -> RememberedGpu:

@@ -12,7 +12,9 @@ import pytest
 from agent.cli.prepare import prepare
 from agent.host.state.detached_gpus import observe_detached, record_detached
 from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
+from agent.host.state.remembered_gpus import observe_remembered
 from agent.model.conditions import ConditionType, Status
+from agent.model.digest import sha256
 from agent.model.paths import (
     CONDITIONS,
     DETACHED_GPUS,
@@ -31,6 +33,7 @@ from agent.model.paths import (
     started_nspawn,
     unit_drop_in,
 )
+from agent.model.remembered import Remembered
 from agent.system.damage import discarded
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
@@ -276,6 +279,11 @@ def newer(host: Host) -> None:
         document["unheard"] = {"of": 1}
         for file in document["files"] if path.startswith(MANIFESTS) else ():
             file["unheard"] = ""
+        if path in REMEMBERED_GPUS:
+            for gpu in document["gpus"]:
+                gpu["unheard"] = ""
+            content = {key: document[key] for key in ("gpus", "damage")}
+            document["digest"] = sha256(json.dumps(content).encode())
         host.write(path, json.dumps(document).encode())
 
 
@@ -287,6 +295,9 @@ def test_releases_that_follow_each_other_leave_a_running_machine_alone(gpu_host:
     assert reconciler(gpu_host).reconcile().failures == ()
     files = (nspawn_file(MACHINE), unit_drop_in(MACHINE), handoff_file(MACHINE))
     before = {path: (gpu_host.read(path), gpu_host.identity(path)) for path in files}
+    remembered = observe_remembered(gpu_host)
+    assert isinstance(remembered[0], Remembered)
+    assert len(remembered[0].gpus) == 2
     for release, rewritten in ((older, [live_file(MACHINE)]), (newer, [*REMEMBERED_GPUS])) * 2:
         release(gpu_host)
         records = {path: gpu_host.read(path) for path in LASTING}
@@ -296,6 +307,7 @@ def test_releases_that_follow_each_other_leave_a_running_machine_alone(gpu_host:
         assert len(outcome.actions) == len(rewritten)
         assert reconciler(gpu_host).run_pass().actions == ()
         assert {path: (gpu_host.read(path), gpu_host.identity(path)) for path in files} == before
+        assert observe_remembered(gpu_host) == remembered
     assert gpu_host.entries(TREES) == ("0",)
     assert gpu_host.bus.changes == []
     assert {*gpu_host.runner.calls} == {("systemctl", "daemon-reload"), ("/sbin/ldconfig", "-p")}
