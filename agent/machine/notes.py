@@ -66,7 +66,15 @@ class Notes:
 
 def ages_in(note: object) -> Ages:
     """Return the ages that a note keeps in the form of `Ages.observations`."""
-    return Ages({path: Observation(*each) for path, each in note.items()} if isinstance(note, dict) else None)
+    observations = {}
+    for path, each in note.items() if isinstance(note, dict) else ():
+        match each:
+            # Another release may have noted something else since the boot of the machine.
+            case [float(), float(), float()]:
+                observations[path] = Observation(*each)
+            case _:
+                pass
+    return Ages(observations)
 
 
 @contextlib.contextmanager

@@ -24,11 +24,15 @@ def changed_files(context: Context) -> tuple[str, ...]:
     Nothing is compared in the first DELAY seconds after a boot. A file is read again only if its identity has changed.
     Raises OSError.
     """
-    system, noted = context.system, context.notes.load(NOTE)
-    if not noted:
-        noted = {"first_run": time.monotonic(), "compared": {}}
-        context.notes.save(NOTE, noted)
-    if time.monotonic() - noted["first_run"] < DELAY:
+    system, notes = context.system, context.notes
+    first_run, before = time.monotonic(), dict[str, Any]()
+    match notes.load(NOTE):
+        case {"first_run": float(first_run), "compared": dict(before)}:
+            pass
+        case _:
+            # This is the first run after the boot, or another release noted something else.
+            notes.save(NOTE, {"first_run": first_run, "compared": before})
+    if time.monotonic() - first_run < DELAY:
         return ()
     try:
         listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
@@ -36,17 +40,16 @@ def changed_files(context: Context) -> tuple[str, ...]:
         return (NODE_FILES,)
     # The agent itself may have added its import to this file, or may add it later.
     listed.pop(MAIN, None)
-    before = noted["compared"]
     compared = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
-    context.notes.save(NOTE, {**noted, "compared": compared})
+    notes.save(NOTE, {"first_run": first_run, "compared": compared})
     return tuple(sorted(path for path, result in compared.items() if not result or not result[-1]))
 
 
-def _compared(path: str, digest: str, size: int, before: list[Any] | None, system: System) -> list[Any]:
+def _compared(path: str, digest: str, size: int, before: object, system: System) -> list[Any]:
     """Return the file's identity, and as last element whether its content is the original; [] if it cannot be read."""
     try:
         identity = system.identity(path)
-        if before and before[:-1] == list(identity):
+        if isinstance(before, list) and before[:-1] == list(identity):
             return before
         # A file of another size is not read: it may be very large.
         return [*identity, identity.size == size and system.digest(path) == digest]

@@ -10,7 +10,7 @@ import pytest
 from agent.machine.kubelet import node_condition
 from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run_until_current
 from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
-from agent.machine.notes import Notes
+from agent.machine.notes import NODE_CONDITION, Notes
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import DocumentError
@@ -68,6 +68,14 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
         "lastHeartbeatTime": "2027-01-15T08:00:00Z",
         "lastTransitionTime": "2027-01-15T07:43:20Z",
     }
+
+
+@pytest.mark.parametrize("ages", [[1.0], [1.0, 2.0, 3.0, 4.0], ["1", "2", "3"], {"changed": 1.0}, 1.0, None])
+def test_a_note_of_another_release_does_not_end_the_run(node: Node, ages: object) -> None:
+    """The machine half was replaced since the machine's boot."""
+    Notes(node).save(NODE_CONDITION, {"ages": {HOST_STATUS: ages}})
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
 
 
 def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
