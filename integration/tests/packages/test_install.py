@@ -34,7 +34,9 @@ def install(root: Root, *arguments: str) -> str:
     """Run systemd/install; without arguments, with the agent's wheel."""
     environment = ("PIP_NO_INDEX=1", f"PIP_FIND_LINKS={CHECKOUT}/wheels", "PIP_ROOT_USER_ACTION=ignore")
     wheel = f"{CHECKOUT}/{wheels.agent().name}"
-    return root.run("env", *environment, f"{CHECKOUT}/systemd/install", *(arguments or (wheel,)))
+    # In a shell, because the first process of the root cannot be killed there.
+    shell = ("sh", "-c", '"$@"; exit', "sh")
+    return root.run(*shell, "env", *environment, f"{CHECKOUT}/systemd/install", *(arguments or (wheel,)))
 
 
 def works(root: Root) -> bool:
@@ -94,6 +96,28 @@ def test_half_an_installation_never_stays(root: Root) -> None:
         assert works(root)
         assert installed(root) == {".lock", "1", "current"}
         assert "# broken" not in (root.path / UNIT).read_text()
+
+
+@pytest.mark.parametrize(("signal", "said"), [("INT", "the former installation is still in use"), ("KILL", None)])
+def test_an_interrupted_upgrade_keeps_the_way_back(root: Root, signal: str, said: str | None) -> None:
+    """The signal comes while units are already those of the new release, as when somebody waits for the service."""
+    install(root)
+    mark(root, "release 2")
+    install(root)
+    mark(root, "release 3")
+    program = root.path / "usr/sbin/systemd-tmpfiles"
+    program.write_text(f'#!/bin/sh\nrm "$0"\nkill -{signal} $PPID\nsleep 1\n')
+    program.chmod(0o755)
+    with pytest.raises(CommandError, match=said):
+        install(root)
+    if said:
+        assert (root.path / UNIT).read_text().endswith("# release 2\n")
+        assert installed(root) == {".lock", "1", "2", "current", "previous"}
+    install(root)
+    assert (root.path / UNIT).read_text().endswith("# release 3\n")
+    install(root, "--rollback")
+    assert works(root)
+    assert (root.path / UNIT).read_text().endswith("# release 2\n")
 
 
 @pytest.mark.exhaustive
