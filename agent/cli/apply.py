@@ -43,5 +43,5 @@ def apply(reconciler: Reconciler) -> int:
 
 def _waiting(outcome: Outcome) -> list[MachineOutcome]:
     """Return the machines that will report. Nobody can start a masked one, which has no report."""
-    masked = {each.name for each in outcome.facts.machines if each.masked}
+    masked = {each.name for each in outcome.facts.machines if each.masked and each.ended}
     return [machine for machine in outcome.machines if machine.pending and machine.name not in masked]

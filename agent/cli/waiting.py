@@ -114,7 +114,7 @@ class Watch(Struct, frozen=True):
             allowed = machine.condition(ConditionType.DEVICES_ALLOWED)
             # The agent neither changes nor starts a machine whose settings files are another program's.
             foreign = seen.ended and allowed.reason == Reason.FOREIGN_FILE
-            if seen.masked or running.reason == Reason.NO_SUCH_MACHINE:
+            if (seen.masked and seen.ended) or running.reason == Reason.NO_SUCH_MACHINE:
                 failures += (running.message,)
             elif foreign or (machine.stopped and machine.name not in started):
                 failures += (

@@ -191,7 +191,7 @@ class MachineFacts(Struct, frozen=True):
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     masked: bool = False
-    """That unit is masked, and `unit_state` is `inactive`."""
+    """That unit is masked. The machine may still run, or stop."""
     starts: bool = False
     """A start of that unit is queued or under way. Until prepare@ has ended, the unit is still inactive."""
     has_run: bool = False

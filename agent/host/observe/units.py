@@ -46,7 +46,7 @@ class Unit(Struct, frozen=True):
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
     masked: bool = False
-    """The unit is masked, and not active."""
+    """The unit is masked. It may still run."""
     has_run: bool = False
     """The unit has stopped, or failed to start, since the host booted (InactiveEnterTimestampMonotonic), its start was
     cancelled, or it is masked; and it is not active now."""
@@ -68,17 +68,19 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 def with_properties(machine: str, unit: Unit, system: System) -> Unit:
     """Return the machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
 
-    A masked unit that is not active is inactive, as if somebody had stopped it: nothing runs in that machine.
+    A masked unit that has ended, or failed, is inactive, as if somebody had stopped it: nothing runs in that machine.
     """
-    if unit.masked:
+    if unit.masked and (isinstance(unit.state, Broken) or unit.state == "failed"):
         unit = replace(unit, state="inactive")
     if not isinstance(unit.state, str):
         return unit
     try:
         return replace(
             unit,
-            has_run=unit.masked or _has_run(machine, unit, system),
-            needs_reload=systemd.needs_reload(unit.path, system),
+            has_run=(unit.masked and unit.state == "inactive") or _has_run(machine, unit, system),
+            # Of a masked unit that was loaded before, systemd always says so, because it no longer looks for drop-ins
+            # (unit_need_daemon_reload in unit.c).
+            needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
     except (BusError, OSError) as error:
@@ -100,8 +102,8 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
 def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
     if isinstance(listed, Unseen):
         return Unit(listed)
-    masked = (listed.load_state, listed.active_state) == ("masked", "inactive")
-    return Unit(_state(name, listed), listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
+    state, masked = _state(name, listed), listed.load_state == "masked"
+    return Unit(state, listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:

@@ -57,6 +57,16 @@ def test_one_unit_with_its_properties(host: Host) -> None:
     assert properties(host, "d.service") == Unit("active")
 
 
+def test_masked_units(host: Host) -> None:
+    """Of those that were loaded before, systemd always wants a reload: each pass, and each command, made one."""
+    host.bus.unit("a.service", "active", "masked", reload=True)
+    host.bus.unit("b.service", "failed", "masked", reload=True, stopped_at=4711)
+    host.bus.unit("c.service", "inactive", "masked")
+    assert properties(host, "a.service") == Unit("active", masked=True)
+    for ended in ("b.service", "c.service"):
+        assert properties(host, ended) == Unit("inactive", masked=True, has_run=True)
+
+
 def test_an_unseen_unit_hides_no_other(host: Host) -> None:
     host.bus.unit("a.service")
     host.bus.unit("b.service")
