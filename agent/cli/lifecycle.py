@@ -12,7 +12,7 @@ from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.model.errors import AgentError, CommandError, ConfigError
-from agent.model.facts import Absent
+from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import cordoned_file, machine_unit
 
 DRAIN_LIMIT = 600.0
@@ -86,12 +86,7 @@ def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) 
 
 
 def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    _, planned, _ = reconciler.preview()
-    if why := planned.skipped.get(name, planned.held.get(name)):
-        raise AgentError(
-            f"machine {name} was not stopped, because the agent would not start it again: {why}",
-            f"`systemctl restart {machine_unit(name)}` restarts it with the settings that it has",
-        )
+    _refuse_restart(name, reconciler)
     _stop(name, reconciler, kubeconfig, drain=drain)
     # The error, or the interrupt, may also come after the start.
     stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
@@ -101,6 +96,22 @@ def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool)
     except AgentError as error:
         hint = f"{error.hint}; then {again}" if error.hint else again
         raise AgentError(f"{stopped}: {error.message}", hint) from error
+
+
+def _refuse_restart(name: str, reconciler: Reconciler) -> None:
+    """Raise AgentError if the agent would not start the machine after it has stopped it."""
+    facts, planned, difference = reconciler.preview()
+    machine, unit = next(each for each in facts.machines if each.name == name), machine_unit(name)
+    refused, faulted = difference.refused.get(name, ""), difference.faults.get(name)
+    refused = refused.why if isinstance(refused, Unseen) else refused
+    why = planned.skipped.get(name) or planned.held.get(name) or refused or (faulted.why if faulted else "")
+    hint = f"`systemctl restart {unit}` restarts it with the settings that it has"
+    if machine.masked:
+        why, hint = "its unit is masked", f"run `systemctl unmask {unit}` first"
+    elif isinstance(machine.root, Absent | Broken):
+        hint = ""
+    if why:
+        raise AgentError(f"machine {name} was not stopped, because the agent would not start it again: {why}", hint)
 
 
 def _start_it(name: str) -> str:

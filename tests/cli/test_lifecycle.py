@@ -18,7 +18,7 @@ from agent.host.provision.apply import Tools, perform
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError
-from agent.model.paths import cordoned_file, joined_file, machine_root, report_directory
+from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -97,6 +97,25 @@ def test_a_machine_that_would_not_start_again_is_not_stopped(host: NodeHost, age
         restart(MACHINE, agent, ADMIN, drain=True)
     assert f"systemctl restart {UNITS[0]}" in error.value.hint
     assert kubectl(host) == []
+
+
+@pytest.mark.parametrize("state", ["masked", "without a root", "with settings of others"])
+def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
+    host: NodeHost, agent: Reconciler, state: str
+) -> None:
+    match state:
+        case "masked":
+            host.bus.unit(UNITS[0], "active", "masked")
+        case "without a root":
+            host.remove_tree(machine_root(MACHINE))
+        case _:
+            host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
+    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped") as error:
+        restart(MACHINE, agent, ADMIN, drain=True)
+    assert kubectl(host) == []
+    # Of these, systemd itself can restart only the last one.
+    assert ("systemctl restart" in error.value.hint) is (state == "with settings of others")
+    assert ("systemctl unmask" in error.value.hint) is (state == "masked")
 
 
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
