@@ -2,7 +2,7 @@
 
 import time
 
-from agent.cli.output import print_machines, report_problems
+from agent.cli.output import print_machines, report_problems, started_and_stopped
 from agent.cli.printing import progress, report_failures
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
@@ -30,11 +30,13 @@ def apply(reconciler: Reconciler) -> int:
             break
         if waited >= next_report:
             for machine in waiting:
-                progress(f"{machine.name}: waiting: {machine.ready.message}")
+                progress(f"{machine.name}: waiting: {machine.awaited}")
             next_report = waited + PROGRESS_INTERVAL
         time.sleep(1)
         outcome = reconciler.reconcile()
+        ended = {each.name for each in outcome.facts.machines if each.stays_ended}
         failures += outcome.failures
+        failures += tuple(started_and_stopped(each.name) for each in _waiting(outcome) if each.name in ended)
     print_machines(outcome.machines, reconciler)
     report_problems(outcome.facts)
     ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)

@@ -9,6 +9,7 @@ from agent.cli.terminal import terminal
 from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.model.facts import Facts
+from agent.model.paths import machine_unit
 from agent.model.text import rfc3339
 
 
@@ -41,3 +42,8 @@ def report_problems(facts: Facts) -> None:
     """Report what was refused, discarded or not understood."""
     for problem in facts.all_problems():
         report(f"note: {problem}")
+
+
+def started_and_stopped(name: str) -> str:
+    """Return the sentence about a machine that was started and no longer runs."""
+    return f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"

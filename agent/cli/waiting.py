@@ -6,6 +6,7 @@ from collections.abc import Callable
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agent.cli.output import started_and_stopped
 from agent.host.observe.joined import observe_joined
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.provision.preflight import Asking, Check, check_server
@@ -73,10 +74,11 @@ class Watch(Struct, frozen=True):
     def waiting(self, outcome: Outcome) -> dict[str, str]:
         """Return why machines are not finished yet, by name; empty if all are."""
         reasons = {}
-        ended = {each.name for each in outcome.facts.machines if each.ended}
+        # Until a machine that stops has ended, its last report is still there.
+        ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
         for machine in self.machines(outcome):
             if machine.pending or machine.name in ended:
-                reasons[machine.name] = machine.ready.message
+                reasons[machine.name] = machine.awaited
             elif not self._joined(machine.name):
                 reasons[machine.name] = NOT_JOINED
         return reasons
@@ -94,7 +96,7 @@ class Watch(Struct, frozen=True):
         outcome = self.reconciler.reconcile()
         started: set[str] = set()
         failures = outcome.failures + self._start_stopped(outcome, started) + self._never_started(outcome, started)
-        return (outcome, failures) if failures else self._wait(started, _running(outcome))
+        return (outcome, failures) if failures else self._wait(started | _running(outcome))
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
         """Start stopped machines that have their settings, each once, and add them to `started`. Return failures."""
@@ -114,8 +116,11 @@ class Watch(Struct, frozen=True):
             allowed = machine.condition(ConditionType.DEVICES_ALLOWED)
             # The agent neither changes nor starts a machine whose settings files are another program's.
             foreign = seen.ended and allowed.reason == Reason.FOREIGN_FILE
-            if (seen.masked and seen.ended) or running.reason == Reason.NO_SUCH_MACHINE:
+            if running.reason == Reason.NO_SUCH_MACHINE:
                 failures += (running.message,)
+            elif seen.masked and seen.ended:
+                unmask = f"`systemctl unmask {machine_unit(machine.name)}`"
+                failures += (f"{machine.name} was not started, because its unit is masked: run {unmask} first",)
             elif foreign or (machine.stopped and machine.name not in started):
                 failures += (
                     f"{machine.name} was not started, because its settings files are missing or not the agent's, or "
@@ -123,29 +128,29 @@ class Watch(Struct, frozen=True):
                 )
         return failures
 
-    def _ended(self, outcome: Outcome, ran: set[str]) -> tuple[str, ...]:
-        """Return a sentence for each machine in `ran` that no longer runs, and add those that run to `ran`."""
+    def _ended(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
+        """Return a sentence for each machine in `started` that no longer runs, and add those that run to `started`.
+
+        The start of one that was never seen running may have failed between two passes.
+        """
         ended = {each.name for each in outcome.facts.machines if each.stays_ended}
-        failures = tuple(
-            f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
-            for name in self.names
-            if name in ran & ended
-        )
-        ran |= _running(outcome)
+        failures = tuple(started_and_stopped(name) for name in self.names if name in started & ended)
+        # If somebody stops a machine that runs, it must stay stopped.
+        started |= _running(outcome)
         return failures
 
-    def _wait(self, started: set[str], ran: set[str]) -> tuple[Outcome, tuple[str, ...]]:
+    def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
-        last_sentence, servers = "", _Servers(self.reconciler, self.ask)
+        last_sentence, failing, servers = "", frozenset[str](), _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
-            failures = outcome.failures + self._ended(outcome, ran)
-            # A machine that ran has been started: if somebody stopped it meanwhile, it must stay stopped.
-            started |= ran
-            failures += self._start_stopped(outcome, started)
+            failures = outcome.failures + self._ended(outcome, started)
+            failures += self._start_stopped(outcome, started) + self._never_started(outcome, started)
+            failing = _failing(outcome, failing)
             waiting = self.waiting(outcome)
+            waiting |= {name: _failed(name) for name in failing & waiting.keys()}
             if failures or not waiting:
                 return outcome, failures
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
@@ -171,6 +176,16 @@ class Watch(Struct, frozen=True):
 
 def _running(outcome: Outcome) -> set[str]:
     return {each.name for each in outcome.facts.machines if each.unit_state in ("active", "activating")}
+
+
+def _failing(outcome: Outcome, before: frozenset[str]) -> frozenset[str]:
+    """Return the machines that have failed, and that systemd starts again; `before` has those of the last pass."""
+    running = {each.name for each in outcome.facts.machines if each.unit_state == "active"}
+    return (before | {each.name for each in outcome.facts.machines if each.restarts}) - running
+
+
+def _failed(name: str) -> str:
+    return f"it has failed, and systemd starts it again: see `journalctl -e -u {machine_unit(name)}`"
 
 
 NOT_JOINED = "its kubelet has not joined the cluster yet"

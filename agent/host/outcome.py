@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 
 from agent.model.actions import Done
-from agent.model.conditions import Condition, ConditionType, unknown
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status, unknown
 from agent.model.facts import Facts
 from agent.model.faults import Fault
 from agent.model.handoff import Repair
@@ -14,6 +14,7 @@ from agent.model.reasons import Reason
 
 NO_MACHINES = "no machine is configured"
 """What commands and pages show instead of outcomes."""
+NO_ANSWER = "it does not run, or has not answered the latest handoff yet"
 
 
 class MachineOutcome(Struct, frozen=True):
@@ -61,6 +62,13 @@ class MachineOutcome(Struct, frozen=True):
     def ready(self) -> Condition:
         """The condition that sums up all others."""
         return self.condition(ConditionType.READY)
+
+    @property
+    def awaited(self) -> str:
+        """What the machine still needs, for a command that waits for it. Without a GPU, Ready is True all the time."""
+        needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
+        missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)
+        return missing if self.ready.status is Status.TRUE else self.ready.message
 
 
 def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ...]]:

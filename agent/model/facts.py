@@ -194,6 +194,8 @@ class MachineFacts(Struct, frozen=True):
     """That unit is masked. The machine may still run, or stop."""
     starts: bool = False
     """A start of that unit is queued or under way. Until prepare@ has ended, the unit is still inactive."""
+    restarts: bool = False
+    """The machine has ended, and systemd waits before it starts it again."""
     has_run: bool = False
     """The unit has stopped, or failed to start, since the host booted, its start was cancelled, or it is masked; and it
     is not active now. If `unit_state` is `inactive`, somebody stopped it."""

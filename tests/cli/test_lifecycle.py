@@ -245,7 +245,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     stop(MACHINE, agent, "", drain=False)
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
-    states = ["failed", "activating", "activating", "active", "restarted", "active", state]
+    states = ["restarted", "activating", "activating", "active", "restarted", "active", state]
 
     def sleep(_: float) -> None:
         now = states.pop(0)
@@ -256,6 +256,84 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     assert start(MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert not states
+
+
+def test_a_machine_whose_start_fails_between_two_passes_is_not_waited_for(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass saw it start. `start` waited for seven minutes."""
+    stop(MACHINE, agent, "", drain=False)
+    host.tools.before = lambda argv: units(host, "failed", stopped_at=1) if argv == START else None
+    host.command(*START)
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 500.0 * len(waited))
+    assert start(MACHINE, agent, "") == 1
+    assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
+
+
+def test_a_machine_that_is_stopping_starts_when_it_has_stopped(
+    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its report is still there, so `start` did not wait, and started nothing."""
+    units(host, "deactivating")
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            host.tools(STOP, 0)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert start(MACHINE, agent, "") == 0
+    assert START in host.runner.calls
+
+
+def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
+    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(MACHINE, agent, "", drain=False)
+    host.reports = False
+    host.remove_tree(report_directory(MACHINE))
+    said: list[str] = []
+    agent.progress = said.append
+    passes: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0 * len(passes))
+
+    def sleep(seconds: float) -> None:
+        passes.append(seconds)
+        units(host, "activating", stopped_at=1)
+        host.bus.sub_states[UNITS[0]] = "auto-restart" if len(passes) % 2 else "start-pre"
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert start(MACHINE, agent, "") == 1
+    waiting = [sentence for sentence in said if "waiting:" in sentence]
+    assert len(waiting) == 1
+    assert f"it has failed, and systemd starts it again: see `journalctl -e -u {UNITS[0]}`" in waiting[0]
+
+
+def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ready is True all the time."""
+    host = node_host(tmp_path / "host")
+    agent = node_reconciler(host)
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        host.unplug(gpu)
+    host.pci = ()
+    assert up(agent, "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
+    stop(MACHINE, agent, "", drain=False)
+    host.bus.unit(UNITS[0], "inactive", "masked")
+    assert start(MACHINE, agent, "") == 1
+    assert f"its unit is masked: run `systemctl unmask {UNITS[0]}` first" in capsys.readouterr().err
+    host.bus.unit(UNITS[0], "inactive")
+    host.reports = False
+    host.remove_tree(report_directory(MACHINE))
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 500.0 * len(waited))
+    assert start(MACHINE, agent, "") == 1
+    assert "was not ready within 500 s: it does not run, or has not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("polls", [1, 3])
