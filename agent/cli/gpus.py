@@ -23,8 +23,7 @@ def gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
         return list_gpus(reconciler, for_programs=options.json)
     address = options.address
     if command in PRINTED:
-        # On a host without GPUs, `holders` returns no lines: print an empty one as the answer.
-        say(PRINTED[command](address, reconciler) or [""])
+        say(PRINTED[command](address, reconciler))
         return 0
     ending = (detach if command == "detach" else attach)(address, reconciler)
     say(ending.sentences)

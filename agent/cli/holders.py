@@ -17,7 +17,7 @@ UNSEEN_SHOWN = 10
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Return one or more lines about the users of the GPU at `address`; without an address, about those of each GPU."""
     facts = reconciler.preview()[0]
-    gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
+    gpus = [find_gpu(address, facts)] if address else list(_known(facts).values())
     lines: list[str] = []
     for gpu in gpus:
         nodes = gpu_nodes(facts, gpu.pci_address)
@@ -25,7 +25,7 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         unknown = why_unknown(gpu, nodes)
         described = describe(held, gpu) if held or unknown else (no_holder(held), *describe(held, gpu))
         lines += [f"{gpu.pci_address}: {line}" for line in (*described, unknown) if line]
-    return tuple(lines)
+    return tuple(lines) or ("this host has no GPU",)
 
 
 def find_gpu(address: str, facts: Facts) -> Gpu:
@@ -33,16 +33,21 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
 
     Raises ConfigError if no GPU has the address, and ObservationError if a vendor's devices cannot be listed.
     """
-    for vendor in facts.vendors:
-        if not isinstance(vendor.devices, tuple):
-            raise ObservationError(vendor.devices.why, "without this list, a GPU's users cannot be found")
-    known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    known = _known(facts)
     found = known.get(as_in_sysfs(address))
     if found is None:
         raise ConfigError(
             f"{address!a}: no GPU has this PCI address", f"GPUs here: {', '.join(sorted(known)) or 'none'}"
         )
     return found
+
+
+def _known(facts: Facts) -> dict[str, Gpu]:
+    """Return the GPUs by address. Raises ObservationError if a vendor's devices cannot be listed."""
+    for vendor in facts.vendors:
+        if not isinstance(vendor.devices, tuple):
+            raise ObservationError(vendor.devices.why, "without this list, a GPU's users cannot be found")
+    return {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
 
 
 def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:

@@ -24,7 +24,7 @@ from agent.model.facts import Unseen
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
-from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.processes import POD_GROUP, process
 
@@ -450,6 +450,8 @@ def test_an_unknown_address_is_bad_input(site: Site) -> None:
     site.host.drm = Unseen("/sys/class/drm: Permission denied")
     with pytest.raises(ObservationError, match="Permission denied"):
         detach(SECOND, site.agent, FAST)
+    with pytest.raises(ObservationError, match="Permission denied"):
+        holders("", site.agent)
 
 
 def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
@@ -506,6 +508,16 @@ def test_holders_are_listed_by_gpu(site: Site) -> None:
         f"{SECOND}: PID {HOLDER} (python3): /dev/nvidia1",
     )
     assert holders(SECOND.upper(), site.agent) == holders("", site.agent)[1:]
+
+
+def test_holders_on_a_host_without_gpus(tmp_path: Path) -> None:
+    """The answer was an empty line."""
+    host = set_up(Host(tmp_path))
+    host.make_directory("/proc")
+    for address in (FIRST, SECOND):
+        host.unplug(address)
+    host.pci = ()
+    assert holders("", reconciler(host)) == ("this host has no GPU",)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {"device": 1}}', b"\xff"])
