@@ -152,6 +152,15 @@ def test_a_link_in_the_place_of_a_machines_root_is_named_and_nothing_is_written(
     assert b"BindReadOnly=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
 
 
+def test_a_file_in_the_place_of_a_machines_root_is_named(gpu_host: Host) -> None:
+    """The message was that it does not exist."""
+    root = f"{MACHINE_ROOTS}/{MACHINE}"
+    os.rmdir(f"{gpu_host.root}{root}")
+    gpu_host.file(root, "")
+    ready = conditions(reconciler(gpu_host).reconcile())[ConditionType.READY]
+    assert (ready.reason, ready.message.partition(";")[0]) == ("NoSuchMachine", f"{root} is not a directory")
+
+
 @pytest.mark.parametrize("directory", [MACHINE_ROOTS, "/run/systemd/nspawn"])
 def test_settings_that_nspawn_no_longer_reads_are_named(gpu_host: Host, directory: str) -> None:
     """It reads one file only. That of the agent comes first."""

@@ -95,6 +95,8 @@ def _root(name: str, system: System) -> Seen[str]:
             return path
         case False if read_seen(system.exists, node_record(name)) is True:
             return Absent(f"{path} was deleted since `up` made it; run `unbounded-agent up {name}`")
+        case False if read_seen(system.exists, path) is True:
+            return Broken(f"{path} is not a directory; move it away and unpack the machine's image into that directory")
         case False:
             return Absent(f"{path} does not exist; unpack the machine's image into that directory")
         case unseen:
