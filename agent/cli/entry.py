@@ -6,10 +6,30 @@ import sys
 
 from agent.cli import garbage
 from agent.cli.asking import ask_service
+from agent.cli.printing import STDOUT, ignore_broken_pipe, report
 
 
 def run() -> int:
-    """Run the command of this process, and return its exit code."""
+    """Run the command of this process, and return its exit code, also if nothing can be printed."""
+    if sys.stdout is None:
+        # The user closed it (>&-).
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        try:
+            return _run()
+        finally:
+            # argparse leaves its help in the buffer.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        ignore_broken_pipe()
+        return 0
+    except OSError as error:
+        ignore_broken_pipe()
+        report(f"{error.filename or STDOUT}: {error.strerror}")
+        return 1
+
+
+def _run() -> int:
     garbage.for_a_command()
     # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That is
     # slow, and root must not load code in that way.

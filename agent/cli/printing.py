@@ -11,6 +11,7 @@ from contextvars import ContextVar
 LISTING = "gpus"
 """In place of a stream's name: the text is the list of GPUs as JSON, without the GPUs' users. The process that asked
 searches for those, and prints the list (agent.cli.gpu_table)."""
+STDOUT = "standard output"
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
 """The output so far of a command that the service runs for another process, as pairs of stream and text. None in a
 command's own process, which prints at once."""
@@ -19,13 +20,17 @@ command's own process, which prints at once."""
 def say(lines: Iterable[str]) -> None:
     """Print the lines of a command's result, and flush them, so that a program that reads a pipe gets them at once."""
     captured = CAPTURED.get()
-    for line in lines:
-        if captured is None:
+    if captured is not None:
+        captured += [("stdout", f"{line}\n") for line in lines]
+        return
+    try:
+        for line in lines:
             print(line)
-        else:
-            captured.append(("stdout", f"{line}\n"))
-    if captured is None:
         sys.stdout.flush()
+    except OSError as error:
+        # Python would try again at its end.
+        ignore_broken_pipe()
+        raise OSError(error.errno, error.strerror, error.filename or STDOUT) from error
 
 
 def hand_over(kind: str, text: str) -> bool:

@@ -1,5 +1,6 @@
 """Programs that follow a command get each of its lines when it is printed."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,3 +31,13 @@ def test_attack_a_check_cannot_control_the_terminal() -> None:
     """It quotes the status line of a server, or of somebody between."""
     check = Check("programs", "http://mirror/kubelet: 404 \x1b]0;x\x07", "check the network")
     assert in_words(check) == r" FAILED  programs: http://mirror/kubelet: 404 \x1b]0;x\x07 (check the network)"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["version", "kube manifests"])
+@pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 0)])
+def test_output_that_cannot_be_written_needs_no_traceback(command: str, output: str, code: int) -> None:
+    program = f"exec {sys.executable} -m agent.cli.entry {command} {output}"
+    ended = subprocess.run(("sh", "-c", program), stderr=subprocess.PIPE, text=True, check=False)
+    said = "unbounded-agent: standard output: No space left on device\n" if code else ""
+    assert (ended.returncode, ended.stderr) == (code, said)
