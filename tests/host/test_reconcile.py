@@ -15,6 +15,7 @@ from agent.cli.doctor.machines import diagnose
 from agent.cli.doctor.words import Report, in_words
 from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
+from agent.host.plan.goal import plan
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.errors import BusAnswerError, UnsupportedError
@@ -36,6 +37,8 @@ from agent.model.paths import (
     live_file,
     nspawn_file,
     report_directory,
+    started_drop_in,
+    started_nspawn,
     unit_drop_in,
 )
 from agent.model.reasons import Reason
@@ -280,6 +283,22 @@ def test_an_interrupted_removal_is_forgotten_by_the_next_pass(gpu_host: Host) ->
     other.reconcile()
     assert MACHINE not in gpu_host.read_text(OWNED)
     assert [each.name for each in other.preview()[0].machines] == ["other"]
+
+
+def test_the_start_of_a_removed_machine_is_forgotten(gpu_host: Host) -> None:
+    """If it started without our settings, and was then configured again, its nodes counted as bound."""
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    (goal,) = plan(agent.config, agent.preview()[0]).goal.machines
+    gpu_host.write(live_file(MACHINE), render_live(goal.live))
+    for path, started in ((nspawn_file, started_nspawn), (unit_drop_in, started_drop_in)):
+        gpu_host.write(started(MACHINE), gpu_host.read(path(MACHINE)))
+    for unit in UNITS:
+        gpu_host.bus.units[unit.replace(MACHINE, "other")] = gpu_host.bus.units[unit]
+    Reconciler(Config.validated({"machines": {"other": {}}}), gpu_host, gpu_host).reconcile()
+    units(gpu_host, "active")
+    outcome = reconciler(gpu_host).reconcile()
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
 
 
 def test_a_full_run_directory_costs_a_cache_and_no_pass(gpu_host: Host) -> None:

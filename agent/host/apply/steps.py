@@ -27,7 +27,18 @@ from agent.model.digest import sha256
 from agent.model.errors import AgentError, ApplyError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.faults import in_words
-from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_PENDING, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
+from agent.model.paths import (
+    MACHINES_STATE,
+    OWNED,
+    RELOAD_PENDING,
+    RUNTIME_PROPERTIES,
+    STATE,
+    UNIT_SETTINGS,
+    live_file,
+    machine_of,
+    started_drop_in,
+    started_nspawn,
+)
 from agent.system.files import System
 
 
@@ -98,6 +109,7 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
         case RemoveFile(path):
             _record_pending_reload(path, system)
             system.remove(path)
+            _forget_start(path, system)
         case StageDriverRoot(root):
             stage(root, system, report_progress)
             publish(root.index, system)
@@ -116,6 +128,16 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
             system.remove(RELOAD_PENDING)
         case _:
             assert_never(action)
+
+
+def _forget_start(path: str, system: System) -> None:
+    """If the path is a machine's settings file, remove the records of the machine's last start with settings.
+
+    A start without settings makes no new ones. The old ones would count for it once the machine is configured again.
+    """
+    if (machine := machine_of(path)) is not None:
+        for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
+            system.remove(record)
 
 
 def _write(action: WriteFile, system: System) -> None:
