@@ -92,15 +92,20 @@ def test_a_command_is_interrupted_when_its_terminal_is_gone(
 ) -> None:
     """The signal's default action would end it before it kills what it has started. nohup's choice stays as it is."""
     (config := tmp_path / "config.toml").write_text("[machines.gpu-node]\n")
-    argv = (*prefix, sys.executable, "-m", "agent.cli.main", f"--config={config}", "status", "--watch")
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as command:
-        assert command.stdout
-        assert command.stdout.readline()
-        if prefix:
-            command.send_signal(signal.SIGHUP)
-            assert command.stdout.readline()
-        command.send_signal(number)
-        assert command.wait(20) == 130
+    command = (sys.executable, "-m", "agent.cli.main", f"--config={config}", "status", "--watch")
+    # The tests themselves may run under nohup.
+    argv = ("env", "--default-signal=HUP", *prefix, *command)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as watching:
+        try:
+            assert watching.stdout
+            assert watching.stdout.readline()
+            if prefix:
+                watching.send_signal(signal.SIGHUP)
+                assert watching.stdout.readline()
+            watching.send_signal(number)
+            assert watching.wait(20) == 130
+        finally:
+            watching.kill()
 
 
 # ---- help and version
