@@ -1,5 +1,6 @@
 """The wait for events: pipes simulate sources of events, and a socket a signal."""
 
+import math
 import os
 import select
 import socket
@@ -248,7 +249,7 @@ def test_a_source_that_always_breaks_does_not_keep_the_loop_busy(
 def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     host: Host, tmp_path: Path, interrupt: Signalled
 ) -> None:
-    """10,000 real events in a second cause three passes, or four if a busy computer pauses in between."""
+    """10,000 real events in a second cause three passes; two more if a busy computer pauses in between."""
     directory = tmp_path / "host/dev"
     directory.mkdir()
     source = Directories("nodes", host, lambda: ("/dev",), lambda _, name: True)
@@ -272,7 +273,8 @@ def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     thread.join()
     source.close()
     assert seen[-1] == {"last"}
-    assert len(seen) <= int(took[0] / 0.5) + 2, f"in {took[0]:.2f} s"
+    # Two at once, then one each half second, of which the last may come after the storm.
+    assert len(seen) <= math.ceil(took[0] / 0.5) + 2, f"in {took[0]:.2f} s"
     assert tally(wakeups, "nodes") == (True, len(seen), 0)
 
 
