@@ -98,7 +98,13 @@ def test_half_an_installation_never_stays(root: Root) -> None:
         assert "# broken" not in (root.path / UNIT).read_text()
 
 
-@pytest.mark.parametrize(("signal", "said"), [("TERM", "the former installation is still in use"), ("KILL", None)])
+@pytest.mark.parametrize(
+    ("signal", "said"),
+    [
+        ("TERM", "the former installation is still in use"),
+        pytest.param("KILL", None, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_interrupted_upgrade_keeps_the_way_back(root: Root, signal: str, said: str | None) -> None:
     """The signal comes while units are already those of the new release, as when somebody waits for the service."""
     install(root)

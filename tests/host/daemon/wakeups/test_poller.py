@@ -249,7 +249,7 @@ def test_a_source_that_always_breaks_does_not_keep_the_loop_busy(
 def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     host: Host, tmp_path: Path, interrupt: Signalled
 ) -> None:
-    """10,000 real events in a second cause three passes; two more if a busy computer pauses in between."""
+    """10,000 real events in a second cause three passes, or four if there are pauses; a longer storm causes more."""
     directory = tmp_path / "host/dev"
     directory.mkdir()
     source = Directories("nodes", host, lambda: ("/dev",), lambda _, name: True)
