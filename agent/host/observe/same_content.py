@@ -26,7 +26,7 @@ _different: set[int] = set()
 comparison while staging the driver keeps failing."""
 
 
-class _Times(Struct, frozen=True, forbid_unknown_fields=True):
+class _Times(Struct, frozen=True):
     of: str
     """The digest of the manifest to which the times belong."""
     mtimes: dict[str, int]

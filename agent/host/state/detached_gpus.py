@@ -19,7 +19,7 @@ from agent.system.damage import count
 from agent.system.files import System
 
 
-class _Note(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Note(Struct, frozen=True, omit_defaults=True):
     device: int
     draining: bool
     granted: bool = False
