@@ -34,7 +34,7 @@ class Endpoint:
         """Why the pages are not served; empty if they are."""
         self._address, self._site = address, Site()
         self._server: Server | None = None
-        self._inherited, self._served = tuple(inherited), tuple[InheritedServer, ...]()
+        self._inherited, self._served = tuple(inherited), list[InheritedServer]()
         for each in inherited:
             log.info("serving on %s, on which systemd listens; metrics.address is not used", each.getsockname())
         self.listen()
@@ -45,7 +45,8 @@ class Endpoint:
         if self._server:
             self._server.site = site
         # Accept connections only now: without pages, peers that have waited would get "Not Found".
-        self._served = self._served or tuple(InheritedServer(each, site) for each in self._inherited)
+        if len(self._served) < len(self._inherited):
+            self._accept()
         for each in self._served:
             each.site = site
 
@@ -56,9 +57,7 @@ class Endpoint:
         try:
             self._use(Server(self._address))
         except AgentError as error:
-            if error.message != self.error:
-                log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
-            self.error = error.message
+            self._failed(error.message, one_line(str(error)))
 
     def move(self, address: str) -> None:
         """Serve on another address. If it cannot be bound, raise AgentError and keep the old one.
@@ -80,6 +79,21 @@ class Endpoint:
                 self._server.stop()
         self._address = address
         self._use(server)
+
+    def _accept(self) -> None:
+        """Serve those of systemd's sockets that are not served yet."""
+        try:
+            for each in self._inherited[len(self._served) :]:
+                self._served.append(InheritedServer(each, self._site))
+            self.error = ""
+        except OSError as error:
+            why = f"the socket that systemd passed: {error.strerror}"
+            self._failed(why, why)
+
+    def _failed(self, error: str, detail: str) -> None:
+        if error != self.error:
+            log.error("cannot serve metrics and health pages; each pass tries again: %s", detail)
+        self.error = error
 
     def _replace(self, old: Server, address: str) -> Server:
         """Stop the old server, and return a new one; if that fails, raise AgentError and serve on the old address."""

@@ -169,10 +169,14 @@ class Server(ThreadingMixIn, TCPServer):
             in_use = error.errno == errno.EADDRINUSE
             user = listening_user(int(port)) if in_use else None
             holder = f" by a process of user {user}, which answers Prometheus instead" if user is not None else ""
-            stop = f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`"
+            advice = {
+                errno.EADDRINUSE: "configure another address or port, or stop the process that holds it:"
+                f" `ss -lntp 'sport = :{port}'`",
+                errno.EAGAIN: "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent`",
+            }
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
-                stop if in_use else "configure an address that one of the host's interfaces has: `ip -brief address`",
+                advice.get(error.errno or 0, "configure an address of one of the host's interfaces: `ip -brief address`"),
             ) from error
 
     def serve(
@@ -183,7 +187,10 @@ class Server(ThreadingMixIn, TCPServer):
         listening: socket.socket | None = None,
         site: Site = NO_PAGES,
     ) -> None:
-        """Begin to serve on `listening`, which listens already, or else on a new socket at `where`. Raises OSError."""
+        """Begin to serve on `listening`, which listens already, or else on a new socket at `where`.
+
+        Raises OSError. `listening` is open even then.
+        """
         self.site = site
         self.limits = limits
         self.peers = Peers(CONNECTIONS)
@@ -194,7 +201,13 @@ class Server(ThreadingMixIn, TCPServer):
             self.socket.close()
             self.socket, self.server_address = listening, listening.getsockname()
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # TasksMax= or the memory is used up.
+            if listening is None:
+                self.server_close()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def port(self) -> int:
