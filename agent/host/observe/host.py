@@ -1,5 +1,7 @@
 """Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
 
+from collections.abc import Mapping
+
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.loader_cache import Listing
@@ -41,19 +43,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
-    sources = Sources(
-        system=system,
-        architecture=system.architecture(),
-        pci=devices.pci_devices(),
-        drm=devices.drm_devices(),
-        loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
-        driver=config.driver,
-        machines=config.machines,
-        units={service: units[service].state for service in services},
-        lost=observe_lost(system),
-        detached=detached.gpus,
-        file_cache=memory.file_cache,
-    )
+    states = {service: units[service].state for service in services}
+    sources = _sources(config, system, devices, memory, states, detached.gpus)
     template = observe_template(system)
     template_problem = "" if isinstance(template, tuple) else template.why
     staged = observe_staged(system)
@@ -88,6 +79,30 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         # If this is unknown, systemd reloads its units once more than needed.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),
+    )
+
+
+def _sources(
+    config: Config,
+    system: System,
+    devices: DeviceSource,
+    memory: Memory,
+    units: Mapping[str, Seen[str]],
+    detached: frozenset[str],
+) -> Sources:
+    """Return what the vendors observe. Raises ObservationError if the record of lost GPUs cannot be read."""
+    return Sources(
+        system=system,
+        architecture=system.architecture(),
+        pci=devices.pci_devices(),
+        drm=devices.drm_devices(),
+        loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
+        driver=config.driver,
+        machines=config.machines,
+        units=units,
+        lost=observe_lost(system),
+        detached=detached,
+        file_cache=memory.file_cache,
     )
 
 
