@@ -102,7 +102,9 @@ def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int) -
     """If a tool lived on, it would write files while the next attempt removes them; kubectl would go on evicting."""
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
-    code = f"from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
+    # A job in the background has ignored SIGINT since its start.
+    default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{default}; from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
     agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         while not pid_file.exists() or not pid_file.read_text():
@@ -111,7 +113,7 @@ def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int) -
         ended = os.pidfd_open(int(pid_file.read_text()))
     finally:
         agent.send_signal(number)
-        agent.wait()
+        agent.wait(20)
     assert select.select([ended], [], [], 20)[0]
     os.close(ended)
 
