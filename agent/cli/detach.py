@@ -110,7 +110,7 @@ class _Removal(Struct):
     remarks: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     recorded: bool = False
-    """Whether this command has recorded the GPU as detached or tainted."""
+    """Whether this command has recorded the GPU as detached or tainted, and did not undo it."""
 
     def run(self) -> Ending:
         """Keep new pods from the GPU, wait until its users have exited, then withdraw the machines' permission.
@@ -186,6 +186,7 @@ class _Removal(Struct):
     def _forget(self) -> None:
         with pass_lock(self.reconciler.system, self.reconciler.progress):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
+        self.recorded = False
 
     def _clean_up(self, policy: str) -> None:
         """After an error, undo the detachment, or report that the GPU stays detached.
@@ -248,7 +249,7 @@ class _Removal(Struct):
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, or time is up. Return the last outcome.
 
-        Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
+        Raises AgentError if somebody else undoes what this command recorded. Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
         """
         started, next_report = time.monotonic(), 0.0
         while True:
@@ -256,6 +257,8 @@ class _Removal(Struct):
             names, waited = waiting(outcome), time.monotonic() - started
             if not names or waited > self.timing.answer:
                 break
+            if self.recorded:
+                self._require_record()
             if waited >= next_report:
                 self.reconciler.progress(f"waiting for {', '.join(names)} to {what}")
                 next_report = waited + self.timing.report_interval

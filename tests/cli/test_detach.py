@@ -311,6 +311,7 @@ def test_a_gpu_that_somebody_attaches_meanwhile_stays_attached(site: Site, polic
     site.meanwhile = [*[lambda: None] * steps, attach]
     with pytest.raises(AgentError, match=f"{SECOND} was attached, or left the PCI bus, in the meantime"):
         detach(SECOND, agent, FAST)
+    assert sum(" to release " in each for each in site.messages) <= 1, "one for each pass that waits"
     assert not site.meanwhile
     assert SECOND not in observe_detached(site.host).tainted
     site.agent.reconcile()
