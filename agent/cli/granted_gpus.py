@@ -11,7 +11,7 @@ from agent.model.granted import Granted
 
 
 def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
-    """Return the machines that have the GPU, or would have it if it were not detached.
+    """Return the machines that have the GPU, would have it if it were not detached, or may still open it.
 
     Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
     """

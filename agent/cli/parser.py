@@ -172,8 +172,8 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
             seconds = math.nan
         if not math.isfinite(seconds) or seconds < minimum:
             raise argparse.ArgumentTypeError(
-                f"{number!r} is not a number of seconds of at least {minimum:g}; write {option}=SECONDS, or "
-                f"MACHINE {option}"
+                f"{number!r} is not a number of seconds ({minimum:g} or more): write {option}=SECONDS, or put the "
+                f"machine before {option}"
             )
         return seconds
 

@@ -34,9 +34,9 @@ def say(lines: Iterable[str]) -> None:
 
 
 def hand_over(kind: str, text: str) -> bool:
-    """Give `text` to the process that asked for the command: it does the work that `kind` names, such as LISTING.
+    """In the service, give `text` to the process for which it runs the command, and return True.
 
-    Return False if no process asked, because this is the command's own process.
+    `kind`, such as LISTING, says what that process does with the text. In a command's own process, return False.
     """
     captured = CAPTURED.get()
     if captured is None:

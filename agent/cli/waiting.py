@@ -131,11 +131,11 @@ class Watch(Struct, frozen=True):
     def _ended(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
         """Return a sentence for each machine in `started` that no longer runs, and add those that run to `started`.
 
-        The start of one that was never seen running may have failed between two passes.
+        A machine in `started` that was never seen running counts too: its start may have failed between two passes.
         """
         ended = {each.name for each in outcome.facts.machines if each.stays_ended}
         failures = tuple(started_and_stopped(name) for name in self.names if name in started & ended)
-        # If somebody stops a machine that runs, it must stay stopped.
+        # Machines in `started` are not started again: if somebody stops one that runs, it must stay stopped.
         started |= _running(outcome)
         return failures
 

@@ -25,11 +25,11 @@ class Allocated:
     pool: str
     device: str
     request: str
-    """The name of the request in the claim, without the alternative after the slash, if it has alternatives."""
+    """The name of the request in the claim. If the request has alternatives, `/ALTERNATIVE` is cut off."""
     share: str
     """The share's uid, if the device can be allocated several times; empty otherwise."""
     admin: bool
-    """Whether the claim has adminAccess: it only monitors the device, which other claims may have at the same time."""
+    """Whether the request has adminAccess: it only monitors a device that other claims may have at the same time."""
 
 
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:

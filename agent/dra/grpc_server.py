@@ -64,7 +64,7 @@ class Server:
     """Serves gRPC on a Unix socket at a path, as soon as it is created."""
 
     def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits = Limits()) -> None:
-        """`methods` has their paths, `/package.Service/Method`, as keys. Raises AgentError if it cannot listen."""
+        """The keys of `methods` are paths, `/package.Service/Method`. Raises AgentError if it cannot listen."""
         self._methods, self._limits = methods, limits
         self._listener = ListeningSocket(path)
         self._calls = Calls(limits.calls, self._post)
@@ -72,7 +72,7 @@ class Server:
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._end = math.inf
-        """When a stopping server closes its connections even if calls still run, by time.monotonic()."""
+        """The time.monotonic() at which a stopping server closes its connections, even if calls still run."""
         self._announced_stop = False
         """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()

@@ -45,8 +45,8 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
 
 
 def _start_generators(runner: MachineRunner, root: str) -> None:
-    # Not json, which loads re and enum: that takes as long as Python's own start. A Python with another scanner raises
-    # an exception here, so that the generators start later.
+    # Not json, which loads re and enum: that takes as long as Python's own start. If this Python has another scanner,
+    # there is an exception here, and the run itself starts the generators later.
     from _json import make_scanner
 
     path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"

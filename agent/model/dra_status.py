@@ -35,7 +35,7 @@ class VendorOffer(NamedTuple):
 
 
 class DraStatus(NamedTuple):
-    """What agent.dra did last."""
+    """What agent.dra offers now, and what prevents it from offering more."""
 
     at: float
     """When the status was written, in seconds since the epoch."""

@@ -36,7 +36,7 @@ class HostNetwork:
     """The network namespace of this process."""
 
     def observe(self) -> Network:
-        """Return the links, rules and routes, except the kernel's own routes. Chains are not listed here."""
+        """Return the links, rules and routes, except the kernel's own routes. Not `chains`: iptables lists those."""
         with connected() as netlink:
             links = {each["index"]: _link(each) for each in netlink.get_links()}
             names = {index: link.name for index, link in links.items()}

@@ -31,7 +31,7 @@ class Sources(Struct, frozen=True):
     units: Mapping[str, Seen[str]]
     """ActiveState of the units that vendors name in `services`, by name; Absent if the unit does not exist."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """What the kernel log said about GPUs that stopped answering, by PCI address."""
+    """What the kernel log said about GPUs that stopped answering, by PCI address. They are still in sysfs."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs."""
     driver: DriverSettings = field(default_factory=DriverSettings)

@@ -212,7 +212,7 @@ class CdiModes(ABC):
 
     @abstractmethod
     def narrowed(self, spec: object, request: Request) -> object:
-        """Return a published specification without nodes outside the request. Pure.
+        """Return a published specification, reduced to the nodes of the request. Pure.
 
         Return None if no device is left, or if the specification is malformed.
         """

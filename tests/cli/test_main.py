@@ -181,7 +181,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
 def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--wait", "gpu-node"])
-    assert "'gpu-node' is not a number of seconds of at least 0; write --wait=SECONDS" in capsys.readouterr().err
+    assert "'gpu-node' is not a number of seconds (0 or more): write --wait=SECONDS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "status", "doctor"])

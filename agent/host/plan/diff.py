@@ -39,7 +39,7 @@ class Acknowledged(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """Steps in the order of execution, and the machines whose files must not be written."""
+    """The steps (actions) in the order of execution, and the machines whose files must not be written."""
 
     actions: tuple[Action, ...]
     refused: dict[str, str | Unseen]

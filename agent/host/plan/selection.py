@@ -25,7 +25,8 @@ class Selection(Struct, frozen=True):
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
     """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
-    # GPUs without a driver are included, because their driver may be loaded later, unless another one reserves them.
+    # GPUs without a driver are included, because their driver may be loaded later. GPUs that driver_override reserves
+    # for another driver are not.
     fitting = [
         gpu
         for gpu in present

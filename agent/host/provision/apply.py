@@ -93,7 +93,7 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 
 
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
-    """Run independent steps at the same time. Raises AgentError for the first that fails.
+    """Run independent steps at the same time. Raises the error of the first that fails, such as AgentError.
 
     The others are completed even then, so that the next attempt finds their results. Only Ctrl-C ends them early.
     """

@@ -23,8 +23,8 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
         return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]
     what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"
     advice = (
-        "name a server there that pods can reach, or write its address into a file of the image and set "
-        "node.kubelet.configuration.resolvConf to it"
+        "name a server there that pods can reach, or write `nameserver ADDRESS` into a file of the image and set "
+        "node.kubelet.configuration.resolvConf to the path of that file"
     )
     what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"
     return [Check("dns", what, advice, machine, required=False)]

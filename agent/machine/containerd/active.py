@@ -127,8 +127,7 @@ def config_argument(command_line: bytes) -> str:
 def unit_properties(context: Context) -> dict[str, str]:
     """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
 
-    `systemctl show` takes a tenth as long as a CDI generator, so a step that needs the properties later reuses the
-    answer. Raises CommandError.
+    `systemctl show` takes a tenth of a CDI generator's time, so it runs only once for all steps. Raises CommandError.
     """
 
     def show() -> dict[str, str]:

@@ -169,7 +169,7 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     content = edited.encode(errors="surrogateescape")
     if content != present:
         system.write(vendor.runtime_config, content)
-        # Another release may have set other keys.
+        # If other settings are noted, the change is not a repair: another release of the agent had set other keys.
         if isinstance(noted, list) and noted[:1] == [settings]:
             record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
     notes.save(name, {"edited": [settings, sha256(content)]})

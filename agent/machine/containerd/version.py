@@ -56,7 +56,8 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 def _version_without_groups(context: Context) -> str:
     """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
 
-    A specification must suit both the program on disk and a running containerd whose program has been replaced.
+    A specification must suit both the program on disk and a running containerd whose program has been replaced. The
+    version of the latter is followed by advice to restart it.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):

@@ -80,8 +80,8 @@ def check_devices(context: Context, request: Request) -> Condition:
     due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
-    # Saved even if nothing was opened: a GPU that is detached, reset and attached again brings back the same handoff,
-    # and its earlier error must not hold then.
+    # Saved even if nothing was opened, to drop the results of nodes that are gone: after a GPU was detached, reset and
+    # attached again, the handoff is the same as before, and the GPU's earlier error must not hold.
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
     notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
     if not request.devices:

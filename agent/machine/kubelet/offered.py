@@ -74,9 +74,9 @@ def _silent(what: str) -> Condition:
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
-    """Return the condition: every allocatable GPU must be offered, and no GPU that is not granted.
+    """Return the condition: True only if every allocatable GPU is offered, and every offered GPU is granted.
 
-    All sets are PCI addresses.
+    All sets have PCI addresses. `allocatable` has the GPUs that CDI specifications name.
     """
     for offer in status.offers:
         if offer.reason:

@@ -1,5 +1,7 @@
-"""Reads a CDI specification, which may be malformed. Raises DocumentError, which names the malformed part, except in
-`host_paths`."""
+"""Reads a CDI specification, which may be malformed.
+
+All functions except `host_paths` then raise DocumentError, which names the malformed part.
+"""
 
 from typing import Any
 
@@ -12,7 +14,7 @@ def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     for index, device in enumerate(objects(document, "devices")):
         name = device.get("name")
         if not isinstance(name, str) or set(device) - {"name", "containerEdits"}:
-            raise DocumentError(f"devices[{index}] has no name, or keys other than name and containerEdits")
+            raise DocumentError(f"devices[{index}] has no name, or has keys other than name and containerEdits")
         found.append((name, object_of(device.get("containerEdits"), f"device {name}: containerEdits")))
     if len({name for name, _ in found}) != len(found):
         raise DocumentError("two devices have the same name")

@@ -84,7 +84,7 @@ def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
 
 
 def apply_rpm_changes(root: Path, version: str) -> None:
-    """Make nvidia-driver.spec's changes: paths in Vulkan's files, one per architecture, and libGLX_nvidia's name."""
+    """Make nvidia-driver.spec's changes: a Vulkan file with a path for each architecture, and libGLX_nvidia's name."""
     # Fedora's glibc searches this directory by default.
     (root / "etc/ld.so.conf.d/lib64.conf").write_text("/usr/lib64\n")
     icd = root / "usr/share/vulkan/icd.d/nvidia_icd.json"

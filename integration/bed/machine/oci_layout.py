@@ -1,4 +1,4 @@
-"""Writes images into an OCI layout without an image tool, so that they can be as hostile as a registry can serve."""
+"""Writes images into an OCI layout without an image tool, so that they can be as hostile as any from a registry."""
 
 import gzip
 import hashlib

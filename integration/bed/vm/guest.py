@@ -55,7 +55,7 @@ class Guest:
             self._socket = None
 
     def wait(self, timeout: float) -> None:
-        """Wait until the agent answers on a new, synchronized connection. Raises GuestError."""
+        """Wait until the guest agent answers on a new, synchronized connection. Raises GuestError."""
         deadline = time.monotonic() + timeout
         while True:
             self.close()
@@ -73,7 +73,7 @@ class Guest:
     def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
         """Run `argv` as root. Raises GuestError if it takes too long or, with `check`, if its status is not 0.
 
-        `timeout` is in seconds of a guest that has a processor for itself.
+        `timeout` is in seconds, and meant for a guest that has a processor to itself: it is multiplied by SHARED.
         """
         pid = self.start(argv, stdin)
         timeout *= SHARED
@@ -100,7 +100,7 @@ class Guest:
     def start(self, argv: Sequence[str], stdin: str = "") -> int:
         """Start `argv` as root, and return its process ID without waiting for its end."""
         arguments: JSONObject = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
-        # The agent's own environment has no login PATH, and a C locale without UTF-8.
+        # The guest agent's own environment has no login PATH, and its locale is C, without UTF-8.
         arguments["env"] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8", "HOME=/root"]
         if stdin:
             arguments["input-data"] = base64.b64encode(stdin.encode()).decode()
@@ -138,14 +138,14 @@ class Guest:
         sock = JSONSocket(self._qemu.guest_socket)
         self._socket = sock
         number = secrets.randbits(31)
-        # 0xFF makes the agent drop what is left of an interrupted command.
+        # 0xFF makes the guest agent drop what is left of an interrupted command.
         sock.send({"execute": "guest-sync-delimited", "arguments": {"id": number}}, prefix=b"\xff", timeout=timeout)
         deadline = time.monotonic() + timeout
         while sock.receive(max(0.0, deadline - time.monotonic())).get("return") != number:
             pass
         return sock
 
-    def _call(self, command: str, arguments: JSONObject) -> Any:  # noqa: ANN401 - the shape is the command's
+    def _call(self, command: str, arguments: JSONObject) -> Any:  # noqa: ANN401 - each command has its own result
         if self._socket is None:
             self.wait(90)
         assert self._socket is not None

@@ -59,8 +59,8 @@ class FoundLibraries(Struct):
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # This may be a stub of CUDA's toolkit. Its name is that of a development link (libcuda.so), or the soname
-            # of a library whose real file has the version in its name (libcuda.so.1).
+            # A real file with the name of a development link (libcuda.so), or with the soname of a library whose real
+            # file has the version in its name (libcuda.so.1), may be a stub of CUDA's toolkit.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
             # A file without a version of its own belongs to the version in its directory. EGL's platforms may be in a
