@@ -247,9 +247,9 @@ class _Removal(Struct):
             raise AgentError(f"{self.gpu.pci_address} was attached, or left the PCI bus, in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
-        """Make passes until `waiting` returns no machine, or time is up. Return the last outcome.
+        """Make passes until `waiting` returns no machine, or time is up. Return the last outcome. Raises AgentError.
 
-        Raises AgentError if somebody else undoes what this command recorded. Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
+        Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
         """
         started, next_report = time.monotonic(), 0.0
         while True:

@@ -176,7 +176,7 @@ class Server(ThreadingMixIn, TCPServer):
             }
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
-                advice.get(error.errno or 0, "configure an address of one of the host's interfaces: `ip -brief address`"),
+                advice.get(error.errno or 0, "configure an address of one of its interfaces: `ip -brief address`"),
             ) from error
 
     def serve(
