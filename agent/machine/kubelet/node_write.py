@@ -30,6 +30,19 @@ NodeRestriction compares our copy with the current Node before the API server co
 mistakes their change for ours (admitNode of plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
 """
 
+UNAVAILABLE = (
+    "Error from server:",
+    "Error from server (InternalError):",
+    "Error from server (ServerTimeout):",
+    "Error from server (ServiceUnavailable):",
+    "Error from server (Timeout):",
+    "Error from server (TooManyRequests):",
+)
+"""How kubectl begins the message of an API server that cannot answer now (StatusReason of apimachinery's meta/v1).
+
+The first one has no reason, and the HTTP status 500, as after an error of etcd.
+"""
+
 
 def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
     """Set the agent's condition on the Node, or remove it if `condition` is None.
@@ -88,7 +101,8 @@ def _failure(identity: Identity, answer: str) -> Condition:
     if "Error from server (NotFound)" in answer:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
         return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
-    if "Error from server" in answer or "Unauthorized" in answer:
+    unavailable = any(each in answer for each in UNAVAILABLE)
+    if not unavailable and ("Error from server" in answer or "Unauthorized" in answer):
         return false(
             KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"
         )

@@ -317,6 +317,9 @@ def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[st
         ),
         ("error: You must be logged in to the server (Unauthorized)", "Refused"),
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
+        ("Error from server: etcdserver: request timed out", "APIUnreachable"),
+        ("Error from server (InternalError): an error on the server has prevented the request", "APIUnreachable"),
+        ("Error from server (Timeout): the server was unable to return a response", "APIUnreachable"),
     ],
 )
 def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -> None:
