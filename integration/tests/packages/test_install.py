@@ -119,6 +119,10 @@ def test_an_interrupted_upgrade_keeps_the_way_back(root: Root, signal: str, said
     if said:
         assert (root.path / UNIT).read_text().endswith("# release 2\n")
         assert installed(root) == {".lock", "1", "2", "current", "previous"}
+    else:
+        install(root, "--rollback")
+        assert works(root)
+        assert (root.path / UNIT).read_text().endswith("# release 2\n")
     install(root)
     assert (root.path / UNIT).read_text().endswith("# release 3\n")
     install(root, "--rollback")
