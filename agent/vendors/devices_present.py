@@ -1,4 +1,4 @@
-"""Finds the faults of GPUs that all vendors have in common. Pure."""
+"""Finds the faults that GPUs of every vendor can have, for the condition DevicesPresent. Pure."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent with the status Unknown or False if there is such a fault; otherwise None.
+    """Return DevicesPresent as Unknown or False for a fault that GPUs of every vendor can have; None if there is none.
 
     `advice` returns what to do about GPUs without a driver, given their PCI addresses.
     """
@@ -30,7 +30,10 @@ def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, 
 
 
 def nodes_missing(facts: VendorFacts, grant: Grant, kind: DeviceKind, node: str, advice: str) -> Condition | None:
-    """Return DevicesPresent with the status False if a granted GPU has no node of this kind; otherwise None."""
+    """Return DevicesPresent with the status False if a granted GPU has no node of this kind; otherwise None.
+
+    `node`, the form of the node's path, and `advice`, what to do next, are for the message.
+    """
     with_node = {each.pci_address for each in grant.nodes if each.kind is kind}
     missing = [address for address in grant.gpus if address not in with_node]
     if not missing:

@@ -55,10 +55,10 @@ class DraVendor(ABC):
 
 
 FACTS_LIMIT = 5.0
-"""Seconds that a vendor's tools may take. Meanwhile, no other change to a GPU is published."""
+"""Seconds that a vendor's tools may take. While they run, no other change to a GPU is published."""
 
 
 def semantic_version(text: str) -> Version | None:
-    """Return a version such as `550.163.01` or `12.4` as semver writes it; None for any other text."""
+    """Return a version as semver writes it, such as 550.163.1 for `550.163.01`; None for text that is no version."""
     match = NUMBERS.fullmatch(text.strip())
     return Version(".".join(str(int(each or 0)) for each in match.groups())) if match else None

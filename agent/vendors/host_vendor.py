@@ -73,8 +73,8 @@ class HostVendor(ABC):
 
     name: str
     in_every_handoff = False
-    """Whether handoffs include the vendor even if the host has none of its GPUs. Older machine halves know only the
-    vendors that are always included."""
+    """Whether handoffs include the vendor even if the host has none of its GPUs. It is False for the vendors that older
+    machine halves do not know."""
     drivers: tuple[str, ...] = ()
     """Names of kernel drivers on the PCI bus. Machines can get GPUs that are bound to one of them, or to no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()
@@ -113,7 +113,7 @@ class HostVendor(ABC):
         return ()
 
     def misbound_gpus(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """Return the GPUs with a driver that is not in `drivers`, because the host is set up wrongly. Pure."""
+        """Return the GPUs that, by a mistake in the host's setup, have a driver that is not in `drivers`. Pure."""
         return ()
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
@@ -128,9 +128,9 @@ class HostVendor(ABC):
         return None
 
     def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-        """Return the commands that fix this fault of the vendor's driver; none if there are no special ones. Pure.
+        """Return the commands that fix the fault behind a condition; none if the vendor has none for this fault. Pure.
 
-        `modules` are the kernel's loaded modules.
+        `kind` and `reason` are the condition's. `modules` are the kernel's loaded modules.
         """
         return ()
 

@@ -16,7 +16,7 @@ from agent.system.files import System
 from agent.vendors.cdi.document import host_paths
 
 if TYPE_CHECKING:
-    # Few machines allocate by claims, and the import takes part of the time before containerd at every boot.
+    # For type checking only: at every boot, containerd waits for the imports, and few machines allocate by claims.
     from agent.model.allocatable import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
@@ -79,11 +79,13 @@ class MachineVendor(ABC):
     spec_kind: str
     """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """The specification that the vendor's own packages publish, which would take precedence; empty if there is none."""
+    """The specification that the vendor's own packages publish; empty if there is none. It would take precedence over
+    the agent's."""
     rival_units: tuple[str, ...] = ()
     """The units that write `rival_spec`."""
     data_directories: tuple[str, ...] = ()
-    """Directories, below a driver root, with loaders' configuration. The device plugin expects them in the machine."""
+    """Directories below a driver root with the configuration of loaders, such as Vulkan's. The device plugin expects
+    these directories in the machine."""
     tools: tuple[str, ...] = ()
     """Programs whose change makes the agent generate the specification again. The first one is the generator."""
     inputs: tuple[str, ...] = ()
@@ -91,7 +93,7 @@ class MachineVendor(ABC):
     runtime_config = ""
     """The configuration file of the handler's program; empty if there is none."""
     runtime_settings: Mapping[str, Mapping[str, object]] = {}
-    """The keys that `edit_runtime_config` sets there, by table."""
+    """The keys that `edit_runtime_config` sets in `runtime_config`, by table."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     plugin_sockets: str
@@ -120,7 +122,10 @@ class MachineVendor(ABC):
 
     @abstractmethod
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
-        """Generate a specification in an empty directory. `live` is as in `verify`. Raises AgentError or OSError."""
+        """Generate a specification, and return it. Raises AgentError or OSError.
+
+        `directory` is empty, and is for the files that the generator writes. `live` is as in `verify`.
+        """
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         """Return paths in the machine that may be missing. The specification depends on which of them exist. Pure."""
@@ -165,9 +170,10 @@ class MachineVendor(ABC):
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the id of the GPU or partition that a kubelet's device id or a CDI device name stands for. Pure.
+        """Return the id of the GPU or partition that `name` stands for, such as a UUID or a PCI address. Pure.
 
-        Both kinds of names give the same id, such as a UUID or a PCI address; any other name gives an empty one.
+        `name` is a device id of the kubelet or the name of a CDI device, and both give the same id. A name that does
+        not identify a GPU, such as an index or `all`, gives an empty id.
         """
 
     @abstractmethod
@@ -186,7 +192,7 @@ class MachineVendor(ABC):
 
 
 class CdiModes(ABC):
-    """The modes of a vendor's generator. In each mode, it makes one further CDI specification."""
+    """The modes of a vendor's generator. In each mode, the generator makes one further CDI specification."""
 
     tools: tuple[str, ...]
     """Programs on which the specifications depend, as in MachineVendor."""
@@ -197,9 +203,9 @@ class CdiModes(ABC):
 
     @abstractmethod
     def mode_request(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        """Return the mode's request: what the mode needs of `request`, and the `granted` devices that it covers. Pure.
+        """Return the mode's request: what the mode needs of `request`, and the `granted` devices that the mode covers.
 
-        If the result has no device, no specification is made.
+        If the result has no device, no specification is made. Pure.
         """
 
     @abstractmethod
