@@ -9,7 +9,8 @@ from agent.model.errors import DocumentError
 def device_names(text: str) -> tuple[str, ...]:
     """Return the qualified names of a specification's devices; none if it has no kind or no list of devices.
 
-    Raises DocumentError if the text is neither JSON nor plain YAML, or PyYAML is missing.
+    Raises DocumentError if the text is neither JSON nor plain YAML, if two keys differ only in case, or if the text is
+    YAML and PyYAML is missing.
     """
     try:
         document = json.loads(text)

@@ -8,7 +8,7 @@ from typing import Any
 from agent.vendors.cdi.version import lowest_version
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
-"""Values that the Container Device Interface itself omits (`omitempty`)."""
+"""Values that the Go types of the Container Device Interface omit (`omitempty`)."""
 LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 """Lists of objects in containerEdits."""
 

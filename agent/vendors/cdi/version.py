@@ -1,4 +1,4 @@
-"""Finds the lowest version of the CDI format that has every feature of a specification. Pure.
+"""Finds the lowest version of the CDI format that has every feature that a specification uses. Pure.
 
 A runtime refuses a version that it does not know. The rules are those of MinimumRequiredVersion in specs-go/version.go
 of the Container Device Interface v1.1.0.
@@ -11,7 +11,7 @@ OLDEST = "0.3.0"
 
 
 def lowest_version(spec: Mapping[str, Any]) -> str:
-    """Return the lowest version with every feature of the specification, whose devices must all have names."""
+    """Return the lowest version with every feature that the specification uses. All its devices must have names."""
     devices = spec.get("devices", [])
     edits = [each for holder in (spec, *devices) if isinstance(each := holder.get("containerEdits"), dict)]
     rdt = [each["intelRdt"] for each in edits if isinstance(each.get("intelRdt"), dict)]

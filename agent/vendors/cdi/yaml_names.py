@@ -1,8 +1,8 @@
 """Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
-A pod may have written the file. With events, no alias is expanded, and nothing here recurses. A file that is not plain
-YAML is refused: it could hide devices that conflict with those of the agent's specification, or take precedence over
-them.
+A pod may have written the file. With events, no alias is expanded, and nothing here recurses. Only plain YAML is
+accepted: one document, not nested too deeply, in which all parsers read the same keys, kind and names. Any other file
+could hide devices that conflict with those of the agent's specification, or take precedence over them.
 
 Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
 use a translation of libyaml into Go (go.yaml.in/yaml/v2).
@@ -101,7 +101,7 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 
 
 def _text(event: yaml.Event) -> str:
-    """Return a scalar's text. Raises YAMLError if some parsers would read another value, or if it is no scalar."""
+    """Return a scalar's text. Raises YAMLError if it is no scalar, or if some parsers read another value."""
     if isinstance(event, yaml.ScalarEvent):
         # Both are false for a scalar with a tag, except for the tag `!`.
         plain, quoted = event.implicit
