@@ -12,9 +12,9 @@ AMD = DrmHost(
     Description(
         name="amd",
         title="AMD",
-        # 0x1022 is the id of AMD's processors. The driver radeon, for GPUs before 2012, is left out,
-        # because AMD's tools do not support it.
+        # AMD's GPUs have this id, AMD's processors have 0x1022.
         vendor_id=0x1002,
+        # The driver radeon, for GPUs before 2012, is left out, because AMD's tools do not support it.
         drivers=("amdgpu",),
         firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",
         further_classes=(PROCESSING_ACCELERATOR,),

@@ -26,7 +26,7 @@ OTHER_GROUP = "render"
 
 
 class MachineState(NamedTuple):
-    """The state of the machine on which a specification depends."""
+    """What a specification depends on in the machine."""
 
     live: Mapping[str, DeviceNumber]
     """Numbers, modes and owners of the granted nodes that exist in the machine, by path."""
@@ -66,8 +66,9 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that may make nodes gives them the specification's group. Any other runtime bind-mounts the machine's
-    # nodes, which have the host's group. With both groups, a non-root process can open the node in either case.
+    # A runtime that is allowed to make nodes gives them the specification's group. Any other runtime bind-mounts the
+    # machine's nodes, which have the host's group. With both groups, a non-root process can open the node in either
+    # case.
     restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
     groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
     if groups:
@@ -177,7 +178,7 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
     if (live.major, live.minor) != (device.major, device.minor):
         is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
         yield f"{where}: device node {path} is {is_now} in this machine, but {granted} was granted"
-    # Any number: `_gid` may choose another group than the node's.
+    # The gid may be any number, because `_gid` may choose another group than the node's.
     gid = node.get("gid")
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
     expected |= {"path": path, "permissions": "rw", "gid": gid if type(gid) is int else live.gid}

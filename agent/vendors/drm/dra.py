@@ -28,7 +28,8 @@ class DrmDra(DraVendor):
     def _facts(self, system: System, device: AllocatableDevice, driver_version: str) -> DeviceFacts:
         files = [each for each in (self.product_file, self.unique_id_file, "device", *self.memory_files) if each]
         paths = [f"{PCI_DEVICES}/{device.pci_address}/{each}" for each in files]
-        # Each file that hangs halves the time for the next one, so that all of them take about FACTS_LIMIT.
+        # Each file that hangs halves the time for the next one. So even if all files hang, this takes little more than
+        # FACTS_LIMIT.
         texts = dict(zip(files, read_device_texts(system, paths, FACTS_LIMIT / 2), strict=True))
         attributes: dict[str, Attribute] = {}
         if version := semantic_version(driver_version):

@@ -22,8 +22,9 @@ SYMPTOMS = {
 class DrmHost(HostVendor):
     """A vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
-    Another driver of a GPU is no fault: the kernel's others, such as radeon, are for older GPUs. No program of the
-    vendor keeps a GPU open, and the drivers write no numbered errors into the kernel log.
+    HostVendor's defaults are right for the rest: a GPU with another driver is no fault (radeon, for example, is for
+    older GPUs), no program of the vendor keeps a GPU open, and the drivers write no numbered errors into the kernel
+    log.
     """
 
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})

@@ -24,11 +24,11 @@ GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class DrmMachine(MachineVendor):
-    """The base class of these vendors. A vendor's class adds the vendor's names and its device plugin's attributes."""
+    """The base class of such vendors. A vendor's class adds the vendor's names and its device plugin's attributes."""
 
     inputs = (GROUP_FILE,)
     mounts_links = False
-    """Whether pods also get the links in /dev/dri/by-path, because the vendor's own tool gives them."""
+    """Whether pods also get the links in /dev/dri/by-path, as from the vendor's own tool."""
 
     @abstractmethod
     def other_names(self, request: Request) -> Mapping[str, str]:
@@ -64,7 +64,7 @@ class DrmMachine(MachineVendor):
         from agent.model.allocatable import AllocatableDevice
 
         listed = names & {name for name, _ in devices(object_of(spec, "the specification"))}
-        # The other names may change at a reboot.
+        # GPUs are named by PCI address, because the other names may change at a reboot.
         return tuple(
             AllocatableDevice(gpu, (f"{self.spec_kind}={gpu}",)) for gpu in sorted(request.gpus) if gpu in listed
         )

@@ -17,7 +17,7 @@ REGISTERED = "drm"
 def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
     """Return the facts about a vendor. What cannot be observed is Unseen.
 
-    `problems` in the facts name the nodes that must not be used.
+    `problems` in the facts name the nodes that must not be used, and the GPUs of which only a part is granted.
     """
     pci = sources.pci
     if not isinstance(pci, tuple):
@@ -44,7 +44,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # udev loads a GPU's driver. If no module is loaded, no driver is installed or wanted, so none is waited for.
+        # udev loads a GPU's driver. If no module is loaded, no driver is installed or wanted, so none is expected.
         driver_expected=any(
             read_seen(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers
         ),
@@ -54,7 +54,10 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 def _nodes(
     vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Return the usable nodes; Unseen if any could not be observed. `problems` gets the nodes that must not be used."""
+    """Return the usable nodes; Unseen if any could not be observed.
+
+    `problems` gets a sentence for each node that must not be used, and for each GPU of which only a part is granted.
+    """
     if isinstance(sources.drm, Absent):
         return ()
     if not isinstance(sources.drm, tuple):
@@ -67,15 +70,17 @@ def _nodes(
             nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
+    # A divided GPU has nodes that belong to no PCI device. Without such nodes, sysfs need not be read.
     if any(not each.pci_address for each in sources.drm):
         problems += _divided(vendor, sources.system, sorted(driven))
     return tuple(sorted(node for node in nodes if node))
 
 
 def _divided(vendor: Description, system: System, gpus: list[str]) -> list[str]:
-    """Return the GPUs of which only the first partition is granted: the others' nodes belong to no PCI device.
+    """Return a sentence for each divided GPU. Of such a GPU, only the first partition is granted.
 
-    The nodes alone show nothing: amdgpu makes those of eight partitions in every mode (amdgpu_xcp_dev_register).
+    The nodes do not show whether a GPU is divided: amdgpu makes nodes for eight partitions in every mode
+    (amdgpu_xcp_dev_register).
     """
     if not vendor.partition_mode:
         return []

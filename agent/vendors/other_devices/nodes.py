@@ -28,7 +28,7 @@ class Rule(Struct, frozen=True):
     pattern: re.Pattern[str]
     """Pattern of the nodes' names in `directory`."""
     minor: int | None = None
-    """The fixed minor number of a miscellaneous device. Opening the device's node loads its module."""
+    """The fixed minor number of a miscellaneous device. The module need not be loaded: opening the node loads it."""
     misc: str = ""
     """The name in /proc/misc of a miscellaneous device without a fixed number."""
     registered: str = ""
@@ -160,7 +160,10 @@ def _first_match(names: Collection[str], patterns: Iterable[str]) -> str:
 def missing_devices(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return, in words, each requested class or path that has no node in `nodes` (kinds by path). Pure."""
+    """Return, in words, each requested class or path that has no node. Pure.
+
+    `wanted` has the names of the requested classes, and `nodes` the kinds of the granted nodes, by path.
+    """
     missing = []
     for name in wanted:
         requested = device_class(name)
