@@ -115,7 +115,7 @@ def _is_library(file: GrantedFile) -> bool:
 
 
 def _is_main(path: str, request: Request) -> bool:
-    """Return whether the path is a main library of the native architecture. nvidia-ctk searches no other."""
+    """Return whether the path is a main library of the native architecture. nvidia-ctk finds only native ones."""
     names = {f"{library}.{request.driver_version}" for library in NEEDED_LIBRARIES}
     return posixpath.basename(path) in names and f"/{TRIPLET_32}/" not in path
 

@@ -26,9 +26,10 @@ ALL = "all"
 
 BLOCKED_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
 """Libraries that nvidia-ctk must not load. It would get the driver's version from them (`New` in pkg/nvcdi/lib.go).
-That initialises the GPUs, and hangs if a GPU hangs. No mode needs it: libcuda's name has the version too. So the search
-path starts with a directory of empty files with these names, which cannot be loaded. Without them, nvidia-ctk might
-load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+That initialises the GPUs, and hangs if a GPU hangs. No mode needs these libraries: libcuda's name has the version too.
+So the search path starts with a directory of empty files with these names, which cannot be loaded. Without the empty
+files, nvidia-ctk might load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0,
+1.19.1 and 1.20.0)."""
 
 
 class Mode(NamedTuple):
@@ -139,7 +140,8 @@ def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]
         raise AgentError(
             f"mode {mode} needs the driver's files, but none are granted: see DriverRootStaged on the host"
         )
-    # Without a driver root, files are mounted from the machine's own root. 1.18 also looks for mofed's nodes below it.
+    # Without a driver root, files are mounted from the machine's own root. nvidia-ctk 1.18 also looks there for the
+    # nodes of mode mofed.
     root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"

@@ -77,7 +77,8 @@ def _run(
 ) -> "Mapping[str, Answer]":
     """Run the command. If it fails, run it again without the GPUs that nvidia-smi cannot query.
 
-    Return what nvidia-smi said of the others, or nothing if it ran for all GPUs. Raises AgentError or OSError.
+    Return what nvidia-smi said of the GPUs in the second run; nothing if the first run succeeded. Raises AgentError or
+    OSError.
     """
     from agent.vendors.nvidia.nvidia_smi import device_ids, query_gpus
 
@@ -145,7 +146,7 @@ def check_version(
     needed: tuple[int, ...] = OLDEST,
     purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none",
 ) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. Raises UnsupportedError if it is older than `needed`; `purpose` says why."""
+    """Return nvidia-ctk's version. Raises UnsupportedError, which names `purpose`, if it is older than `needed`."""
     version = _version(system)
     if version < needed:
         raise UnsupportedError(

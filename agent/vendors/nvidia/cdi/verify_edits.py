@@ -229,6 +229,6 @@ def _variable_allowed(setting: object, expected: Expectations) -> bool:
         return True
     name, _, value = setting.partition("=")
     if name == "NVIDIA_VISIBLE_DEVICES":
-        # `void` keeps nvidia-container-runtime from adding devices if the runtime runs after CDI.
+        # `void` keeps nvidia-container-runtime from adding devices to a container that already has the CDI edits.
         return value == "void"
     return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= expected.directories
