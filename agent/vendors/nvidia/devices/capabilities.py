@@ -1,6 +1,7 @@
-"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): whoever can open a capability's node has it.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c).
 
-Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
+Whoever can open a capability's node has the capability. Nodes of destroyed MIG instances stay in /dev/nvidia-caps.
+Only the entries in procfs show which capabilities exist.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ class GpuList(Struct, frozen=True):
 
     gpus: tuple[Gpu, ...]
     unseen: str = ""
-    """Why the list may be incomplete, so that nothing may be withdrawn; empty if it is complete."""
+    """Why the list may be incomplete; empty if it is complete. While it may be incomplete, nothing may be withdrawn."""
     problems: tuple[str, ...] = ()
 
 
@@ -86,7 +86,7 @@ def observe_gpus(
     if isinstance(pci, tuple):
         devices = {each.address: each for each in pci if _is_gpu(each)}
         if known and not devices:
-            # A GPU leaves the driver's list before it leaves the bus.
+            # A GPU leaves the driver's list before it leaves the bus, so one of the two lists is wrong.
             unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver lists {', '.join(known)}")
     else:
         devices = {each: PciDevice(each, VENDOR_ID, 0, KERNEL_DRIVER) for each in known}

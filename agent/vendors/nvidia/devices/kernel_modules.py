@@ -51,7 +51,8 @@ def load(
     except (ApplyError, CommandError) as error:
         # Do not try the next module: modprobe would load this one as its dependency, even if this one is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
-    # Also for GPUs that were plugged in since: systemd joins their starts of the unit with this run.
+    # Repeat this until no GPU is new. A GPU that is plugged in during this run starts the unit too, but systemd merges
+    # that start with the present one. So this run must make that GPU's node.
     made: Set[str] | None = None
     while (present := _for_nvidia(_gpus(system, list_pci)).keys()) != made:
         make_nodes(system, lambda: [*_for_nvidia(_gpus(system, list_pci)).values()], report)

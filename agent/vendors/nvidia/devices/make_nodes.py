@@ -38,7 +38,7 @@ class Node(Struct, frozen=True):
 
 
 class Parameters(Struct, frozen=True):
-    """The DeviceFile... parameters of the module nvidia. The defaults are the driver's."""
+    """The parameters of the module nvidia for device nodes (DeviceFile...). The defaults are the driver's."""
 
     modify: bool = True
     """Whether user space may make and change nodes at all."""

@@ -115,7 +115,7 @@ class _NodeChecker:
     def directory(self, directory: str) -> list[DeviceNode]:
         """Return the usable nodes in one directory, which may be missing."""
         found = []
-        # A host has hundreds of other nodes.
+        # Other names are skipped first, because a host has hundreds of other nodes.
         for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
             if not name.isprintable():
                 self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
