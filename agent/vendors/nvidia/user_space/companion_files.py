@@ -212,13 +212,13 @@ def _binaries(
 ) -> tuple[list[Library], list[str]]:
     """Return the first permitted program of each name in BINARIES, and the scripts under names without a program.
 
-    These programs are ELF files. A script of such a name is the host's, and runs a program that is elsewhere. The names
-    contain no version, so files of several versions cannot be told apart.
+    NVIDIA's programs are ELF files. A script with such a name is not from NVIDIA, and runs a program that is elsewhere.
+    The names contain no version, so files of several versions cannot be told apart.
     """
     found: list[Library] = []
     all_scripts: dict[str, None] = {}
     for name in BINARIES:
-        # By their real paths: /bin is usually a link to /usr/bin.
+        # By real path, so that each script is listed once: /bin is usually a link to /usr/bin.
         scripts: dict[str, None] = {}
         for directory in directories:
             path = f"{directory}/{name}"

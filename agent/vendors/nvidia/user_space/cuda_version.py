@@ -1,4 +1,4 @@
-"""Finds the CUDA version that the driver's libcuda supports. Images for a newer major version cannot run with it."""
+"""Finds the CUDA version that the driver's libcuda supports. The driver cannot run images for a newer major version."""
 
 import posixpath
 import sys

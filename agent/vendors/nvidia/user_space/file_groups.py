@@ -16,8 +16,8 @@ LIBRARY = re.compile(
     r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
     r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
 )
-"""Names of the driver's libraries, from libnvidia-container's nvc_info.c; without libnvidia-container's own libraries,
-and the GTK parts of nvidia-settings."""
+"""Names of the driver's libraries, from libnvidia-container's nvc_info.c, except those of libnvidia-container itself
+and of the GTK parts of nvidia-settings."""
 DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 """A driver's version, such as 550.163.01. The 1 of a soname and the 1.1.18 of an external platform do not match."""
 PLATFORM = "libnvidia-egl-"
@@ -49,9 +49,10 @@ class Group(Struct, frozen=True):
     target: str
     """The files' directory below the driver root: the one where CTK looks, if it looks for the group."""
     in_every_driver: bool = False
-    """Whether every recent driver has the group, so that a missing group is reported."""
+    """Whether every recent driver has the group. If so, the agent reports when the group is missing."""
     needs: str = ""
-    """The group without which these files belong to another driver: their own names have no version."""
+    """Another group, without which these files are not used. Their own names have no version, so only that group shows
+    that they belong to this driver."""
 
 
 def _data(path: str) -> tuple[str, ...]:
