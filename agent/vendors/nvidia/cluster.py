@@ -25,7 +25,8 @@ PRESENT = "nvidia.com/gpu.present"
 DEPLOY = "nvidia.com/gpu.deploy."
 RUNTIME_CLASS = "nvidia"
 HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --version VERSION --reuse-values --set"
-"""Without a version, it would also upgrade the Operator."""
+"""The beginning of a command that changes a setting of the GPU Operator. Without --version, the command would also
+upgrade the Operator."""
 INSTALLED = "# VERSION is the installed one: helm list -n gpu-operator"
 PLUGIN = "device-plugin"
 STRATEGY = "DEVICE_LIST_STRATEGY"
@@ -86,7 +87,10 @@ def _is_plugin(pod: KubernetesObject) -> bool:
 
 
 def _owner(pod: KubernetesObject) -> str:
-    """Return the pod's owner for a command, quoted: who makes the pod may call the owner anything."""
+    """Return the pod's owner as `kind/name`; the pod itself if it has no owner.
+
+    The text is quoted for a command, because whoever makes the pod can name any owner.
+    """
     owner = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
     name = owner.get("name", (pod.get("metadata") or {}).get("name", ""))
     return shlex.quote(f"{str(owner.get('kind', 'pod')).lower()}/{name}")
@@ -107,7 +111,7 @@ def _failing_plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding
 
 
 def _line(text: str, found: re.Match[str]) -> str:
-    """Return the line that contains a match, or the line's last 300 characters."""
+    """Return the line that contains a match; of a longer line, only the last 300 characters."""
     start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
     return text[start : end if end >= 0 else len(text)].strip()[-300:]
 

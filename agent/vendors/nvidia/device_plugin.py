@@ -1,7 +1,7 @@
 """Names that NVIDIA's Kubernetes device plugin gives to sockets, resources and devices. Pure.
 
 They are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID in
-internal/rm/devices.go. The sockets of Google's plugin are called nvidiaGPU-TIME.sock.
+internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
 """
 
 import re

@@ -120,7 +120,7 @@ def _run(system: System, deadline: float, *arguments: str) -> str:
 
 
 def _remaining(deadline: float) -> float:
-    """Return the seconds until the deadline. Raises AgentError if it is over."""
+    """Return the seconds until the deadline. Raises AgentError if it has passed."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise AgentError(f"{NVIDIA_SMI} takes more than {FACTS_LIMIT:.0f} s", "see `dmesg` on the host for the driver")

@@ -31,7 +31,8 @@ def observe_driver(
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
     persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
-    # The host's packages of the driver have the unit. All processes are searched only if the driver is elsewhere.
+    # A driver from the host's packages comes with the unit. A driver from elsewhere, such as a driver container's, may
+    # run the daemon without the unit: only then are all processes searched for it.
     elsewhere = user_space.place_name not in ("", HOST_CACHE)
     if isinstance(persistence, Absent) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING

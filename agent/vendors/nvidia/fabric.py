@@ -1,4 +1,4 @@
-"""Observes NVSwitch, and the Fabric Manager, without which the GPUs of such a host cannot compute."""
+"""Observes NVSwitch and the Fabric Manager. GPUs of a host with NVSwitch cannot compute without the Fabric Manager."""
 
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, DeviceNode, Seen, Unseen
@@ -16,12 +16,13 @@ RUNNING = "running"
 """The state of a daemon that runs without its unit. It is no ActiveState of systemd."""
 ADAPTERS = "/sys/class/infiniband"
 MANAGES_SWITCH = "SW_MNG"
-"""Part of the vital product data of ConnectX-7 adapters that manage NVSwitches: those of the fourth generation, as in
-HGX B200, are no PCI devices. NVIDIA's driver container looks for it too (_assert_nvlink5_system)."""
+"""A mark in the vital product data of ConnectX-7 adapters that manage NVSwitches. It is how NVSwitches of the fourth
+generation, as in HGX B200, are found: they are no PCI devices. NVIDIA's driver container looks for the mark too
+(_assert_nvlink5_system)."""
 
 
 def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    """Return the Fabric Manager's state; Absent if the host has no NVSwitch and needs none."""
+    """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager."""
     if not _has_node(nodes) and not has_nvswitch(sources.pci):
         if not isinstance(sources.pci, tuple):
             return Unseen(sources.pci.why)
@@ -30,7 +31,7 @@ def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> See
             return managed or Absent("no NVSwitch")
     state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
     if isinstance(state, Absent | Broken) and program_runs(sources.system, FABRIC_MANAGER):
-        # As in the GPU Operator's driver container, which starts it itself.
+        # The GPU Operator's driver container, for example, starts the Fabric Manager without a unit.
         return RUNNING
     if isinstance(state, Absent):
         # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
@@ -46,9 +47,9 @@ def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
 
 
 def _manages_nvswitch(sources: Sources) -> bool | Unseen:
-    """Return whether an adapter of the host manages NVSwitches.
+    """Return whether an adapter of the host manages NVSwitches; Unseen if the adapters could not be listed.
 
-    An adapter takes milliseconds to read its data. So they are read again only if there are other adapters.
+    An adapter needs milliseconds to give its data. So the data are read again only if the adapters have changed.
     """
     system = sources.system
     try:
@@ -58,7 +59,8 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
     if not links:
         return False
     return sources.file_cache.get(
-        # The links lead through the PCI addresses. The files say nothing: sysfs makes up their times.
+        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
+        # the files do not: sysfs makes them up.
         "adapters of NVSwitch",
         tuple(links),
         system,
@@ -68,9 +70,9 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
 
 
 def _read(system: System, paths: list[str]) -> bool:
-    """Return whether the data of one of these adapters has the mark.
+    """Return whether one of these files, which have the adapters' data, contains MANAGES_SWITCH.
 
-    An adapter whose data cannot be read is no evidence: only root may read it, and a network adapter that is broken or
-    slow must not make a host without NVSwitch count as unknown.
+    A file that cannot be read counts as one without the mark: only root may read these files, and a network adapter
+    that is broken or slow must not make the answer unknown for a host without NVSwitch.
     """
     return any(isinstance(text, str) and MANAGES_SWITCH in text for text in read_device_texts(system, paths))

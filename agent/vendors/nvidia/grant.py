@@ -18,7 +18,8 @@ SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, Devi
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
 """Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances do."""
 STAND_INS = ("pci-stub", "pciback")
-"""Drivers that keep a device for a virtual machine, of KVM and of Xen. Those of VFIO have `vfio` in their names."""
+"""Drivers that reserve a device for a virtual machine: the first for KVM, the second for Xen. VFIO's drivers do so too,
+and have `vfio` in their names."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
@@ -94,8 +95,8 @@ def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> b
     if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
-        # `kept` was staged by an older release, which did not record the place: the directories show whether it is
-        # another one. Whether it is still trusted is unknown.
+        # `kept` was staged by an older release, which did not record the place. Other directories show that it was
+        # another place. Whether that place is still trusted is unknown.
         return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name

@@ -2,7 +2,8 @@
 
 A MIG device is a compute instance in a GPU instance. Each of the two instances has a capability. Users of the MIG
 device need the nodes of both capabilities, and the GPU's node (MIG User Guide, device nodes and capabilities). The
-driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later.
+driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later. Until
+both nodes exist, the MIG device is incomplete.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Asks nvidia-smi for GPUs and their MIG devices, also if NVML cannot open one of the GPUs."""
+"""Asks nvidia-smi for GPUs and their MIG devices, even if NVML cannot open one of the GPUs."""
 
 import re
 import time
@@ -25,12 +25,12 @@ class Answer(NamedTuple):
 
 
 def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
-    """Return what nvidia-smi says of `count` GPUs, by PCI address. There is nothing of a GPU that NVML cannot open.
+    """Return what nvidia-smi says of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
-    Return nothing if not all could be asked within `limit` seconds.
+    Return nothing if nvidia-smi could not be asked for all GPUs within `limit` seconds.
 
-    A query of all GPUs fails if one of them has failed. Each one is then queried by itself: by its index, because to
-    find another name, nvidia-smi opens the GPUs before it too.
+    A query of all GPUs fails if one of them has failed. Each GPU is then queried by itself, and by its index: to find a
+    GPU by another name, nvidia-smi also opens the GPUs before it.
     """
     deadline = time.monotonic() + limit
     try:
@@ -52,7 +52,7 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
 
 
 def list_profiles(system: System, limit: float) -> dict[str, str]:
-    """Return the profile of each MIG device by UUID, such as `1g.10gb`.
+    """Return the profile of each MIG device, such as `1g.10gb`, by UUID.
 
     If nvidia-smi cannot open a GPU, its exit code is not 0, but it lists the others. Raises AgentError or OSError.
     """

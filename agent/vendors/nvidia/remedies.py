@@ -56,9 +56,9 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
 
 
 def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-    """Return the commands that fix this fault; none if there are no special ones.
+    """Return the commands that fix the fault behind a condition; none if no commands are known for it.
 
-    `modules` are the loaded kernel modules.
+    `kind` and `reason` are the condition's. `modules` are the loaded kernel modules.
     """
     version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
     match kind, reason:
@@ -75,7 +75,8 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
-            # The evidence names the granted GPUs. Others may be without a driver on purpose.
+            # No addresses are filled in: some GPUs may be without a driver on purpose. The evidence names the granted
+            # GPUs.
             return (f"{bind('PCI-ADDRESS')}  # for each GPU named above", DRIVER_LOG)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
             return _initialise_gpus(facts)

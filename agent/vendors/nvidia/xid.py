@@ -53,8 +53,9 @@ ACTIONS = {
 }
 """What RECOVERY_ACTION means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
 FATAL_ACTIONS = frozenset({1, 2, 4})
-"""Actions that are due before a new pod gets the GPU. Action 0 ends no fault: the driver only says that it needs none,
-and logs nothing after a reset, because its state is new. `gpus attach` ends the fault, as after every reset."""
+"""Actions that are due before a new pod gets the GPU. Action 0 does not end an earlier fault: it only says that the
+driver needs no recovery. After a reset, the driver does not log even that, because its state is new. `gpus attach` ends
+the fault, as after every reset."""
 
 
 def parse_xid(text: str) -> GpuError | None:
