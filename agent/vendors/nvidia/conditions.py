@@ -167,7 +167,11 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
         case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; install the driver's version of it and start it")
+            return false(
+                kind,
+                Reason.FABRIC_MANAGER_MISSING,
+                f"{why}; install the Fabric Manager in the driver's version, and start it",
+            )
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
         case "running":

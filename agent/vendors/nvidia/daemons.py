@@ -19,7 +19,7 @@ IN_MACHINES = {
         'and on_detach = "drain-wait" do that'
     ),
     "dcgm-exporter": (
-        'set on_detach = "drain-wait", and delete the pod while `gpus detach` waits: the next one does not get the GPU'
+        'set on_detach = "drain-wait", and delete the pod while `gpus detach` waits: the next pod does not get the GPU'
     ),
 }
 """Advice by program, for programs in a pod."""

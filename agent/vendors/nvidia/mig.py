@@ -55,7 +55,7 @@ def incomplete_instances(
     A GPU instance without a compute instance is incomplete too, and has an empty tuple. `usable` is as in `complete`.
     """
     in_use = {each.gpu_instance for each in existing if each.ci is not None}
-    for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
+    for each in sorted(existing, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:
             missing = tuple(part for part in (each.gpu_instance, each) if part not in usable)
             if missing:
