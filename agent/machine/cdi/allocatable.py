@@ -1,7 +1,7 @@
 """Publishes which devices pods may get through claims: those in verified CDI specifications.
 
-agent.dra reads the document, and offers only these devices. It exists only while the host's settings ask for Dynamic
-Resource Allocation.
+They are listed in a document (ALLOCATABLE). agent.dra reads it, and offers only these devices. The document exists only
+while the host's settings ask for Dynamic Resource Allocation.
 """
 
 import json

@@ -31,7 +31,7 @@ SHOWN = 4
 
 
 class OwnSpec(Protocol):
-    """Describes a specification of the agent, as a MachineVendor does."""
+    """One of the agent's specifications, with the attributes that a MachineVendor has for its specification."""
 
     @property
     def spec_path(self) -> str: ...
@@ -53,7 +53,7 @@ class ForeignSpec(NamedTuple):
     devices: tuple[str, ...]
     """Qualified names of its devices."""
     fault: str = ""
-    """Why it has no devices; the end of a message that begins with the path."""
+    """Why it has no devices, as the end of a message that begins with the path; empty if it has some."""
     blocking: bool = False
     """Whether runtimes that read the file may hang forever."""
 
@@ -173,7 +173,7 @@ def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
 
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
-    """Return the specification in a file, and the note about it."""
+    """Return the specification in a file, and the note about it; the note is empty if the file cannot be read."""
     try:
         if _file_type(system, path) not in (None, stat.S_IFREG):
             why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
@@ -219,8 +219,8 @@ def _content(system: System, path: str) -> bytes:
 def _file_type(system: System, path: str) -> int | None:
     """Return the type (stat.S_IFMT) of the file that a path leads to; None for a dangling link, which runtimes ignore.
 
-    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of the pod may hang. The
-    type of such a link is S_IFLNK.
+    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of the pod may hang. For
+    a link that leads there, S_IFLNK is returned.
     """
     try:
         return stat.S_IFMT(system.owner(system.real_path(path))[0])

@@ -60,9 +60,10 @@ class Candidate(NamedTuple):
 
 
 def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
-    """Bring the published specification up to date.
+    """Bring the published specification up to date. Raises AgentError or OSError.
 
-    If the last result was good, programs are started only after an input or a file has changed.
+    If the last result was good, programs are started only after an input, the published file or another program's
+    specification has changed.
     """
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
@@ -121,6 +122,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     current = _excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
+    # An earlier run generated it from the same inputs. If it would be refused again, it need not be generated.
     if noted.get("inputs") == inputs and (
         refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
     ):
@@ -174,7 +176,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 
 
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
-    """Return the result if no new specification could be published. The current one, if any, stays (fail static)."""
+    """Return the result of a run that cannot publish a new specification. The current one, if any, stays."""
     if current is None:
         return Published(false(KIND, reason, f"{message}. There is no usable CDI specification"))
     if current.verdict.problems:
@@ -194,6 +196,7 @@ def _may_replace(new: Verdict, current: Verdict) -> bool:
 def _generate(
     context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> tuple[Candidate, tuple[str, ...]]:
+    """Return a new specification, and remarks on it. Raises AgentError or OSError."""
     system = context.system
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
