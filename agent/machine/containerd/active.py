@@ -18,7 +18,7 @@ UNIT = "containerd.service"
 CHANGED = "containerd-changed"
 """Name of the note about the agent's last change to containerd's configuration: its time in `microseconds` of the
 monotonic clock, and in `effective` a digest of the result. The digest is null until all files are written, and then
-empty until the result was read back: so a later run knows where an earlier one was killed."""
+empty until the result has been read back. From this, a later run knows at which step an earlier one was killed."""
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd process that was known to run with its current configuration: when it
 started, and a digest of the configuration."""
@@ -28,11 +28,11 @@ specifications: the path of the running program in /proc, and that program's ide
 PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID"
 COMMAND_LINE_LIMIT = 1 << 20
 CONFIG_OPTION = re.compile(r"--?c(?:onfig)?(?:=(.*))?", re.DOTALL)
-"""Matches containerd's global option that names its main configuration file. The name may be the next argument."""
+"""Matches containerd's global option for its main configuration file. The file's name may be the next argument."""
 
 
 def note_change(notes: Notes, *, written: bool) -> None:
-    """Note that containerd's configuration has changed or, unless it is `written`, that it is about to change.
+    """Note that containerd's configuration has changed or, if `written` is False, is about to change.
 
     After that, only a containerd that started later, or that already runs with the same result, is up to date. The
     digest of the result is added once it is known (`note_result`).
@@ -41,7 +41,7 @@ def note_change(notes: Notes, *, written: bool) -> None:
 
 
 def note_result(notes: Notes, effective: str) -> None:
-    """Add the digest of the result to the note. The time stays: a containerd that started after it has this result."""
+    """Add the digest of the result to the note. Its time stays: containerd has this result if it started after that."""
     notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
 
 
@@ -52,7 +52,7 @@ def change_was_interrupted(notes: Notes) -> bool:
 
 
 def writing_was_interrupted(notes: Notes) -> bool:
-    """Return whether that run may have been killed before its last write."""
+    """Return whether a run that began to change the configuration may have been killed before its last write."""
     return notes.load(CHANGED).get("effective", "") is None
 
 
@@ -75,8 +75,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # The agent's drop-in for containerd's unit starts this service by ExecStartPost=. In that state, start-post,
-    # containerd has already sent READY=1.
+    # By ExecStartPost=, the agent's drop-in for containerd's unit starts another run of this service. Meanwhile the
+    # unit may still be in the state start-post, in which containerd has already sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
     config_path = _config_path(context.system, unit.get("MainPID", "0")) if running else ""
     if config_path not in ("", MAIN):
@@ -101,7 +101,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
 def _config_path(system: System, process: str) -> str:
     """Return the main configuration file that containerd's process was started with; empty if no argument names one.
 
-    The unit does not tell: its ExecStart= may have variables, or name a script that becomes containerd.
+    The unit does not show it: ExecStart= may have variables, or name a script that executes containerd in its place.
     """
     try:
         return config_argument(system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT))
@@ -112,7 +112,7 @@ def _config_path(system: System, process: str) -> str:
 def config_argument(command_line: bytes) -> str:
     """Return containerd's --config argument; empty if it has none, or if the command line is another program's.
 
-    Another program may be a shell that waits for containerd.
+    The unit's main process may be another program, such as a shell that waits for containerd.
     """
     program, *arguments = command_line.decode(errors="surrogateescape").split("\0")
     path = ""
@@ -158,6 +158,7 @@ def program_identity(system: System, path: str) -> list[object] | None:
 
 def restart(system: System) -> None:
     """Restart containerd. This must be the last step of a run. Raises CommandError."""
-    # --no-block, because containerd is ordered after this service, so its start waits until this run ends. Its stop
-    # does not wait (job_compare in systemd's job.c), so from now until then there is no CRI.
+    # containerd is ordered after this service, so its start waits until this run ends. Without --no-block, systemctl
+    # would wait for that start. containerd's stop does not wait (job_compare in systemd's job.c), so there is no CRI
+    # from now until this run ends.
     system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)

@@ -55,7 +55,7 @@ def write_and_read_back(
     """Write the files that differ, and read back the result.
 
     Return what is wrong with it (empty if it is right), and a digest of what it depends on, from `digest_inputs`. That
-    is called between writing and reading back, because somebody may change the files at any time.
+    function is called before the result is read back: if somebody changes the files later, the next run notices it.
 
     `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
     result is wrong or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for
@@ -104,6 +104,7 @@ def write_and_read_back(
 
 
 def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
+    """Undo the changes in reverse order, and restore the note about the last change."""
     files.put(context.system, {path: before[path] for path in reversed(tuple(changes))})
     context.notes.save(CHANGED, noted)
 

@@ -31,7 +31,7 @@ CDI_ENABLED = true(
 def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     """Configure containerd for a request, and return RuntimeConfigured."""
     if not request.gpus:
-        # The configuration stays: containerd would have to restart now, and again when GPUs come back.
+        # The configuration stays: removing it would restart containerd now, and again when GPUs come back.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
     others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
@@ -107,7 +107,7 @@ def _vendor_drop_ins() -> list[str]:
 
 
 def _names_a_runtime(system: System, drop_in: str) -> bool:
-    """Return whether the drop-in is for a vendor's runtime, by its content: its path may have been configured."""
+    """Return whether the drop-in is for a vendor's runtime, judged by its content: its path may be a configured one."""
     content = files.read_optional(system, drop_in) or b""
     return any(handler.binary.encode() in content for handler in _handlers())
 
@@ -121,7 +121,8 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
     It may be enabled by the agent's drop-in for a vendor's runtime, which stays when that vendor's last GPU is
-    withdrawn. That file is loaded after the drop-in for CDI: in containerd 1.x, only its table counts.
+    withdrawn. That drop-in is loaded after the one for CDI, whose table containerd 1.x then ignores. If there is no
+    drop-in for a vendor's runtime, an existing one for CDI is taken to be needed.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
@@ -182,6 +183,7 @@ def _planned_change(
     paths: DropInPaths,
     before: dict[str, bytes | None],
 ) -> PlannedChange:
+    """Return the change that makes containerd load the agent's tables. Raises AgentError or OSError."""
     system, drop_in = context.system, paths.drop_in
     text = before[MAIN] or b""
     main = files.parse(MAIN, text)

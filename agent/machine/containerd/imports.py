@@ -24,8 +24,8 @@ def loaded_files(
     """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers the agent's drop-in, the drop-in is included, as an empty file. `imports_of` returns a file's
-    imports, as `parsed_imports` does.
+    If an import covers the agent's drop-in, the drop-in is included as an empty file, even if it does not exist.
+    `imports_of` returns a file's imports, as `parsed_imports` does.
     """
     loaded: dict[str, bytes] = {}
     pending = list(imports_of(MAIN, main))
@@ -53,7 +53,8 @@ def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
 
 
 def _load(system: System, path: str) -> bytes:
-    # TOML has no name for it, but the agent must be able to import each file alone.
+    # The agent lists all imported files in a TOML file of its own (`_baseline` in agent.machine.containerd.configure),
+    # and TOML can only have names in UTF-8.
     if any("\udc80" <= character <= "\udcff" for character in path):
         raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
     content = files.read_optional(system, path)
@@ -78,7 +79,8 @@ def _glob(system: System, pattern: str) -> list[str]:
 class NotedImports:
     """Returns what configuration files import, from a note if they have not changed since.
 
-    Loading tomllib and parsing them takes a tenth of a run that changes nothing. The note has lists of patterns.
+    Loading tomllib and parsing the files would take a tenth of a run that changes nothing. The note has lists of
+    patterns.
     """
 
     def __init__(self, notes: Notes, name: str) -> None:

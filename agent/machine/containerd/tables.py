@@ -249,11 +249,11 @@ def _add_settings(
 
 
 def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
-    """Return the runtime whose settings the handler starts from: that of the same name, else the default, else runc.
+    """Return the runtime whose settings the handler takes over: that of its name, else the default one, else runc.
 
     A default runtime with another shim, such as Kata's, is not used: it may lack runc's options, such as SystemdCgroup.
-    One of the same name is used whatever its shim: none of its settings may be lost (`problems`), containerd 2 merges
-    them with the drop-in's anyway, and containerd ignores options that SHIM does not have.
+    One with the handler's name is used whatever its shim is: none of its settings may be lost (`problems`), containerd
+    2 merges them with the drop-in's anyway, and containerd ignores options that SHIM does not have.
     """
     containerd = _at(effective, "containerd")
     runtimes = _at(containerd, "runtimes")

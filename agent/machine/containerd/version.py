@@ -16,8 +16,8 @@ additionalGids, which version 0.7.0 of the format added."""
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     """Return containerd's version.
 
-    The result is noted, so `containerd --version` runs again only after its file has changed or the machine has booted,
-    or if no version was found. Raises CommandError, DocumentError or OSError.
+    The result is noted, so `containerd --version` runs again only after the program has changed or the machine has
+    booted, or if no version was found. Raises CommandError, DocumentError or OSError.
     """
     system, notes = context.system, context.notes
     identity, noted = list(system.identity(program)), notes.load(NOTE)
@@ -75,8 +75,8 @@ def _version_without_groups(context: Context) -> str:
 def _running_without_groups(context: Context, program: str) -> str:
     """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
 
-    Return an empty string if it does, or if its file on disk was not replaced: then the file's version counts. The
-    process is noted, because the result changes when it exits.
+    Return an empty string if it does, or if the program on disk was not replaced: then that program's version counts.
+    The process is noted, because the result changes when it exits.
     """
     system = context.system
     process = unit_properties(context).get("MainPID", "0")
