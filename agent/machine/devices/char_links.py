@@ -1,7 +1,7 @@
 """Makes the links /dev/char/MAJOR:MINOR to the granted nodes.
 
 On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
-runc, and systemd in containers' scopes, use the links to find a device's path. `nvidia-ctk system
+runc, and systemd for the scopes of containers, use the links to find a device's path. `nvidia-ctk system
 create-dev-char-symlinks` and the GPU Operator's validator make the same links.
 """
 

@@ -1,4 +1,4 @@
-"""Makes the links by which programs find a GPU's DRM nodes from its PCI address.
+"""Makes the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes from its PCI address.
 
 On a host, udev makes these links. In a machine no udevd runs, and binding a node does not make its link.
 """
@@ -20,7 +20,7 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     }
     name = f"dri-links-{request.vendor}"
     noted = notes.load(name)
-    # A correct link that the agent did not make is udev's, for example if all of /dev/dri is bound.
+    # A correct link that is not noted is udev's, for example if all of /dev/dri is bound. The agent never removes it.
     own = {
         link: target for link, target in wanted.items() if noted.get(link) == target or system.read_link(link) != target
     }

@@ -1,4 +1,4 @@
-"""Finds nodes and vendors that the machine still has although the handoff no longer names them."""
+"""Finds what the machine still has although the handoff no longer names it: nodes, and vendors' files and notes."""
 
 import fnmatch
 
@@ -30,7 +30,8 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
             if unknown:
                 _note(context, vendor, unknown)
                 known |= unknown
-        # Nodes of GPUs are recognised by their names. Only the host knows which other nodes it bound.
+        # Nodes of GPUs are recognised by their names. Only the host knows which other nodes it bound, so the handoff
+        # lists those that it has withdrawn.
         withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
         if withdrawn - known:
             _note(context, OTHER_DEVICES, withdrawn - known)

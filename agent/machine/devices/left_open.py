@@ -39,7 +39,7 @@ def name_left_open(
     granted_numbers = {
         (device.major, device.minor) for request in context.handoff.requests for device in request.devices
     }
-    # A number that is granted again may now belong to another GPU, which processes may have open.
+    # Without numbers that are granted again: they may now belong to other GPUs, which processes may have open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in granted_numbers}
     noted_failures = notes.load(SEARCHES).get("failed")
     failed = noted_failures if isinstance(noted_failures, int) else 0

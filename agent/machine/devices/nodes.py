@@ -19,12 +19,13 @@ from agent.system.files import System
 from agent.system.journal import WARNING, say
 
 OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
-"""Seconds to open all nodes: at least OPEN_LIMIT, and NODE_LIMIT for each node, but at most LONGEST, after which the
-unit has time to report. Without a persistence daemon, the first open initialises the GPU, which takes seconds; the
-driver may initialise one GPU after another."""
+"""The time limit, in seconds, for opening all nodes is NODE_LIMIT for each node, but at least OPEN_LIMIT and at most
+LONGEST, which leaves time to report before the unit's own limit. Without a persistence daemon, the first open
+initialises the GPU, which takes seconds; the driver may initialise one GPU after another."""
 
 STACKED = 16
-"""How many mounts on one node are removed at most. systemd before 255 stacks each new mount on the old one."""
+"""The largest number of mounts that are removed from one node. systemd before 255 stacks each new mount on the old
+one."""
 
 GRANTED = "granted-"
 """Prefix of the names of notes, one per vendor, with the numbers of the machine's nodes by path."""
@@ -90,10 +91,11 @@ def check_devices(context: Context, request: Request) -> Condition:
 
 
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
-    """Return DevicesAllowed with reason DriverHidden if nodes open, but some of `paths` are missing in this machine.
+    """Return DevicesAllowed, with reason DriverHidden if the nodes open, but some of `paths` do not exist.
 
-    The kernel has these paths while the driver is loaded; if all are missing, the driver was unloaded meanwhile. The
-    status stays True: whether NVML needs the paths is proven by the CDI specification, which is generated with NVML.
+    The kernel has these paths while the driver is loaded. If all are missing, the driver was unloaded meanwhile, and
+    `condition` is returned unchanged. The status stays True even with DriverHidden: whether NVML works without the
+    paths shows in CDISpecCurrent, because the specification is generated with NVML.
     """
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
@@ -139,7 +141,7 @@ def _withdraw_nodes(
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None
-    # A path may now be another vendor's: that vendor's note has it, so the node is kept.
+    # A path may now be granted for another vendor. Then the node is kept, and only that vendor's note still has it.
     kept = {*granted, *(device.path for each in newest_requests for device in each.devices)}
     stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []
@@ -147,7 +149,7 @@ def _withdraw_nodes(
         try:
             _withdraw(context.system, path)
         except (AgentError, OSError) as error:
-            # It stays in the note, so that the next run tries again.
+            # The path stays in the note, so that the next run tries again.
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
@@ -233,7 +235,7 @@ def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], genera
 
 def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
     """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
-    # Not imported for its path, because it loads the module signal.
+    # The path is written here, because importing open_nodes to find it would load the module signal.
     program = f"{posixpath.dirname(__file__)}/open_nodes.py"
     limit = min(max(OPEN_LIMIT, NODE_LIMIT * len(paths)), LONGEST)
     output = system.run(

@@ -1,4 +1,4 @@
-"""A program that opens device nodes, all at once, so that a hanging driver does not hang the caller.
+"""A program that opens device nodes, all at the same time, for a caller that must not hang if a driver hangs.
 
 The arguments are a time limit in seconds and the nodes. It prints a line `<errno> <path>` for each node: 0 if it
 opened, 110 (ETIMEDOUT) if it did not open within the limit, 11 (EAGAIN) if it could not be tried: no thread could be
@@ -30,13 +30,13 @@ def main(arguments: list[str]) -> None:
     for index, path in enumerate(paths):
         sys.stdout.write(f"{codes[index]} {path}\n")
     sys.stdout.flush()
-    # A child that hangs in the kernel does not die now, so init is left to reap it.
+    # A child that hangs in the kernel does not die yet. It is left to init, which reaps it later.
     os.kill(child, signal.SIGKILL)
     os._exit(0)
 
 
 def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
-    """Return each node's error number by its index: ETIMEDOUT without a report, or EAGAIN if the child has ended."""
+    """Return the nodes' error numbers by index. Nodes without a report get ETIMEDOUT, or EAGAIN if the child ended."""
     os.set_blocking(reader, False)
     text, without = b"", errno.ETIMEDOUT
     while text.count(b"\n") < count and time.monotonic() < deadline:
@@ -71,8 +71,8 @@ def _open_all(paths: list[str], writer: int) -> None:
 
 
 def _open(path: str, index: int, writer: int) -> None:
-    # Not O_NONBLOCK: since release 550, NVIDIA's driver answers such an open before it initialises the GPU, so that it
-    # always succeeds. Opening a FIFO for reading and writing does not block either way.
+    # Not O_NONBLOCK: since release 550, NVIDIA's driver answers such an open before it initialises the GPU, so the open
+    # always succeeds. A FIFO in the node's place does not block this open, which is for reading and writing (fifo(7)).
     code = 0
     try:
         # Not closed: without persistence mode, the driver would shut the GPU down, and initialise it again for the CDI
