@@ -114,7 +114,7 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
 
 
 def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
-    """Return the processes that listen on the vendor's plugin's sockets, by path; None if nobody listens."""
+    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
     return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
 
@@ -125,7 +125,7 @@ def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
     serving = {path: process for path, process in sockets.items() if process is not None}
     dead = tuple(path for path, process in sockets.items() if process is None)
     try:
-        # Pods of device plugins may write in this directory, and may put a link there.
+        # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
         written = system.identity(CHECKPOINT, follow=False).mtime_ns
         registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
         times = {path: system.identity(path, follow=False).mtime_ns for path in serving}

@@ -31,7 +31,7 @@ HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 NOTE = NODE_CONDITION
 AGAIN_WITHIN = 60.0
-"""Seconds after the program's start in which it may start another run."""
+"""Seconds after the program's start during which it may begin another run."""
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
@@ -74,8 +74,8 @@ def main() -> int:
 def run_until_current(system: System) -> None:
     """Call `run` until the host status does not change during a run, but start no further run after AGAIN_WITHIN.
 
-    systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). The timer covers a change
-    after the last look. Raises OSError.
+    systemd's path unit misses changes while the service runs (systemd issues 37667 and 5770). A change after the last
+    check here is handled by the timer's next run. Raises OSError.
     """
     started, published = time.monotonic(), _published(system)
     while True:
@@ -200,8 +200,8 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
 def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
-    If another Node is recorded, its condition stays, because this kubelet may not change it. Then only the record is
-    removed. Return the condition that the Node then has (None if it has none), and NodeConditionSet.
+    If another Node is recorded, its condition stays, because this kubelet may not change it; only the record is
+    removed. Return the condition that the Node now has (None if it has none), and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     recorded = _recorded_node(system)

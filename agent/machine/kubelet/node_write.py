@@ -38,9 +38,9 @@ UNAVAILABLE = (
     "Error from server (Timeout):",
     "Error from server (TooManyRequests):",
 )
-"""How kubectl begins the message of an API server that cannot answer now (StatusReason of apimachinery's meta/v1).
+"""How kubectl's message begins if the API server cannot answer now (StatusReason of apimachinery's meta/v1).
 
-The first one has no reason, and the HTTP status 500, as after an error of etcd.
+The first one is for an answer with the HTTP status 500 and no reason, as after an error of etcd.
 """
 
 
@@ -87,7 +87,7 @@ def _change_once(system: System, identity: Identity, condition: dict[str, str] |
 
 
 def _answer(error: CommandError | DocumentError) -> str:
-    """Return what kubectl printed, on one line."""
+    """Return, on one line, the error that kubectl printed, or how it ended, or what is wrong with its output."""
     if not isinstance(error, CommandError):
         return error.message
     return " ".join(error.stderr.split()) or error.ended

@@ -40,7 +40,7 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
 
 
 def _status(system: System, notes: Notes) -> DraStatus | Condition:
-    """Return the status that agent.dra reports; the condition if it reports nothing, or cannot work."""
+    """Return the status that agent.dra reports; GPUsAdvertised if it reports nothing, or cannot work."""
     if not system.is_directory(PLUGINS):
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     if system.listening_process(KUBELET_SOCKET) is None:

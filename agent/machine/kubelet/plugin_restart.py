@@ -33,7 +33,7 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 
 
 def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
-    """Restart the plugin if possible, and return `needed` with the result added. Raises OSError or DocumentError."""
+    """Restart the plugin if possible, and return `needed` with the result added. Raises OSError."""
     return needed._replace(message=f"{needed.message}; {_restart(context, vendor)}")
 
 
@@ -67,7 +67,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
     sentence = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
-    # Noted before the restart: one that could not be noted afterwards would be repeated each minute.
+    # Noted before the restart: if it could not be noted afterwards, each run would restart the plugin again.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
     try:
         _stop(system, program, containers)
@@ -78,7 +78,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
 
 
 def _stop(system: System, program: str, containers: Iterable[str]) -> None:
-    """Stop containers in a transient unit, without waiting for it: a plugin may take some time to exit."""
+    """Make a transient unit stop the containers, and do not wait for it: a plugin may take some time to exit."""
     properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
     unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
     crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")

@@ -21,7 +21,7 @@ def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, ad
     if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
         return advertised
     try:
-        # Pods of device plugins may write in this directory, and may put a link there.
+        # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
         content = system.read_untrusted(vendor.plugin_spec)[0]
     except FileNotFoundError:
         return advertised

@@ -24,8 +24,9 @@ def settle_markers(
 ) -> tuple[Condition, ...]:
     """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    If markers are not configured, remove those that the agent made before. Return an empty tuple then, or if the vendor
-    has no markers.
+    While a condition that a marker needs is Unknown, and none is False, the marker stays as it is. If markers are not
+    configured, remove those that the agent made before. In that case, and if the vendor has no markers, return an empty
+    tuple.
     """
     configured = context.handoff.validation_markers
     if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
