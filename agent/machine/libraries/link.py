@@ -63,7 +63,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
     _record_repair(context.notes, request, wanted, plan)
-    # Without a driver root, the rest is needed only to drop links that were removed from the loader cache.
+    # Without a driver root, ldconfig must run only if links were removed, so that they leave the loader cache.
     if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
     faults = _refresh_loader_cache(

@@ -64,7 +64,8 @@ class LinkPlan(NamedTuple):
 def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...] = ()) -> LinkDirectories:
     """Return the machine's directories for links.
 
-    `existing` has those of /usr/lib/<triplet> and /usr/lib64 that exist; `data` is as in LinkDirectories.
+    `existing` has those of /usr/lib/<triplet>, /usr/lib/TRIPLET_32 and /usr/lib64 that exist; `data` is as in
+    LinkDirectories.
     """
     triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
     multiarch = f"/usr/lib/{triplet}"
