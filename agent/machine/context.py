@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Once:
-    """Results that several steps need, some of them in threads."""
+    """Results that are computed once and used by several steps, some of which run in threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._results: dict[str, Any] = {}
 
     def get(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the result of that name. Only the first caller computes it; after an exception, the next one does."""
+        """Return the result with this name. The first caller computes it; if that raises, the next caller does."""
         with self._lock:
             if name not in self._results:
                 self._results[name] = compute()

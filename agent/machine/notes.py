@@ -25,14 +25,15 @@ TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NA
 and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
 AGES = "ages"
-"""Name of the note with the ages of the files whose order matters, or that must be recent."""
+"""Name of the note about when files last changed: files whose times are compared, or that must be recent."""
 
 
 class Notes:
     """Reads and writes notes: JSON objects by name. A missing note is empty.
 
     Each note has a digest of its content. A note without the right digest, or one that is no regular file, is removed
-    and counts as missing, so that readers can trust the types in a note. Raises OSError if a note cannot be read now.
+    and counts as missing. So readers get only what some release of the agent wrote. Raises OSError if a note cannot be
+    read now.
     """
 
     def __init__(self, system: System) -> None:
@@ -65,7 +66,7 @@ class Notes:
 
 
 def ages_in(note: object) -> Ages:
-    """Return the ages that a note keeps in the form of `Ages.observations`."""
+    """Return the ages that a note keeps in the form of `Ages.observations`. Ignores entries of another form."""
     observations = {}
     for path, each in note.items() if isinstance(note, dict) else ():
         match each:
@@ -81,7 +82,7 @@ def ages_in(note: object) -> Ages:
 def noted_ages(notes: Notes) -> Iterator[Ages]:
     """Yield the ages as the last run knew them, and keep them for the next run.
 
-    Ignores failures: the note only matters once the clock is set.
+    Ignores failures: the note only matters if somebody sets the wall clock.
     """
     ages = Ages()
     with contextlib.suppress(OSError):
@@ -103,7 +104,7 @@ class Owned:
     """The record of the agent's own files outside /run. In other files, the agent changes only its own keys.
 
     There are two copies, because without the record, the agent would never change its own files again. If both are
-    missing, the record is empty. Otherwise, while neither copy can be read, the methods raise ApplyError.
+    missing, the record is empty. If at least one exists, but none can be read, the methods raise ApplyError.
     """
 
     def __init__(self, system: System) -> None:
@@ -113,7 +114,8 @@ class Owned:
         self._fault = "" if readable or copies == [None, None] else "; ".join(str(each) for each in copies if each)
         self._paths = set(readable[0] if readable else ())
         if readable and copies != [readable[0]] * 2:
-            # An error does not matter, such as that of a full or read-only disk: the good copy can still be read.
+            # Repair the other copy. An error, such as that of a full or read-only disk, does not matter: the good copy
+            # can still be read.
             with contextlib.suppress(OSError):
                 for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
                     if isinstance(copy, str):
@@ -127,9 +129,9 @@ class Owned:
         return tuple(sorted(self._recorded()))
 
     def make_way(self, path: str) -> bool:
-        """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
+        """Return whether the agent may write this file: True if it is recorded as the agent's, or nothing is there.
 
-        Whatever has replaced one of the agent's files, even a link to a file, is removed. A directory is moved aside
+        Anything but a regular file, even a link to one, is removed from a recorded path. A directory is moved aside
         instead, because its content may matter.
         """
         if path not in self._recorded():
@@ -181,7 +183,7 @@ class Owned:
         content = json.dumps({"paths": sorted(paths)}).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
-        # Only now: if a path counted although it is not on disk, a second attempt would leave an unrecorded file.
+        # Only after both writes: if a failed `claim` counted, a second one would succeed without recording the path.
         self._paths = paths
 
 

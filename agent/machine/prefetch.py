@@ -2,7 +2,8 @@
 
 A generator takes longer than everything else, and depends only on what the host provides: the driver root and the
 device nodes. When the rest of the machine half runs the same command, it gets the result of the generator that was
-started here, unless the host has published the handoff again since. It starts any other command itself.
+started here. If the host has published the handoff again since, or the command is another one, it starts the command
+itself.
 """
 
 import os
@@ -65,7 +66,7 @@ def _start_generators(runner: MachineRunner, root: str) -> None:
                     os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
                     command = GENERATORS[vendor](driver_root, spec_directory(vendor), request.get("cdi_hooks", ()))
                     # While the rest is loaded, the host may grant further GPUs, or bind nodes that were missing. The
-                    # generator may have searched for GPUs before that.
+                    # generator may have searched for GPUs before that, so its result must not be used then.
                     runner.start(command, lambda: _identity(path) == published)
 
 
@@ -88,7 +89,7 @@ def _claim(generation: str, root: str) -> bool:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Return a value that differs once the host has published the file again; None if the file is not readable."""
+    """Return a value that changes when the host publishes the file again; None if the file cannot be observed."""
     try:
         status = os.stat(path)
     except OSError:

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
     allocatable: "AllocatableVendor | None" = None
     """Only for one request of GPUs: the devices that claims can have; None without Dynamic Resource Allocation."""
     accepts_new_keys: bool = True
-    """Only for all requests: whether the host half accepts report keys newer than its first release (`repairs`)."""
+    """Only for all requests: whether the host half accepts keys that reports got later, such as `repairs`."""
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
@@ -55,7 +55,7 @@ def _settle_gpus(
     context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
 ) -> Outcome:
     devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
-    # The generator may be running already, so steps that do not need its result come first.
+    # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
     configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
     active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))

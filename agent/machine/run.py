@@ -1,4 +1,7 @@
-"""Runs the machine half: reads the handoff, settles the machine, and reports conditions that say what is wrong."""
+"""Runs the machine half: reads the handoff, settles it, and reports conditions that say what is wrong.
+
+To settle a handoff, or a part of it, is to change the machine so that it matches what the handoff grants.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -55,7 +58,7 @@ def main(runner: Runner) -> int:
 
 
 def run(system: System) -> int:
-    """Settle the machine until a report answers the newest handoff, in at most ROUNDS rounds. Return exit code 0.
+    """Settle handoffs until a report answers the newest one, in at most ROUNDS rounds. Return exit code 0.
 
     Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
     """
@@ -64,8 +67,8 @@ def run(system: System) -> int:
         for settled in _rounds(system):
             outcome = settled
     finally:
-        # After all rounds: containerd starts again only when this run ends, and until then pods cannot start. Also if
-        # no report could be written, because pods need the new configuration all the same.
+        # Restarted after all rounds: containerd starts again only when this run ends, and until then pods cannot start.
+        # Restarted even if no report could be written, because pods need the new configuration all the same.
         if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
             restart(system)
     return 0
@@ -92,8 +95,8 @@ def _rounds(system: System) -> Iterator[Outcome]:
         outcome = settle(context)
         _log(context, outcome)
         yield outcome
-        # Not reported if outdated: the host may have bound missing nodes since, and an older host half would take this
-        # report for the answer to its new handoff.
+        # Not reported if outdated, except in the last round: the host may have bound missing nodes since, and an older
+        # host half would take this report for the answer to its new handoff.
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
@@ -158,9 +161,9 @@ def settle(context: Context) -> Outcome:
 
 
 def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, ...]:
-    """Publish the devices that claims can have, and return GPUsAdvertised, if the node itself is to offer its GPUs.
+    """If the node itself is to offer its GPUs, publish the devices that claims can have, and return GPUsAdvertised.
 
-    Otherwise, remove what was published, and return nothing.
+    Otherwise, remove what was published, and return an empty tuple.
     """
     if context.handoff.allocation != DRA:
         with contextlib.suppress(OSError):
@@ -240,7 +243,7 @@ def _newest(system: System) -> Handoff | None:
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     """Merge the conditions of each type into one, with the worst status and all messages of that status.
 
-    Among equally bad ones, the reason WrongNode wins, because it makes the host bind nodes.
+    Among conditions with that status, the reason WrongNode wins, because it makes the host bind nodes.
     """
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
