@@ -29,15 +29,18 @@ class Ages:
     was observed last, the file changed after that observation: its age is at most the time since then, whatever the
     wall clock says.
 
-    CLOCK_MONOTONIC is the same in the host, its machines and all processes. It stops while the host is suspended. So
-    does the machine half's timer, so nothing is late after that.
+    CLOCK_MONOTONIC is the same in the host, its machines and all processes. It stops while the host is suspended, as
+    the machine half's timer does, so no file looks too old after a suspend.
     """
 
     def __init__(self, observations: Mapping[str, Observation] | None = None) -> None:
         """Begin with the observations of an earlier process since the host's boot, by path."""
         self._observations = dict(observations or {})
         self._ahead = time.time() - time.monotonic()
-        """By how much the wall clock is ahead. It stays until the clock is set: times keep their order exactly."""
+        """Seconds by which the wall clock is ahead of CLOCK_MONOTONIC.
+
+        Computed again only after the wall clock was set, so that until then converted times keep their exact order.
+        """
 
     def of(self, path: str, changed: float) -> float:
         """Return the seconds since the file's change; see `changed_at`."""
@@ -47,8 +50,8 @@ class Ages:
     def changed_at(self, path: str, changed: float) -> float:
         """Return the time of the file's change by CLOCK_MONOTONIC.
 
-        A change N seconds in the future counts as N seconds ago. For a file of an untrusted writer, `changed` must be
-        its ctime, which the writer cannot choose.
+        A change N seconds in the future, as after the wall clock was set back, counts as N seconds ago. For a file of
+        an untrusted writer, `changed` must be its ctime, which the writer cannot choose.
         """
         now = time.monotonic()
         if abs(time.time() - now - self._ahead) >= STEP:

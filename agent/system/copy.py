@@ -20,16 +20,16 @@ EPERM comes from a system-call filter."""
 OPEN_LIMIT = 256
 """Copies that are open at the same time. systemd lets a service open 1024 files, unless it asks for more."""
 UNSYNCED_LIMIT = 256 << 20
-"""Bytes that are copied before they are synced. One fsync(2) may wait for the data of all copies without a call of
-`progress`."""
+"""Bytes after which the copies are synced. One fsync(2) may wait for the data of all copies, and `progress` is not
+called meanwhile."""
 
 
 class Copies:
     """Copies that are durable at the end of a `with` block.
 
-    The disk writes them while the next ones are made, in any order. Each copy stays open until it is durable: fsync(2)
-    reports a failed write only to descriptors that were open when it failed. Calls `progress` after each part of a
-    large copy, and each time that the disk has written a copy.
+    The disk writes the copies, in any order, while further copies are made. Each copy stays open until it is durable:
+    fsync(2) reports a failed write only to descriptors that were open when the write failed. `progress` is called after
+    each part of a large copy, and each time that the disk has written a copy.
     """
 
     def __init__(self, progress: Callable[[], None]) -> None:
@@ -49,7 +49,10 @@ class Copies:
                 copy.close()
 
     def add(self, reading: BinaryIO, writing: BinaryIO, mode: int) -> None:
-        """Copy the content of an open file into a new one, which is closed later, and set its mode. Raises OSError."""
+        """Copy the content of an open file into the new file `writing`, and set its mode. Raises OSError.
+
+        This object closes `writing`.
+        """
         self._open.append(writing)
         copy_content(reading.fileno(), writing.fileno(), self._progress)
         os.fchmod(writing.fileno(), mode)

@@ -16,7 +16,7 @@ def count(path: str) -> None:
 
 def discard(path: str, why: str) -> None:
     """Count and log a discarded file. The pass continues without its content."""
-    # Imported here: every command would load it.
+    # Imported here, because otherwise every command would load it.
     import logging
 
     count(path)

@@ -79,7 +79,7 @@ class _TooLargeError(OSError):
 
 
 class _UnreadableError(Exception):
-    """A message has a value that jeepney cannot read. Any user of the host may send one: a file descriptor's number."""
+    """A message has a value that jeepney cannot read, such as one of type UNIX_FD. Any user of the host can send it."""
 
 
 class _Connection:
@@ -94,7 +94,7 @@ class _Connection:
             raise OSError(errno.EPROTO, f"not authenticated: {error}") from error
         self._parser, self._serials = Parser(), count(1)
         self._owners = {DRIVER: DRIVER}
-        """The unique names of services' owners, by service. The bus's own unique name is DRIVER."""
+        """The unique name of each service's owner, by the service's name. The bus's own unique name is DRIVER."""
         try:
             self.exchange(message_bus.Hello(), deadline)
         except BaseException:
@@ -176,7 +176,7 @@ class _Connection:
         except Exception as error:
             # jeepney raises any exception that a malformed message causes.
             if self._parser.next_msg_size is not None:
-                # The message was whole, and has been taken from the data.
+                # jeepney has taken the whole message from its buffer, so the next message can be read.
                 self._parser.next_msg_size = None
                 raise _UnreadableError from error
             raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error

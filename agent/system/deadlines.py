@@ -18,7 +18,7 @@ DEVICE_CALL = 5.0
 SOURCE_READ = 2.0
 """Seconds to observe the source of a mount, which may be on a remote server."""
 SHORTEST = 0.02
-"""Seconds that every call gets, however many others hang. A healthy driver answers in a thousandth of that time."""
+"""Seconds that every call gets at least, however many others hang. A healthy driver needs a thousandth of that time."""
 
 
 class _Call(Generic[T]):
@@ -142,7 +142,7 @@ def _still_hangs(what: str) -> TimeoutError:
 
 def stuck() -> tuple[str, ...]:
     """Return the names of calls that missed their deadline and still hang."""
-    # A copy, and `pop`: the service's threads call this at the same time.
+    # This loops over a copy and removes with `pop`, because several threads may call this function at the same time.
     for what in [what for what, each in list(_overdue.items()) if each.wait(0)]:
         _overdue.pop(what, None)
     return tuple(_overdue)
@@ -180,9 +180,9 @@ def read_device_text(system: Reader, path: str) -> str:
 def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEVICE_CALL) -> Iterator[str | OSError]:
     """Read many files that a driver provides, each as `read_device_text` does. Yield the text or error of each.
 
-    One worker reads them all, because handing each file to a worker takes longer than reading it. If it hangs at one,
-    another worker continues with the next when the caller asks for it. A caller that stops at an error thus leaves one
-    worker behind, however many files hang.
+    One worker reads them all, because handing each file to a worker takes longer than reading it. If the worker hangs
+    at a file, another worker continues with the next file, but only when the caller asks for that file. So a caller
+    that stops at an error leaves only one worker behind, however many files hang.
     """
     remaining = [(path, _place(system, path)) for path in paths]
     while remaining:
@@ -196,7 +196,7 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
             bounded(batch[0][1], reading.run, limit, part=reading.part)
         except OSError as error:
             reading.abandoned = True
-            # The error names the file. The worker may have finished reading it by now.
+            # The file is found by the name in the error, because by now the worker may have continued with later files.
             failed = [place for _, place in batch].index(str(error.filename))
             yield from reading.texts[:failed]
             yield error
@@ -220,7 +220,7 @@ class _Reading:
         self._began = time.monotonic()
         self.texts: list[str | OSError] = []
         self.abandoned = False
-        """Whether the caller has given up: the worker then ends with the file that it is reading."""
+        """Whether the caller has given up. If so, the worker stops after the file that it is reading."""
 
     def run(self) -> None:
         for path, _ in self._files:
@@ -239,5 +239,5 @@ class _Reading:
 
 
 def _place(system: Reader, path: str) -> str:
-    """Return the name of a call for a path. It has the root prefix, because tests have many roots."""
+    """Return the name of a call that reads a path. The name has the root prefix, because tests use many roots."""
     return path if system.root == "/" else system.root + path

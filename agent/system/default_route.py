@@ -16,8 +16,8 @@ UNICAST = 1
 UNIVERSE = 0
 """RT_SCOPE_UNIVERSE of rtnetlink(7): the scope of an address that other hosts can reach."""
 UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40
-"""Flags of addresses that nodes must not have (linux/if_addr.h): IFA_F_SECONDARY, which temporary addresses have too,
-IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
+"""Flags of addresses that cannot be a node's address (linux/if_addr.h): IFA_F_SECONDARY, which temporary addresses have
+too, IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
 
 
 def default_address() -> str:

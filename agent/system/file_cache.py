@@ -26,7 +26,7 @@ ext4, every 2 s on FAT."""
 
 State = tuple[int, ...]
 Files = dict[Access, State | None]
-"""What stat(2) said; None if that is unknown, or if the next change could go unnoticed."""
+"""What stat(2) said of each path; None if that is unknown, or if the next change could go unnoticed."""
 
 
 class _Kept(Struct, frozen=True):
@@ -49,9 +49,9 @@ class FileCache(Struct):
     def get(
         self, name: str, key: object, system: System, observe: Callable[[System], T], complete: Callable[[T], bool]
     ) -> T:
-        """Return the last result of the observation `name`, or call `observe` if it may be different by now.
+        """Return the last result of the observation `name`, or call `observe` if the result may be different by now.
 
-        `observe` gets a System that notes what it accesses. `key` has everything else that the result depends on. Only
+        `observe` gets a System that notes each access. `key` has everything else that the result depends on. Only
         a result that is `complete` is kept.
         """
         kept = self._kept.pop(name, None)
@@ -84,8 +84,8 @@ class FileCache(Struct):
 def _state(access: Access, now: float = math.inf) -> State | None:
     """Return what stat(2) says; None if that is unknown, or if the file has changed at about the time `now`.
 
-    Times in the future are as good as those in the past: after the next change, the file has another one. Some files
-    have them if the clock was set back.
+    A time in the future, as after the clock was set back, is as good as one in the past: the next change of the file
+    replaces it.
     """
     try:
         found = os.stat(access.path, follow_symlinks=access.follow)

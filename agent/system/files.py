@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from agent.system.copy import Copies
 
 READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read, unless the caller gives a limit. In /proc/sys, the kernel refuses to read
-4 MiB at once (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read, unless the caller gives a limit. A limit of 4 MiB would be too large for
+/proc/sys, where the kernel refuses to read that much at once (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
 """Suffix of the temporary file that replaces a file when it is complete."""
 BUS_LIMIT = 10.0
@@ -87,9 +87,10 @@ class System(Rooted):
         return self.read(path).decode(errors="surrogateescape")
 
     def attribute(self, path: str) -> str:
-        """Return the text of a short file of the kernel's own in /sys or /proc, with fewer calls than `read_text`.
+        """Return the text of a short file in /sys or /proc, with fewer system calls than `read_text`.
 
-        Nobody else can make a file there. An attribute of a driver may block: use `deadlines.read_device_text`.
+        The file's type is not checked, because only the kernel can make files there. For a file that a driver provides,
+        use `deadlines.read_device_text`: reading it may block.
         """
         return opening.attribute(self._at(path)).decode(errors="surrogateescape")
 

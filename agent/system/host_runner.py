@@ -23,23 +23,24 @@ if sys.version_info < (3, 11, 6):
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program, as a Runner does. A program that SIGKILL does not end is not run again until it has ended.
+    """Run a program, as a Runner does. If Ctrl-C interrupts this, the program is killed.
 
-    If this is interrupted, as by Ctrl-C, the program is killed.
+    If not even SIGKILL ends the program, this raises TimeoutError, as does every call with the same arguments until the
+    program has ended.
     """
     running: list[int] = []
     try:
         # All threads involved are daemon threads, so none of them keeps this process from exiting.
         return bounded(" ".join(argv), lambda: _run(argv, timeout, running), timeout + KILL_MARGIN)
     except KeyboardInterrupt:
-        # The terminal's Ctrl-C does not reach it, because it has a session of its own.
+        # The terminal's Ctrl-C does not reach the program, because the program has a session of its own.
         for pid in running:
             kill_group(pid)
         raise
 
 
 def _run(argv: tuple[str, ...], timeout: float, running: list[int]) -> Completed:
-    """Run a program in a new session, without our terminal. While it runs, `running` has its id.
+    """Run a program in a new session, without a controlling terminal. While it runs, `running` has its process id.
 
     At the time limit, kill it and what it started, except processes with a session or process group of their own.
     """
@@ -78,16 +79,17 @@ def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: Binary
             start_new_session=True,
         )
     except FileNotFoundError as error:
-        # The program was there just now: its interpreter, or its loader of libraries, is missing.
+        # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
         raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
 
 
 def _limit_files(pid: int) -> None:
-    """Limit the files of a program that has just started, and of what it starts from now on.
+    """Limit the size of each file that a program and its future children write. The program has just started.
 
-    Its output is a file in memory, which counts towards this unit's memory limit: if it could print without end, the
-    kernel might kill the service. A vfork cannot set the limit before the program starts, and prlimit(1), which could,
-    would let a shell run what is not a program.
+    The program's output is a file in memory, which counts towards this unit's memory limit: if the program could print
+    without end, the kernel might kill the service. The limit is set only after the start, because setting it
+    between fork and exec would rule out vfork. prlimit(1) could set it earlier, but would let a shell run a file that
+    is not a program.
     """
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
@@ -99,16 +101,19 @@ def memory_file(name: str) -> BinaryIO:
 
 
 def content(file: BinaryIO) -> bytes:
-    """Return the beginning of what was written to a file: one byte more than OUTPUT_LIMIT at most."""
+    """Return the beginning of what was written to a file: at most one byte more than OUTPUT_LIMIT."""
     return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0)
 
 
 def ends_within(pid: int, timeout: float) -> bool:
-    """Return whether the process exits within `timeout` seconds. The waits of Popen and sh poll, and take longer."""
+    """Return whether the process exits within `timeout` seconds.
+
+    Popen and sh could wait too. But they check at intervals, and so notice the exit later.
+    """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        # A tool has exited, and one of sh's threads has collected its status.
+        # The process was started by sh, and has exited: one of sh's threads has collected its status.
         return True
     try:
         poll = select.poll()

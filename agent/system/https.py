@@ -27,9 +27,10 @@ class Answer:
 
 
 def ask(url: str, *, ca: bytes, token: str = "") -> Answer:
-    """Return the answer. Raises OSError: ssl.SSLCertVerificationError if the server's certificate is not accepted.
+    """Send a GET request, with a bearer token if one is given, and return the answer.
 
-    `ca` has the accepted CA certificates in PEM format. Raises ValueError if it contains no certificate.
+    `ca` has the accepted CA certificates in PEM format. Raises ValueError if it contains no certificate, and OSError if
+    the request fails: ssl.SSLCertVerificationError if the server's certificate is not accepted.
     """
     return bounded(f"GET {url}", lambda: _ask(url, ca, token), TIME_LIMIT + MARGIN)
 
@@ -51,7 +52,7 @@ def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
     try:
         if not ca:
-            # The library would accept the host's CAs.
+            # Given no certificate, the library would accept the host's CAs.
             raise ValueError("empty")
         context = ssl.create_default_context(cadata=ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:

@@ -31,7 +31,7 @@ class Identity(NamedTuple):
 
 
 def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
-    """Return the running kubelet's identity, or a condition of this kind with the reason why it is unknown.
+    """Return the running kubelet's identity, or a condition of type `kind` that says why the identity is unknown.
 
     Raises OSError if /proc cannot be read.
     """

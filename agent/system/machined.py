@@ -9,9 +9,9 @@ MACHINED_MANAGER = f"{MACHINED}.Manager"
 
 
 def bind_mount(machine: str, path: str, *, read_only: bool, system: System) -> None:
-    """Bind a node or directory to the same path in the machine, as machinectl(1) does.
+    """Bind a node or directory to the same path in the machine, as `machinectl bind` does.
 
-    A second call would mount over the first.
+    A second call for the same path would mount over the first bind.
     """
     make_directories = True
     arguments = (machine, path, path, read_only, make_directories)

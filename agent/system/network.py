@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from agent.model.network import Link, Network, Route, Rule
 
 if TYPE_CHECKING:
-    # At run time it is imported where it is used, because that takes as long as all other imports of a command.
+    # At run time it is imported where it is used: importing it takes as long as all other imports of a command.
     from pyroute2 import IPRoute
     from pyroute2.netlink import nlmsg
 
@@ -21,7 +21,7 @@ KERNEL = 2
 """RTPROT_KERNEL of rtnetlink(7): the kernel adds and removes these routes together with addresses."""
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 GONE = (errno.ENODEV, errno.ENOENT, errno.ESRCH)
-"""Errors of the removal of something that no longer exists."""
+"""Errors when something that no longer exists is removed."""
 
 
 class NetworkSource(Protocol):
@@ -36,7 +36,10 @@ class HostNetwork:
     """The network namespace of this process."""
 
     def observe(self) -> Network:
-        """Return the links, rules and routes, except the kernel's own routes. Not `chains`: iptables lists those."""
+        """Return the links, rules and routes, except the kernel's own routes.
+
+        iptables lists the chains, so `chains` stays empty here.
+        """
         with connected() as netlink:
             links = {each["index"]: _link(each) for each in netlink.get_links()}
             names = {index: link.name for index, link in links.items()}
@@ -128,7 +131,7 @@ def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
 def _route_arguments(netlink: IPRoute, route: Route) -> dict[str, object]:
     indices = netlink.link_lookup(ifname=route.device) if route.device else ()
     if route.device and not indices:
-        # The kernel has removed the route with its link. Without `oif`, a route of another link would match.
+        # The kernel has removed the route with its link. Without `oif`, the route of another link might be removed.
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), route.device)
     return {
         "family": route.family,

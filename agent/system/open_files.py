@@ -21,14 +21,15 @@ Number = tuple[int, int]
 PROCESS_LIMIT = 2.0
 """Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
 SHORTEST = 0.05
-"""Seconds to search one process, however many others hang, while SEARCH_LIMIT lasts. Most need a thousandth of that."""
+"""Seconds to search one process at least, however many others hang, unless SEARCH_LIMIT ends first. Most processes need
+a thousandth of that."""
 SEARCH_LIMIT = 20.0
 """Seconds for each of the three steps over all processes: their descriptors, their mappings, their names."""
 
 MAPPING = re.compile(
     rb"(?P<first>[0-9a-f]+)-(?P<last>[0-9a-f]+) \S{4} [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>[0-9]+)"
 )
-"""The start of a line of /proc/PID/maps (proc_pid_maps(5)). The path follows, which has any bytes but newlines."""
+"""The start of a line of /proc/PID/maps (proc_pid_maps(5)). The path follows, which may have any bytes but newlines."""
 
 MACHINE = re.compile(r"/systemd-nspawn@(?P<name>[^/@]+)\.service(?:/|$)")
 """Matches the unit of a machine in a control group's path."""
@@ -122,7 +123,7 @@ class _Search:
         return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
     def _for_each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `search` for each process, with a deadline. Missing it halves the time for the processes that follow.
+        """Call `search` for each process, with a deadline. Each missed deadline halves the time for later processes.
 
         SEARCH_LIMIT bounds the time for all processes. A process whose search fails is recorded as unseen.
         """
@@ -162,7 +163,10 @@ class _Search:
                 return
 
     def _search_mappings(self, pid: int, deadline: float) -> None:
-        """Search the mappings of a process, which all its threads with memory share. Mappings outlive descriptors."""
+        """Search the mappings of a process, which all its threads with memory share.
+
+        A device stays mapped when its descriptor is closed.
+        """
         for thread in self._threads(pid):
             try:
                 if self._search_thread(pid, thread, deadline):
@@ -183,7 +187,8 @@ class _Search:
             file = (mapping["device"], mapping["inode"], line[mapping.end() :])
             if mapping["inode"] == b"0" or file in inspected:
                 continue
-            # Names in map_files have no leading zeros. /proc does not list threads, but /proc/TID exists for each one.
+            # Names in map_files have no leading zeros. /proc/PID/task/TID has no map_files, but /proc/TID has, although
+            # /proc does not list threads.
             first, last = (int(mapping[each], 16) for each in ("first", "last"))
             if self._add(pid, f"/proc/{thread}/map_files/{first:x}-{last:x}"):
                 inspected.add(file)

@@ -77,7 +77,7 @@ def stream(place: str) -> int:
 
 
 def attribute(place: str) -> bytes:
-    """Return the first 4096 bytes of an attribute in sysfs."""
+    """Return the first 4096 bytes of a file in sysfs or procfs."""
     descriptor = stream(place)
     try:
         return os.read(descriptor, 4096)

@@ -1,4 +1,4 @@
-"""Checks that only root can change a file, and that the file is public: root copies such files for all machines."""
+"""Checks that only root can change a file. Also checks that a file is public before root copies it for all machines."""
 
 import errno
 import os
@@ -93,8 +93,8 @@ class PathTrust:
     def permits(self, directory: str, entry: str = "") -> bool:
         """Return whether only root controls a directory or, if given, `entry`, a path in that directory.
 
-        Otherwise, record the refusal: of the whole directory, or only of its links, if the directory itself is fine.
-        Raises OSError.
+        If not, record the refusal in `refused`: of the whole directory, or only of its links if the directory itself is
+        fine. Raises OSError.
         """
         why = untrusted_component(self._system, entry or directory) if self._checked else ""
         if why:

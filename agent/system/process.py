@@ -17,8 +17,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C",
 }
-"""The whole environment of the programs that the agent runs. Nothing is inherited (CVE-2025-23266), except the settings
-of proxies by `System.run_tool`. Messages are not translated."""
+"""The whole environment of the programs that the agent runs. They inherit nothing (CVE-2025-23266), except that
+programs of `System.run_tool` inherit the settings of proxies. Messages are not translated."""
 
 
 def find_program(name: str) -> str:

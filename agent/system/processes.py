@@ -12,9 +12,10 @@ ENDED = ("Z", "X")
 
 
 def program_runs(system: System, name: str) -> bool:
-    """Return whether a process of this PID namespace, or of one inside, has the program's name.
+    """Return whether a process of this PID namespace, or of one inside it, has the program's name.
 
-    Reading the names of a thousand processes takes tens of milliseconds. Any process may give itself any name.
+    The result is False if /proc cannot be read. Reading the names of a thousand processes takes tens of milliseconds.
+    Any process may give itself any name.
     """
     with contextlib.suppress(OSError):
         return any(

@@ -40,8 +40,8 @@ class RootWriter:
     """Writes below the directory `root`, which must not be a link. Paths are those that a program in the root uses.
 
     Every method may raise OSError. If the error concerns a file in the root, it names the path as seen from the root.
-    Methods that write raise ValueError for a path that ends in no name. Meanwhile, only this process may change the
-    root.
+    Methods that write raise ValueError for a path that does not end in a name. While this object is used, no other
+    process may change the root.
     """
 
     def __init__(self, root: str) -> None:
@@ -52,7 +52,7 @@ class RootWriter:
         self.stream(path, (content,), mode)
 
     def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
-        """Replace a file as `write` does, in chunks. If the iterable raises an error, the old file stays."""
+        """Replace a file as `write` does, in chunks of content. If the iterable raises an error, the old file stays."""
 
         def fill(writing: int) -> None:
             for chunk in chunks:
@@ -61,7 +61,10 @@ class RootWriter:
         self._replace(path, mode, fill)
 
     def copy(self, source: str, path: str, mode: int) -> None:
-        """Replace a file with a copy of the host's file `source`. The caller ensures that only root can write it."""
+        """Replace a file with a copy of the host's file `source`.
+
+        The caller ensures that only root can write `source`.
+        """
         with opening.plain(source) as reading:
             self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
 
@@ -116,7 +119,7 @@ class RootWriter:
         return descriptor
 
     def _open(self, path: str, flags: int) -> int:
-        """Open a path as a program in the root would. `flags` has O_PATH or O_DIRECTORY: opening a FIFO may block."""
+        """Open a path as a program in the root would. `flags` needs O_PATH or O_DIRECTORY: opening a FIFO may block."""
         with _Closing(os.open(self._root, DIRECTORY)) as root:
             return _openat2(root, path, flags)
 
@@ -135,7 +138,7 @@ class _Closing:
 
 
 def _openat2(root: int, path: str, flags: int) -> int:
-    # Relative, so that a mistake here could not make an absolute path lead to the host's file.
+    # Made relative: if RESOLVE_IN_ROOT were missing by mistake, an absolute path would lead to a file of the host.
     relative = path.lstrip("/") or "."
     how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     for _ in range(ATTEMPTS):

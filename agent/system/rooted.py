@@ -86,7 +86,7 @@ class Rooted:
         return _link_text(self._at(path, follow=False))
 
     def links(self, path: str) -> dict[str, str | None]:
-        """Return what `read_link` returns for each entry of a directory, by name, without a system call for files."""
+        """Return what `read_link` returns for each entry of a directory, by name. Only a link takes a system call."""
         with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
             return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
 
@@ -182,11 +182,11 @@ class Rooted:
         return place
 
     def _resolve(self, path: str, *, of_processes: bool = True) -> str:
-        """Return the path with links resolved; absolute links lead to a path below the root. It need not exist.
+        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
 
         Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
         """
-        # The innermost loop of each pass: it calls nothing but readlink for a directory or file.
+        # The innermost loop of each pass. For a component that is not a link, it makes no call but readlink.
         prefix, note = "" if self.root == "/" else self.root, self._note
         done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
         while remaining:

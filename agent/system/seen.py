@@ -1,4 +1,4 @@
-"""Turns failed observations into facts: Absent, Broken or Unseen; or, if a directory is missing, into an empty one."""
+"""Turns failed observations into facts (Absent, Broken or Unseen), or treats a missing directory as an empty one."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -9,7 +9,8 @@ import sys
 from agent.system import opening
 
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
-"""Errors of connect(2) if no process listens, the queue is full, the type differs, or the file is not a socket."""
+"""Errors of connect(2): no process listens or the file is not a socket (ECONNREFUSED), the listener's queue is full
+(EAGAIN), the socket has another type (EPROTOTYPE), or the file is a symbolic link (ELOOP)."""
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
 """TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
@@ -18,7 +19,7 @@ UCRED_SIZE = 12
 
 
 def listening_process(place: str) -> int | None:
-    """Return the id of the process that called listen(2); None if no process listens and accepts connections.
+    """Return the id of the process that called listen(2); None if there is none, or if it accepts no connections.
 
     The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
     follows no link. Raises OSError.
@@ -29,7 +30,7 @@ def listening_process(place: str) -> int | None:
         return None
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            # If the listener no longer accepts connections, connect(2) then returns EAGAIN instead of blocking.
+            # With this, connect(2) returns EAGAIN instead of blocking if the listener no longer accepts connections.
             client.setblocking(False)
             # By descriptor: a path may be too long for sun_path (107 bytes), or lead to another file by now.
             client.connect(f"/proc/self/fd/{probe}")
@@ -47,7 +48,8 @@ def listening_process(place: str) -> int | None:
 def listening_user(port: int) -> int | None:
     """Return the user id of the process that listens on a TCP port of any local address; None if none is found.
 
-    Only processes in this network namespace are found. Finding a process's id would need CAP_SYS_PTRACE.
+    Only processes in this network namespace are found. The process id is not returned, because finding it would need
+    CAP_SYS_PTRACE.
     """
     for table in TCP_TABLES:
         with contextlib.suppress(OSError), opening.plain(table) as lines:

@@ -21,7 +21,7 @@ KILL_LIMIT = 5.0
 
 
 class MachineRunner:
-    """A Runner. At the time limit it kills the program and what it started, except processes in other groups."""
+    """A Runner. At the time limit, it kills the program's process group: children that left the group stay."""
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], tuple[_Process, Callable[[], bool]]] = {}
@@ -31,8 +31,9 @@ class MachineRunner:
     def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
         """Start a program before its result is needed.
 
-        A later call with the same arguments returns the result. If `is_current` returns False at any later call, what
-        the program depends on has changed: it is killed, and its result is not used. Raises OSError.
+        A later call with the same arguments returns the result. Every later call first asks `is_current`, which returns
+        False if something that the program depends on has changed. The program is then killed, and its result is not
+        used. Raises OSError.
         """
         self._early[argv] = (_Process(argv), is_current)
 
@@ -57,15 +58,15 @@ class MachineRunner:
             process.close()
 
     def _close_outdated(self) -> None:
-        # Even if the new call has other arguments, because both programs may write to the same file. A program that
-        # SIGKILL does not end at once hangs in a system call, and does nothing after it.
+        # An outdated program is killed even if the new call has other arguments, because both programs may write to the
+        # same file. If SIGKILL does not end it at once, it hangs in a system call, and does nothing after that call.
         for argv in [argv for argv, (_, is_current) in self._early.items() if not is_current()]:
             process, _ = self._early.pop(argv)
             process.close()
 
 
 class _Process:
-    """A running program, in a new session. Its output goes to memory, so it need not be read meanwhile."""
+    """A running program, in a new session. Its output goes to memory, so it can be read after the program has ended."""
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         """Start the program. Raises OSError."""
@@ -92,10 +93,7 @@ class _Process:
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
     def close(self) -> bool:
-        """If the program is still running, kill it and what it started, except processes in other groups.
-
-        Return whether it has ended.
-        """
+        """If the program is still running, kill its process group. Return whether the program has ended."""
         if self._runs:
             # The process has not been reaped yet, so its id cannot belong to another one.
             os.killpg(self._pid, SIGKILL)

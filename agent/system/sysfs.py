@@ -76,13 +76,13 @@ class Sysfs:
             return ()
 
     def _pci_device(self, address: str) -> PciDevice | None:
-        """Return the device; None if it is not listed, or was removed meanwhile."""
+        """Return the device; None if its class is not `listed`, or the device was removed meanwhile."""
         place = f"{PCI_DEVICES}/{address}"
         try:
             kind = self._number(f"{place}/class")
             if not listed(kind):
                 return None
-            # Before the vendor, whose absence shows that the device was removed: a driver may be missing anyway.
+            # Read before the vendor: a missing vendor shows that the device was removed; a missing driver does not.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
             override = "" if driver else self._override(place)
             virtual = self._system.exists(f"{place}/physfn")

@@ -23,12 +23,13 @@ CHANGE_LIMIT = 30.0
 """Seconds to wait for the answer to a change: PID 1 does not answer while it reloads its units."""
 
 STARTS = ("start", "restart")
-"""Types of jobs that start a unit that is not active. systemd replaces the others that may (job_collapse_type in
-job.c). A unit that has stopped may still get another stop: machined asks for one if systemd had to kill the machine."""
+"""Types of jobs that start an inactive unit. systemd replaces other types that may start a unit by one of these
+(job_type_collapse in job.c). An inactive unit may also have a stop job: machined requests one if systemd had to kill
+the machine."""
 
 RESTARTS = ("auto-restart", "auto-restart-queued")
 """Values of SubState while systemd waits before it starts a service again (Restart=, RestartSec=). ActiveState is then
-`activating`. The second one is since systemd 254."""
+`activating`. systemd has the second one since version 254."""
 
 
 class ListedUnit(NamedTuple):

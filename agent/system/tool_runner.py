@@ -26,8 +26,8 @@ PR_SET_PDEATHSIG = 1
 def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program that downloads or unpacks files of any size. This is a Runner.
 
-    Unlike other programs, it inherits the settings of proxies, and is killed if this process dies, because it would go
-    on writing.
+    Unlike other programs, it inherits the settings of proxies. It is killed if this process dies: otherwise, it would
+    go on writing.
     """
     environment = {**ENVIRONMENT, **{name: os.environ[name] for name in PROXIES if name in os.environ}}
     # All threads involved are daemon threads, so none of them keeps this process from exiting.
@@ -35,7 +35,7 @@ def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _run(argv: tuple[str, ...], timeout: float, environment: Mapping[str, str]) -> Completed:
-    """Run a program in a new session, without our terminal.
+    """Run a program in a new session, without a controlling terminal.
 
     At the time limit, kill it and what it started, except processes with a session or process group of their own.
     """
@@ -94,9 +94,9 @@ def _start(
 
 
 def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
-    """Return a function for the new process to call before it becomes the program.
+    """Return a function that the new process calls before it becomes the program.
 
-    The kernel then kills that process when the thread that made it ends.
+    After that call, the kernel kills the new process when the thread that made it ends.
     """
     parent, prctl = os.getpid(), ctypes.CDLL(None, use_errno=True).prctl
 

@@ -33,7 +33,7 @@ class Monitor(Protocol):
 
 def udev_monitor() -> Monitor:
     """Return a started monitor of SUBSYSTEMS. Raises OSError, or ImportError without libudev."""
-    # Imported here, because this loads libudev: a host without it loses one source of events.
+    # Imported here, because this loads libudev: a host without libudev loses only one source of events.
     import pyudev
 
     monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="udev")
