@@ -22,7 +22,7 @@ QUALIFIED = re.compile(r"(?=.{1,512}\Z)[A-Za-z][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+=[A
 """A qualified name `vendor.com/class=name` (pkg/parser/parser.go of container-device-interface)."""
 VENDOR = re.compile(r"[a-z][a-z0-9-]{0,62}")
 ALL_DEVICES = "all"
-"""The CDI name that stands for all devices at once. No claim can be given it, because a claim gets single devices."""
+"""The CDI name that stands for all devices at once. It is not allocatable, because a claim gets single devices."""
 
 
 class AllocatableDevice(NamedTuple):

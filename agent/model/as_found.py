@@ -13,10 +13,10 @@ class AsFound:
 
     host: HostState
     units: Mapping[str, bool]
-    """Whether units that the agent enables were enabled."""
+    """Whether each unit that the agent enables was enabled already, by the unit's name."""
     network: Network
     recorded: float
-    """When the record was made, in seconds since the epoch."""
+    """When the record was first made, in seconds since the epoch."""
 
     def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
         """Return the record with the values that making another node will change.

@@ -76,12 +76,12 @@ class Condition(NamedTuple):
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
     losses: tuple[float, ...] = ()
-    """Only for Ready: the recent times at which a condition that it needs became False, in seconds since the epoch.
+    """Only for Ready: the recent times, in seconds since the epoch, at which Ready was lost.
 
-    See agent.host.verify.flapping.
+    Ready is lost when a condition that it needs becomes False after all were met (agent.host.verify.flapping).
     """
     good_since: float = 0.0
-    """Only for Ready: when all conditions that it needs were first met after its last loss; 0 until then."""
+    """Only for Ready: when all conditions that it needs were first met after the last loss; 0 until then."""
     advertised: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 

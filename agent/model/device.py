@@ -1,7 +1,7 @@
 """The identity of files and device nodes: the facts that the machine half needs too.
 
-The other facts are in agent.model.facts. The machine half cannot import that module: it needs msgspec, which machines
-do not have.
+The other facts are in agent.model.facts. The machine half cannot import that module, because the module needs msgspec,
+which machines do not have.
 """
 
 from enum import StrEnum

@@ -1,6 +1,7 @@
 """Digests by which the agent recognises content."""
 
-# As in the standard library's random.py. hashlib loads OpenSSL, which takes a twentieth of the machine half's run time.
+# Imported as in the standard library's random.py, because hashlib loads OpenSSL, which takes a twentieth of the machine
+# half's run time.
 try:
     from _sha2 import sha256 as _sha256  # type: ignore[import-not-found]
 except ImportError:

@@ -6,5 +6,5 @@ DIGITS = 18
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number; None unless the text is 1 to DIGITS ASCII digits. int() would accept other digits too."""
+    """Return the number; None unless the text is 1 to DIGITS ASCII digits. int() would accept other scripts' digits."""
     return int(text) if len(text) <= DIGITS and text.isascii() and text.isdecimal() else None

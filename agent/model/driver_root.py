@@ -24,7 +24,7 @@ UNSTAGED = -1
 
 
 class StagedRoot(Struct, frozen=True, eq=False):
-    """One driver root. In facts, it is complete and on disk. Neither its place nor `hidden` makes roots differ."""
+    """One driver root. In facts, it is complete and on disk. Comparisons of roots ignore `place` and `hidden`."""
 
     index: int
     vendor: str

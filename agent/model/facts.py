@@ -70,7 +70,8 @@ class PciDevice(Struct, frozen=True, order=True):
     override: str = ""
     """The only driver that may bind the device (driver_override). Observed only while none is bound."""
     virtual: bool = False
-    """It is an SR-IOV virtual function, and its physical function is on this host. A guest cannot tell that."""
+    """It is an SR-IOV virtual function, and its physical function is on this host. False in a virtual machine that has
+    only the virtual function."""
 
 
 class DrmDevice(Struct, frozen=True, order=True):
@@ -107,7 +108,8 @@ class Gpu(Struct, frozen=True, order=True):
     excluded: bool = False
     """The driver has the GPU, but lets nobody open it, because a parameter of its module says so."""
     override: str = ""
-    """As in PciDevice. Another driver than the vendor's reserves the GPU, as for a virtual machine that is off."""
+    """As in PciDevice. If it names a driver that is not the vendor's, the GPU is reserved, for example for a virtual
+    machine that is off."""
     virtual: bool = False
     """As in PciDevice."""
 
@@ -171,7 +173,8 @@ class VendorFacts(Struct, frozen=True):
     """Refused or broken nodes and entries, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
-    """Whether GPUs without a driver are expected to get one. If not, machines get them only by name, or keep them."""
+    """Whether GPUs without a driver are expected to get one. If not, such a GPU goes only to machines whose settings
+    name it, or that have it already."""
 
 
 class FileState(Struct, frozen=True):
@@ -193,12 +196,12 @@ class MachineFacts(Struct, frozen=True):
     masked: bool = False
     """That unit is masked. The machine may still run, or stop."""
     starts: bool = False
-    """A start of that unit is queued or under way. Until prepare@ has ended, the unit is still inactive."""
+    """A start of that unit is queued or under way. Until unbounded-agent-prepare@ has ended, the unit is inactive."""
     restarts: bool = False
     """The machine has ended, and systemd waits before it starts it again."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted, its start was cancelled, or it is masked; and it
-    is not active now. If `unit_state` is `inactive`, somebody stopped it."""
+    """The unit is not active, and since the host booted it has stopped, failed to start, or had a start cancelled. Also
+    True if the unit is masked and inactive. If `unit_state` is `inactive`, somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()
@@ -207,13 +210,14 @@ class MachineFacts(Struct, frozen=True):
     granted_age: float = 0.0
     """Seconds since the grant was last published, changed or not."""
     live: LiveSettings | None = None
-    """The settings that the running machine has; None if they are unknown, and `live_unseen` may say why."""
+    """The settings that the running machine has; None if they are unknown. Then `live_unseen` may say why."""
     live_unseen: str = ""
     live_age: float = float("inf")
     started: tuple[bytes, bytes] | None = None
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is None or has no `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of driver roots that handoffs have named since the machine's start. The current one may be missing."""
+    """Indices of driver roots that handoffs have named since the machine's start. Those of the current handoff may be
+    missing."""
     publication: Publication | None = None
     """The last publication of the handoff; None if there is none, or its file could not be observed."""
     report: Seen[bytes] = Absent("the machine has not reported")
@@ -258,7 +262,7 @@ class Facts(Struct, frozen=True):
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
     time_records: Mapping[str, bytes] = field(default_factory=dict)
-    """Contents of files to write, by path. They record the new times of host files whose content is the staged one."""
+    """Contents of files to write, by path. They record newer times of host files whose content is still as staged."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
@@ -266,7 +270,8 @@ class Facts(Struct, frozen=True):
     gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     nspawn_sources: Mapping[str, str] = field(default_factory=dict)
-    """Real paths of what `nspawn.extra` mounts, by the path there; observed only if there are mount sources."""
+    """Real paths of the sources that `nspawn.extra` mounts, by the path in that setting. Observed only if a machine has
+    extra mounts."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     stub_resolver: bool = False  # Programs ask systemd-resolved on the loopback interface, which pods cannot reach.

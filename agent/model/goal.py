@@ -16,7 +16,8 @@ class Share(Struct, frozen=True):
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs that settings name, or that other machines have without requesting `all`. Only `count=N` depends on them."""
+    """GPUs that any machine's settings name, or that other machines have, unless those request `all`. Only `count=N`
+    excludes these GPUs."""
     current: frozenset[str] = frozenset()
     """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
@@ -67,9 +68,9 @@ class Grant(Struct, frozen=True):
 def gpu_nodes(grants: Iterable[Grant]) -> frozenset[str]:
     """Return the paths of the GPUs' nodes, which machines get read-only.
 
-    A read-only node can be opened for writing as before. But a pod, which is given a bind of the machine's node, cannot
-    change the mode and owner of the host's node. Other devices are writable, because some programs change the owner of
-    their node, such as KubeVirt that of /dev/net/tun.
+    A read-only node can still be opened for writing. But a pod, which is given a bind of the machine's node, cannot
+    change the mode and owner of the host's node. The nodes of other devices are bound writable, because some programs
+    change their owner: KubeVirt, for example, changes the owner of /dev/net/tun.
     """
     return frozenset(node.path for grant in grants if grant.vendor != OTHER_DEVICES for node in grant.nodes)
 

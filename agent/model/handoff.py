@@ -51,8 +51,8 @@ CHANGED_FILES_LIMIT = 100
 class Publication(NamedTuple):
     """A handoff's file as stat(2) shows it: the same on the host and in the machine, where its directory is mounted.
 
-    Each publication makes a new file, even if the handoff, and so its generation, is the same. Links or permissions
-    that a backup changes do not matter.
+    Each publication makes a new file, even if the handoff, and so its generation, is the same. The ctime is left out,
+    because a backup that makes hard links or changes permissions changes it too.
     """
 
     inode: int
@@ -249,8 +249,8 @@ def render_report(
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
     """Append a remark to the message of the condition `kind`, and return all conditions.
 
-    No separator is added. A remark longer than REMARK_LIMIT is truncated; then the message before it is shortened, so
-    that both fit into MESSAGE_LIMIT.
+    No separator is added. A remark longer than REMARK_LIMIT is truncated, and the message is shortened so that both fit
+    into MESSAGE_LIMIT.
     """
     text = printable(remark)
     if len(text) > REMARK_LIMIT:

@@ -38,8 +38,8 @@ def parse_object(where: str, data: bytes) -> dict[str, Any]:
 def json_for_yaml(document: object, *, sort_keys: bool = False) -> bytes:
     """Return a document as JSON that is also YAML: Go's readers of CDI specifications and kubeconfigs take it as YAML.
 
-    There, an escape must not be half of a surrogate pair, so characters above U+FFFF are written as they are. Others
-    are escaped as usual: YAML forbids some of them, and takes U+0085 and U+2028 for line breaks.
+    In YAML, an escape must not be half of a surrogate pair, so characters above U+FFFF are not escaped. Characters from
+    U+007F to U+FFFF are escaped: YAML forbids some of them, and takes U+0085 and U+2028 for line breaks.
     """
     text = json.dumps(document, indent=1, sort_keys=sort_keys, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"

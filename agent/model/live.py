@@ -22,7 +22,8 @@ class LiveSettings(Struct, frozen=True):
     """In a goal, the settings that a machine should have; in facts, the settings that it has."""
 
     fixed: str
-    """Digest of the settings that only a restart can change; empty if known only to differ from the goal's."""
+    """Digest of the settings that only a restart can change; empty if all that is known is that they differ from
+    the goal's."""
     allow: tuple[DeviceAllow, ...]
     """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
@@ -41,7 +42,7 @@ class LiveSettings(Struct, frozen=True):
     but keeps no record that it did."""
     kept_since: float = 0.0
     """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_MONOTONIC; 0 if it has
-    none. If more are withdrawn meanwhile, the time of the first one counts for all."""
+    none. If more permissions lose their grant meanwhile, the time of the first one counts for all."""
 
 
 def render_live(live: LiveSettings) -> bytes:

@@ -64,7 +64,7 @@ class FoundFile:
     """A file of the host as it was observed."""
 
     content: Base64
-    """Need not be text, but records are JSON."""
+    """In base64, because records are JSON and the content need not be text."""
     mode: int
 
 

@@ -51,7 +51,8 @@ CHAINS_REMOVAL = f"{RUNTIME}/remove-chains"
 """Input for iptables-restore, with which `reset` removes chains. The file exists only while that program runs."""
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 RELOAD_PENDING = f"{RUNTIME}/reload-owed"
-"""Exists while systemd has not read changed unit files. After a set-property, NeedDaemonReload does not show that."""
+"""Exists until systemd has read changed unit files. NeedDaemonReload is not enough: after `systemctl set-property`, it
+no longer shows that they have changed."""
 CONDITIONS = f"{RUNTIME}/conditions.json"
 """The last evaluated conditions, world-readable: `status` reads the times of the last changes there."""
 AGES = f"{RUNTIME}/ages.json"
@@ -181,13 +182,17 @@ def staged_prefix(machine: str) -> str:
 
 
 def staged_root(machine: str, digest: str) -> str:
-    """Return where a root file system is until it gets its final name; `digest` is of the image, or of all contents."""
+    """Return where a root file system is until it gets its final name.
+
+    `digest` is the image's while the root is only unpacked, and then the digest of all its contents.
+    """
     return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
 
 
 def node_record(machine: str) -> str:
     """Return the record of what the machine's root file system was made from."""
-    # A second dot, in which no machine's name ends, keeps it apart from x.copy.json, the copy of the record of x.
+    # The copy of machine x's record is x.copy.json. So the record of a machine named x.copy gets a second dot, and is
+    # x.copy..json. No machine's name ends in a dot.
     return f"{NODES}/{machine}{'.' if machine.endswith('.copy') else ''}.json"
 
 

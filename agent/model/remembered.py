@@ -1,4 +1,4 @@
-"""The record of the GPUs that machines were last granted. Those that are no longer on the PCI bus are lost.
+"""The record of the GPUs that machines were last granted. GPUs in it that are no longer on the PCI bus are lost.
 
 Because this record is the only evidence of a lost GPU, there are two synced copies of it, each with a digest. A good
 copy replaces a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges it,
@@ -55,7 +55,8 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
     remembered = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
-    # Of the content as it is written: another release may have written keys that this one ignores.
+    # The digest is that of the document's content, not of the parsed one: another release may have written keys that
+    # this one ignores.
     if get(where, document, "digest", str) != _digest({key: document[key] for key in ("gpus", "damage")}):
         raise DocumentError(f"{where}: the content does not match its digest")
     return remembered

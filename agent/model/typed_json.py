@@ -49,7 +49,7 @@ def decode(where: str, data: bytes, kind: type[T]) -> T:
 
 
 def convert(where: str, document: dict[str, Any], kind: type[T]) -> T:
-    """Return the value in a parsed document. If it is invalid, most of it is removed from `document`."""
+    """Return the value in a parsed document. If the document is invalid, most of its content is removed from it."""
     try:
         return _convert(document, kind)
     except msgspec.ValidationError as error:
@@ -68,6 +68,7 @@ def _convert(document: dict[str, Any], kind: type[T]) -> T:
 
 
 def _fails(document: dict[str, Any], kind: type[object], text: str) -> bool:
+    """Return whether the conversion of the document fails with the error `text`."""
     try:
         _convert(document, kind)
     except msgspec.ValidationError as error:
@@ -94,7 +95,10 @@ def _split(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noqa: ANN401
-    """Return a path from the value with the names of keys. The first key that fails without the others is the one."""
+    """Return msgspec's path below `value`, with the name of a key in place of each ANY_KEY.
+
+    To find the key, this tries the items of the dict one by one, each without the others, until `fails` returns True.
+    """
     before, found, after = path.partition(ANY_KEY)
     if not found:
         return path
@@ -103,7 +107,7 @@ def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noq
             value = value[int(index)] if index else value[field]
         items = tuple(value.items())
     except (LookupError, TypeError, AttributeError):
-        # This is no path, but the end of a key that is not allowed.
+        # This is no path, but the end of an unknown key's name, which contains the text that `_split` searches for.
         return path
     for key, item in items:
         value.clear()

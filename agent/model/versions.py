@@ -1,4 +1,4 @@
-"""Versions of the handoff's and the report's format. Pure and without imports: loaded before anything heavier."""
+"""Versions of the handoff's and the report's format. Pure, and without imports, because it is loaded early."""
 
 OLDEST_HANDOFF = 1
 HANDOFF_VERSION = 2
