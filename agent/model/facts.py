@@ -274,8 +274,10 @@ class Facts(Struct, frozen=True):
     extra mounts."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
-    stub_resolver: bool = False  # Programs ask systemd-resolved on the loopback interface, which pods cannot reach.
-    state_free: Seen[int] = Unseen("it was not observed")  # Free bytes of the file system of STATE.
+    stub_resolver: bool = False
+    """Whether programs ask systemd-resolved on the loopback interface, which pods cannot reach."""
+    state_free: Seen[int] = Unseen("it was not observed")
+    """Free bytes of the file system of STATE."""
     reload_pending: bool = False
     """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)

@@ -227,7 +227,7 @@ class System(Rooted):
         """Remove a directory of the agent with its content, or a file or link in its place. Follows no links."""
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
-            # Imported here: the machine half never needs it, and the import takes as long as reading twenty files.
+            # Imported here: the machine half seldom needs it, and the import takes as long as reading twenty files.
             import shutil
 
             shutil.rmtree(place)

@@ -144,7 +144,7 @@ class Rooted:
 
     def open_public(self, real_path: str) -> BinaryIO:
         """Open a world-readable file without following links (agent.system.public_files)."""
-        # Imported here: the machine half never needs it.
+        # Imported here: the machine half seldom needs it.
         from agent.system.public_files import open_public
 
         return open_public(self._below_root(real_path))

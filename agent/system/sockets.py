@@ -8,9 +8,9 @@ import sys
 
 from agent.system import opening
 
-NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
-"""Errors of connect(2): no process listens or the file is not a socket (ECONNREFUSED), the listener's queue is full
-(EAGAIN), the socket has another type (EPROTOTYPE), or the file is a symbolic link (ELOOP)."""
+NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
+"""Errors of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full
+(EAGAIN); or the socket has another type (EPROTOTYPE)."""
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
 """TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
