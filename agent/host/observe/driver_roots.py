@@ -72,7 +72,7 @@ def observe_staged(system: System) -> Staged:
             problems.append(str(error))
         except OSError as error:
             failure = classify_error(path, error)
-            # Any other failure means that the manifest is damaged: for example, a directory is in its place.
+            # A failure other than Unseen means that the manifest is damaged: for example, a directory is in its place.
             (unseen if isinstance(failure, Unseen) else problems).append(failure.why)
     complete = {root.index for root in roots}
     return Staged(
@@ -114,7 +114,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _indices(system: System, directory: str, *, ending: str) -> set[int]:
-    """Return the indices after which the directory's entries are named, ignoring all other entries."""
+    """Return the indices of the entries that are named `<index>` and the ending. All other entries are ignored."""
     names = {name.removesuffix(ending) for name in _names(system, directory) if name.endswith(ending)}
     return {int(name) for name in names if name.isdecimal() and len(name) < 10 and name == str(int(name))}
 

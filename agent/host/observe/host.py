@@ -76,7 +76,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         problems=tuple(filter(None, problems)),
         state_free=read_seen(system.free_bytes, STATE),
         stub_resolver=uses_stub_resolver(system),
-        # If this is unknown, systemd reloads its units once more than needed.
+        # If this cannot be observed, assume a pending reload: at worst, systemd reloads its units once too often.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),
     )
@@ -90,7 +90,7 @@ def _sources(
     units: Mapping[str, Seen[str]],
     detached: frozenset[str],
 ) -> Sources:
-    """Return what the vendors observe. Raises ObservationError if the record of lost GPUs cannot be read."""
+    """Return the sources of the vendors' facts. Raises ObservationError if the record of lost GPUs cannot be read."""
     return Sources(
         system=system,
         architecture=system.architecture(),

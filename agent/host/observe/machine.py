@@ -83,7 +83,10 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 
 
 def _root(name: str, system: System) -> Seen[str]:
-    """Return the machine's root directory; Broken for a symbolic link, which nspawn might resolve differently."""
+    """Return the machine's root directory; Broken for a symbolic link.
+
+    nspawn might resolve the link differently from the agent.
+    """
     path = f"{MACHINE_ROOTS}/{name}"
     link = read_seen(system.read_link, path)
     if isinstance(link, Absent | Broken | Unseen):
@@ -134,7 +137,10 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
 
 
 def _publication(name: str, system: System) -> Publication | None:
-    """Return the last publication of the handoff. Root in the machine can put a link there: it is not followed."""
+    """Return the last publication of the handoff; None if there is none, or if its file cannot be observed.
+
+    A link is not followed, because root in the machine can put one there.
+    """
     found = read_seen(lambda path: system.identity(path, follow=False), handoff_file(name))
     return Publication(found.inode, found.mtime_ns) if isinstance(found, FileIdentity) else None
 
@@ -157,12 +163,15 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
 
 
 def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
-    """Return whether no record says with which settings the machine was started. A record that is Unseen may say so."""
+    """Return whether the live settings are missing, or do not say with which settings the machine started.
+
+    Returns False if they could not be read, because they may be complete.
+    """
     return live is None or (isinstance(live, LiveSettings) and not live.fixed)
 
 
 def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
-    """Return copies of the .nspawn file and the drop-in from the machine's start; None if one cannot be read."""
+    """Return copies of the .nspawn file and the drop-in from the machine's start; None if either is unreadable."""
     nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
     return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
 

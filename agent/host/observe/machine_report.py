@@ -45,7 +45,7 @@ class _Condition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
-    """A struct, because errors do not name the keys of a dict. It has a field for each Repair."""
+    """It has a field for each Repair. It is not a dict, because msgspec's errors do not name the keys of a dict."""
 
     links: Count | UnsetType = UNSET
     spec: Count | UnsetType = UNSET
@@ -89,7 +89,7 @@ def parse_report(data: bytes) -> Report:
 
 
 def _check(document: _Document) -> None:
-    """Check what the types do not say. Raises DocumentError."""
+    """Check what the types above cannot express. Raises DocumentError."""
     texts = {
         "agent_version": document.agent_version,
         **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
@@ -112,6 +112,6 @@ def _check(document: _Document) -> None:
     for what, items in lists.items():
         if len(set(items)) != len(items):
             raise DocumentError(f"{REPORT_NAME}: key {what} appears twice")
-    # msgspec's limits are numbers of 63 bits.
+    # The type cannot have these limits, because msgspec's limits have at most 63 bits.
     if document.publication and not all(0 <= each < 2**64 for each in document.publication):
         raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")

@@ -28,7 +28,10 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
 
 
 def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
-    """Return the real paths of what `nspawn.extra` mounts, by the path there, if a machine has extra mounts."""
+    """Return the real paths of what `nspawn.extra` mounts, by the path in that setting; none without extra mounts.
+
+    A path that cannot be resolved is left out.
+    """
     if not any(settings.extra_mounts for settings in config.machines.values()):
         return {}
     paths = {path for settings in config.machines.values() for path in settings.nspawn.mounted_paths()}

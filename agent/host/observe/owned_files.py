@@ -11,9 +11,9 @@ from agent.system.seen import read_seen
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
-    """Return the ownership record (digests by path), and a problem; empty if there is none.
+    """Return the ownership record (digests by path), and a problem with it; the problem is empty if there is none.
 
-    A damaged record is discarded.
+    A damaged record is discarded and counts as empty. The record is Unseen if it cannot be read now.
     """
     found = OWNED_FILES.read_seen(OWNED, system)
     if isinstance(found, Absent):
@@ -21,7 +21,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
     if isinstance(found, Unseen):
         return found, found.why
     if isinstance(found, Broken):
-        # The damage is also logged: this pass replaces the file, so the facts at the end of the pass do not show it.
+        # Also log the damage, because this pass replaces the file: the facts at the end of the pass do not show it.
         discard(OWNED, found.why)
         return {}, found.why
     return found.files, ""
@@ -41,6 +41,7 @@ def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, sy
 
 
 def _state(path: str, digest: str | None, system: System) -> FileState:
+    """Return the state of a file. `digest` is the recorded one; None if the ownership record does not name the file."""
     content = _content(path, system)
     owned = digest is not None and (not isinstance(content, bytes) or is_ours(content, digest))
     return FileState(content, owned)

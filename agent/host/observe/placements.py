@@ -17,7 +17,7 @@ NUMA_NODE = re.compile(r"-?[0-9]{1,4}")
 
 
 def observe_placements(config: Config, vendors: Iterable[VendorFacts], system: System) -> Mapping[str, Placement]:
-    """Return the placement of every GPU, by PCI address. Return none if no machine uses DRA, which alone needs them."""
+    """Return the placement of every GPU, by PCI address; none if no machine uses DRA, because only DRA needs them."""
     if not any(each.allocation == DRA for each in config.machines.values()):
         return {}
     return {gpu.pci_address: _placement(gpu.pci_address, system) for vendor in vendors for gpu in vendor.gpus}
@@ -26,7 +26,7 @@ def observe_placements(config: Config, vendors: Iterable[VendorFacts], system: S
 def _placement(address: str, system: System) -> Placement:
     path = f"{PCI_DEVICES}/{address}"
     target, node = read_seen(system.read_link, path), read_seen(system.read_text, f"{path}/numa_node")
-    # Take the first root complex in the path: the devices of a VMD controller are in a second one below it.
+    # Take the first root complex in the path. Devices behind an Intel VMD controller have a second one below the first.
     root = ROOT.search(target) if isinstance(target, str) else None
     number = NUMA_NODE.fullmatch(node.strip()) if isinstance(node, str) else None
     return Placement(int(number[0]) if number else -1, root[1] if root else "")

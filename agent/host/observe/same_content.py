@@ -39,7 +39,10 @@ _TIMES = Record(_Times)
 def with_times(
     roots: Iterable[StagedRoot], vendors: Iterable[VendorFacts], system: System
 ) -> tuple[tuple[StagedRoot, ...], dict[str, bytes]]:
-    """Return the roots, and the records of times to write, by path. Roots with the host's content get its times."""
+    """Return the roots, and the records of times to write, by path.
+
+    Roots whose files have the same content as the host's get the times of the host's files.
+    """
     current = {root: _with_recorded_times(root, system) for root in roots}
     records: dict[str, bytes] = {}
     for vendor in vendors:

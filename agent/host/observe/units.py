@@ -40,7 +40,7 @@ class Unit(Struct, frozen=True):
     path: str = ""
     """Path of the unit's object on the bus."""
     restarts: bool = False
-    """The unit, a service, has ended, and systemd waits before it starts it again."""
+    """The unit is a service that has ended, and systemd waits before it starts the service again."""
     starts: bool = False
     """A start of the unit is queued or under way."""
     needs_reload: bool = False
@@ -48,8 +48,8 @@ class Unit(Struct, frozen=True):
     masked: bool = False
     """The unit is masked. It may still run."""
     has_run: bool = False
-    """The unit has stopped, or failed to start, since the host booted (InactiveEnterTimestampMonotonic), its start was
-    cancelled, or it is masked; and it is not active now."""
+    """The unit is not active now. Since the host booted, it has stopped or failed to start
+    (InactiveEnterTimestampMonotonic), or had a start cancelled; or it is masked."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 
@@ -68,7 +68,8 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 def with_properties(machine: str, unit: Unit, system: System) -> Unit:
     """Return the machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
 
-    A masked unit that has ended, or failed, is inactive, as if somebody had stopped it: nothing runs in that machine.
+    A masked unit that has failed or cannot be started counts as inactive, as if somebody had stopped it: nothing runs
+    in its machine.
     """
     if unit.masked and (isinstance(unit.state, Broken) or unit.state == "failed"):
         unit = replace(unit, state="inactive")
@@ -78,8 +79,8 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
         return replace(
             unit,
             has_run=(unit.masked and unit.state == "inactive") or _has_run(machine, unit, system),
-            # Of a masked unit that was loaded before, systemd always says so, because it no longer looks for drop-ins
-            # (unit_need_daemon_reload in unit.c).
+            # For a masked unit that was loaded before, systemd always says that it needs a reload, because systemd no
+            # longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
             needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
@@ -94,8 +95,8 @@ def _has_run(machine: str, unit: Unit, system: System) -> bool:
     # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
     if systemd.inactive_enter(unit.path, system) != 0:
         return True
-    # systemd has no timestamp if a start was cancelled before the unit's own start, or if it has unloaded the unit: it
-    # keeps those that are enabled, failed, or in use (unit_may_gc in unit.c).
+    # systemd has no timestamp if a start was cancelled before the unit itself started, or if systemd has unloaded the
+    # unit: it keeps only units that are enabled, failed, or in use (unit_may_gc in unit.c). The agent's mark stays.
     return unit.state == "inactive" and not unit.starts and has_started(machine, system)
 
 
@@ -158,11 +159,11 @@ def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
 def _entry(value: str) -> DeviceAllow | None:
     """Return the entry that systemd reads (config_parse_device_allow in load-fragment.c); None if it ignores the value.
 
-    Specifiers stay: the drop-in that gets the entry is the same unit's.
+    Specifiers are not expanded, because the entry goes into a drop-in of the same unit.
     """
     node, permissions = (*re.split("[ \t]+", value, maxsplit=1), "")[:2]
     if not QUOTING.isdisjoint(value):
-        # Imported here: systemd's own template has no quotes.
+        # Imported here, because it is rarely needed: systemd's own template has no quotes.
         import shlex
 
         text = io.StringIO(value)
