@@ -133,7 +133,7 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
 def changes_left(goal: MachineGoal, difference: Difference) -> bool:
     """Return whether the next pass changes the running machine's devices or publishes its handoff.
 
-    The machine's present report is then not the last word.
+    If so, the machine's present report does not cover these changes yet.
     """
     return any(
         (isinstance(action, ChangeDevices) and action.machine == goal.name)
@@ -145,9 +145,9 @@ def changes_left(goal: MachineGoal, difference: Difference) -> bool:
 def startable(machine: MachineFacts, facts: Facts) -> bool:
     """Return whether the agent wrote both of the machine's settings files, and systemd has read the drop-in.
 
-    Without the .nspawn file, the template's -U would change the owners of all files in the machine. Without the
-    drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node with outdated settings
-    is better than none.
+    Without the .nspawn file, the option -U in systemd-nspawn@.service would change the owners of all files in the
+    machine. Without the drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node
+    with outdated settings is better than none.
     """
     files = [facts.files.get(path) for path in (nspawn_file(machine.name), unit_drop_in(machine.name))]
     contents = [file.content for file in files if file]
@@ -174,10 +174,10 @@ def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> lis
 
 
 def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether missing nodes were bound after the handoff was last published: it must then be published again.
+    """Return whether missing nodes were bound after the handoff was last published.
 
-    This happens if a pass ended after it bound the nodes and before it published the handoff, or if a later pass bound
-    nodes that an earlier pass could not bind.
+    If so, the handoff must be published again. This happens if a pass ended after it bound the nodes and before it
+    published the handoff, or if a later pass bound nodes that an earlier pass could not bind.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     all_bound = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
@@ -223,7 +223,7 @@ def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     return [
         RemoveFile(path)
         for path, state in sorted(facts.files.items())
-        # A missing file is included: its removal may have been interrupted before it was recorded.
+        # A file that is already missing is included: the pass that removed it may have ended before it recorded that.
         if state.owned and path not in wanted
     ]
 
@@ -236,7 +236,7 @@ def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        # Without the template, it is unknown which entries the agent added. No machine can start without it either.
+        # Without the template unit, it is unknown which entries the agent added. Nor can any machine start.
         return []
     configured = {machine.name for machine in plan.goal.machines} | plan.held.keys() | plan.skipped.keys()
     removals = []

@@ -79,7 +79,7 @@ def _replaceable(facts: Facts) -> bool:
     """Return whether there are plain directories that mounts can replace now.
 
     The last attempt to mount must not have failed, no machine may run (machines may be starting), everything relevant
-    must have been observed, and the host must have the drivers, which are staged again.
+    must have been observed, and the host must have the drivers' files, because they are staged again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
@@ -101,14 +101,15 @@ def _on_host(root: StagedRoot, facts: Facts) -> bool:
 
 
 def collect(goal: Goal, facts: Facts) -> list[Action]:
-    """Return removals of leftovers, and of roots that neither a machine nor the host's module or files use.
+    """Return the steps that remove leftovers, and roots that nothing needs.
 
-    A container that restarts in place needs the paths with which it was created. So a root that any handoff of a
-    running machine named stays until that machine stops. No root is removed if something relevant could not be observed
-    (fail static).
+    Roots that a machine uses stay, and so do those for the host's loaded module and installed files (`_host_roots`). A
+    container that restarts in place needs the paths with which it was created. So a root that any handoff has named
+    since a running machine's start stays until that machine stops. No root is removed if something relevant could not
+    be observed (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
-    # Staging itself removes leftovers of staging. Those of removals come first, because they may fill the disk.
+    # Staging itself removes leftovers of staging. Leftovers of removals are removed first: they may fill the disk.
     leftovers = tuple(path for path in facts.stale_staging if not (staging and path.startswith(f"{STAGING}/")))
     actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
     used = _used_roots(goal, facts)

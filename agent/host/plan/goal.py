@@ -96,8 +96,8 @@ def _faults(facts: Facts) -> dict[str, Fault]:
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     """Return machines that may run but are no longer configured, with the reason why they keep their settings.
 
-    Without the agent's settings, the template's -U would apply at the next start, and change the owners of the
-    machine's files.
+    Without the agent's settings, the option -U in systemd-nspawn@.service would apply at the next start, and change the
+    owners of the machine's files.
     """
     return {
         machine.name: "it is no longer in the configuration; its settings stay while it runs"
@@ -232,9 +232,9 @@ def _grants(
 
 
 def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor. Vendors without a GPU are left out if older images do not know them.
+    """Return whether handoffs name the vendor: if the host has one of its GPUs, or if older images know it too.
 
-    A machine half that knows a vendor withdraws what the machine had of it when handoffs no longer name it.
+    When handoffs stop naming a vendor, a machine half that knows it withdraws what the machine had of that vendor.
     """
     return bool(vendor.gpus) or host_vendor(vendor.vendor).in_every_handoff
 

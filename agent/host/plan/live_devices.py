@@ -34,8 +34,8 @@ def change_running(
     if rebind:
         rebound = goal.generation
     elif released and not missing_nodes:
-        # Nodes may be missing again later, as after a reload of a module. Without `released`, the report may still be
-        # about an earlier handoff, and says nothing about these nodes.
+        # Allow nodes to be bound again for this handoff: they may be missing later, as after a reload of a module.
+        # Without `released`, the report may still be about an earlier handoff, and says nothing about these nodes.
         rebound = ""
     kept_since = (before.kept_since or now) if still_needed else 0.0
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes
@@ -54,8 +54,8 @@ def change_running(
     )
     base = before
     if rebind:
-        # As if the machine had no nodes, so that all are bound. A GPU that left while the machine started may have been
-        # recorded, but neither bound nor permitted by the machine's settings.
+        # Act as if the machine had no nodes, so that all are bound. Permissions may be missing too: the record may have
+        # a GPU that left the bus while the machine started, and that the machine's settings neither bind nor permit.
         unsure = before.unsure or not set(before.allow) <= set(machine.device_allow)
         base = replace(before, nodes={}, unsure=unsure)
     return [ChangeDevices(goal.name, base, after, foreign, gpu_nodes(goal.grants))]

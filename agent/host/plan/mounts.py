@@ -41,7 +41,7 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
 
 
 def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
-    """Return the host paths that machines mount or will mount, each with the machine, which can put any link there."""
+    """Return the host paths that machines mount or will mount, each with a machine that could put links there."""
     mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings, facts)}
     real_paths = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
                   if path in mounted_by and isinstance(source, MountSource)
@@ -50,7 +50,7 @@ def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dic
 
 
 def _configured_sources(settings: MachineSettings, facts: Facts) -> Iterator[str]:
-    """Yield the host paths that `extra_mounts` mounts, and those that `nspawn.extra` does."""
+    """Yield the host paths that the settings `extra_mounts` and `nspawn.extra` mount."""
     yield from (mount.source for mount in settings.extra_mounts)
     for path in settings.nspawn.mounted_paths():
         # The path may have `//`, `.` and `..`. nspawn mounts it unchecked, wherever a link on it leads.

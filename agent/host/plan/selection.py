@@ -63,10 +63,10 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
 
     A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
     integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
-    host, and meant for a virtual machine.
+    host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has it.
     """
     if gpu.virtual:
-        # Pods of a machine may use one that an earlier release gave it.
+        # An earlier release may have given the machine this virtual function, and pods may use it.
         return bool(gpu.driver) and gpu.pci_address in share.current
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current
@@ -79,8 +79,8 @@ def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
-        # The vendor comes before the address: an integrated GPU has a low one, and is rarely wanted. The vendor also
-        # comes before the driver, which may load late: a machine keeps the GPU that it gets first.
+        # The vendor comes before the address, because an integrated GPU has a low address and is rarely wanted. The
+        # vendor also comes before the driver, which may load late: a machine keeps the GPU that it gets first.
         current = gpu.pci_address in share.current
         return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
@@ -116,7 +116,7 @@ def _describe_excluded(name: str) -> str:
 
 
 def _why_not_found(name: str, present: list[Gpu]) -> str:
-    """Return the sentence about a requested GPU that no machine can get, or that is not on the host as far as known."""
+    """Return the sentence about a requested GPU that no machine can get, or that was not found on the host."""
     for gpu in present:
         if name in (gpu.pci_address, gpu.uuid):
             return _describe_excluded(name) if gpu.excluded else describe_wrong_driver(gpu, name)

@@ -15,7 +15,10 @@ from agent.model.live import LiveSettings
 
 
 def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
-    """Return machines in the order in which they get GPUs: first those whose settings name GPUs, each group by name."""
+    """Return machines in the order in which they get GPUs: first those whose settings name GPUs, then the others.
+
+    Within these two groups, machines are in the order of their names.
+    """
     return iter(sorted(config.machines.items(), key=lambda each: (not isinstance(each[1].gpus, list), each[0])))
 
 

@@ -24,7 +24,7 @@ NOT_COMPARED = re.compile(
 order of units, commands before the start and the limit for the stop, because they differ between releases. A backslash
 at the end continues a line (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
-"""A line of a .nspawn file that binds a path. Earlier releases bound GPUs' nodes writable."""
+"""A line of a .nspawn file that binds a path. A GPU's node may have either key: earlier releases bound it writable."""
 DEVICE = re.compile(rb"/dev/(?!kmsg$)")
 """The beginning of a device's path, other than /dev/kmsg."""
 

@@ -10,11 +10,11 @@ from agent.model.facts import DeviceNode
 from agent.model.paths import DRIVER_ROOTS_TARGET
 
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
-"""Prefixes of the template's entries that no machine gets: they would give root in a machine the host's disks.
+"""Prefixes of DeviceAllow= entries in systemd's template unit that no machine gets.
 
-The template has them for `systemd-nspawn --image=`. Root in a machine can mount a devtmpfs, which has a node for each
-disk of the host. With a loop device that is mounted read-only, root can also replace the file behind the device
-(LOOP_CHANGE_FD, drivers/block/loop.c).
+They would give root in a machine the host's disks. The template has them for `systemd-nspawn --image=`. Root in a
+machine can mount a devtmpfs, which has a node for each disk of the host. With a loop device that is mounted read-only,
+root can also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
 """
 
 
