@@ -29,7 +29,7 @@ def given_token(machine: str, system: System) -> str | None:
 def give_token(machine: str, token: str, system: System) -> None:
     """Write the token for the machine. Raises OSError."""
     path = token_file(machine)
-    # An earlier machine of this name may have reported that it has joined: the new token would be removed at once.
+    # An earlier machine of this name may have left this file: then the next pass would remove the new token at once.
     system.remove(joined_file(machine))
     make_way(path, system)
     system.write(path, f"{token}\n".encode(), 0o600)

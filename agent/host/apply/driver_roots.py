@@ -119,13 +119,16 @@ def remove_root(index: int, system: System) -> None:
     # Earlier versions wrote the second record, which says where the files came from.
     for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(record)
-    # Only after the move: a driver root that is a plain directory is found by its manifest.
+    # Remove the manifest only after the move, because a driver root that is a plain directory is found only by it.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 
 
 def remove_all(system: System) -> None:
-    """Remove all driver roots, and what mounts them. Raises AgentError, OSError. No machine may run or start."""
+    """Remove all driver roots, and the units that mount them. Raises AgentError, OSError.
+
+    No machine may run or start.
+    """
     staged = observe_staged(system)
     for index in sorted({*(root.index for root in staged.roots), *staged.corrupt}):
         remove_root(index, system)
@@ -169,7 +172,8 @@ def make_way(path: str, system: System) -> None:
     directory can be moved away from the same path; only that machine suffers. Raises OSError.
     """
     for each in (path, temporary_path(path)):
-        # A link may stay: the write replaces the link itself. It may lead to a file system that no longer answers.
+        # A link may stay, because the write replaces the link itself. It is not followed, because it may lead to a file
+        # system that no longer answers.
         if system.is_directory(each, follow=False):
             system.make_directory(REMOVED)
             system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")

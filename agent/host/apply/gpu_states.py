@@ -44,7 +44,7 @@ def _update(system: System, path: str, states: tuple[GpuStatus, ...] | None) -> 
         return
     content = render_gpu_states(states)
     try:
-        # Root in the machine can remount the directory writable and put a link there.
+        # A link is not followed: root in the machine can remount the directory writable and put one there.
         before = system.read_untrusted(path, SIZE_LIMIT)[0]
     except OSError:
         before = b""

@@ -45,7 +45,7 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
 def _update(system: System, path: str, status: HostStatus) -> None:
     """Write the status if it differs from that in the file, or if the file is no longer fresh."""
     try:
-        # Not followed if it is a link: root in the machine can remount the directory writable and put one there.
+        # A link is not followed: root in the machine can remount the directory writable and put one there.
         before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])
     except (OSError, DocumentError):
         before = None

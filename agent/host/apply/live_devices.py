@@ -25,8 +25,8 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     same. But nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
     """
     before, after = action.before, action.after
-    # Without nodes that are no longer granted, which the machine half removes, and without those whose device number
-    # has changed, which are bound again below.
+    # Leave out nodes that are no longer granted, because the machine half removes them, and nodes whose device number
+    # has changed, because they are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)
@@ -79,5 +79,6 @@ def _record(machine: str, live: LiveSettings, system: System) -> None:
 
 
 def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
-    # systemd writes the list to /run/systemd/system.control; at the machine's next start our drop-in takes precedence.
+    # systemd writes the list to /run/systemd/system.control. At the machine's next start, the agent's drop-in takes
+    # precedence.
     systemd.set_device_allow(machine_unit(machine), allow, system)

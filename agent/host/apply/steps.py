@@ -133,7 +133,8 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
 def _forget_start(path: str, system: System) -> None:
     """If the path is a machine's settings file, remove the records of the machine's last start with settings.
 
-    A start without settings makes no new ones. The old ones would count for it once the machine is configured again.
+    A start without settings makes no new records. Once the machine is configured again, the old records would be taken
+    for those of that start.
     """
     if (machine := machine_of(path)) is not None:
         for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
