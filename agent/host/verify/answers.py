@@ -11,7 +11,8 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds after which a report is stale: three later ones are then overdue, the third by 30 s, to allow a slow run."""
+"""Seconds after which a report is stale. Three more reports are then overdue, the last one by 30 s, to allow for a slow
+run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -24,9 +25,9 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes answers it
-    only if it is newer than the binding and this publication. If the machine half does not say which publication it
-    answers, the files' ages decide, which is wrong for a report that was on its way during the publication.
+    After the host has bound missing nodes, it publishes the same handoff again. Then a report of missing nodes answers
+    the handoff only if the report is newer than the binding and the new publication. If the machine half does not say
+    which publication it answers, the files' ages decide, which is wrong for a report that was on its way meanwhile.
     """
     if not names_handoff(report, machine, goal.generation):
         return False
@@ -69,8 +70,8 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
     # Reports on an earlier handoff do not give the machine half more time, because another machine may already have
-    # these devices. Nor does what root in the machine can cause: a full disk of the host, on which no handoff can be
-    # published, or a node that cannot be bound.
+    # these devices. Nor do problems that root in the machine can cause: a full disk of the host, on which no handoff
+    # can be published, or a node that cannot be bound.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     kept_since = machine.live.kept_since if machine.live else 0.0
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)

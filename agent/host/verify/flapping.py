@@ -1,4 +1,4 @@
-"""Adjusts conditions that depend on time: a Ready that was lost too often, a start that takes too long. Pure."""
+"""Adjusts conditions by time: a Ready that was lost too often, a start of Fabric Manager that takes too long. Pure."""
 
 from collections.abc import Sequence
 

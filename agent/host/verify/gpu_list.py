@@ -24,7 +24,7 @@ class ListedGpu(Struct, frozen=True):
 
 
 def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterator[ListedGpu]:
-    """Yield the host's GPUs. `granted` has the names of the machines that have a GPU, by PCI address."""
+    """Yield the host's GPUs, then the lost ones. `granted` has the names of each GPU's machines, by PCI address."""
     for vendor in facts.vendors:
         for gpu in vendor.gpus:
             machines = granted.get(gpu.pci_address, ())

@@ -136,7 +136,7 @@ def _with_missing_extras(
 ) -> tuple[Condition, ...]:
     """Name in DevicesPresent's message the non-GPU devices and mounts that are missing or wait for the next start.
 
-    The status stays, because GPUs do not need them.
+    The status stays, because GPUs do not need these devices and mounts.
     """
     missing = [*(each for grant in goal.grants for each in grant.missing), *goal.missing]
     remark = f"; requested but missing: {', '.join(missing)}" if missing else ""
