@@ -1,7 +1,8 @@
 """Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
 
-All times are by the wall clock. If it was set after they were written, they are corrected when they are read: otherwise
-a clock that is set at boot, as without a battery, would make the conditions look years old, or a start overdue.
+All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are
+read. Otherwise, on a host whose clock has no battery and is set after boot, the conditions would look years old, or a
+start overdue.
 """
 
 import time
@@ -32,7 +33,7 @@ class _Condition(Struct, frozen=True):
     losses: tuple[float, ...] = ()
     good_since: float = 0.0
     booted: float | None = None
-    """When the host booted, by the clock that showed the other times; None in the files of earlier releases."""
+    """When the host booted, by the wall clock as it was at the other times; None in the files of earlier releases."""
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])
@@ -65,12 +66,16 @@ def _booted() -> float:
 
 
 def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
-    """Return the recorded time of the boot unless the clock was set, so that an unchanged history stays the same."""
+    """Return the recorded time of the boot; `booted` if there is none, or if the clock was set since.
+
+    `booted` differs a little at each call. With the recorded time, the file of an unchanged history stays the same.
+    """
     known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
     return next((each for each in known if each is not None and abs(each - booted) < STEP), booted)
 
 
 def _read(found: _Condition, booted: float) -> Condition:
+    """Return the condition. If the clock was set since its times were written, correct them."""
     *condition, recorded = astuple(found)
     read = Condition(*condition)
     set_by = booted - recorded if recorded is not None else 0.0

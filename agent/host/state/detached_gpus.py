@@ -21,6 +21,7 @@ from agent.system.files import System
 
 class _Note(Struct, frozen=True, omit_defaults=True):
     device: int
+    """What `_device` returned when the GPU was recorded."""
     draining: bool
     granted: bool = False
     """The GPU is only tainted so far: machines still have it."""
@@ -80,7 +81,8 @@ def _record(system: System, address: str, *, draining: bool, granted: bool = Fal
     """Record the GPU with these values, if it exists. Return whether it does.
 
     If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
-    a GPU, and detach it later. A taint does not give a detached GPU back: it may be pulled at any time.
+    a GPU, and detach it later. A detached GPU stays detached, even with `granted`, because somebody may pull it out at
+    any time.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:

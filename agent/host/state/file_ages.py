@@ -1,4 +1,4 @@
-"""Keeps the ages of files in /run, so that setting the wall clock does not distort those in the next process."""
+"""Keeps in /run how old files are, so that the next process knows these ages even if the wall clock was set."""
 
 from contextlib import suppress
 
@@ -11,7 +11,7 @@ _RECORD = Record(dict[str, Observation])
 
 
 def read_ages(system: System) -> Ages:
-    """Return the ages as the last pass knew them. Without a record, first ages depend on the wall clock."""
+    """Return the ages as the last pass knew them. Without a record, the first ages depend on the wall clock."""
     return Ages(_RECORD.read(AGES, system))
 
 

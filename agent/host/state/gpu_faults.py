@@ -20,6 +20,7 @@ LOCK_WAIT = 5.0
 
 class _Fault(GpuFault, frozen=True):
     binding: int
+    """What agent.host.state.lost_gpus.binding returned when the error was recorded."""
 
 
 _RECORD = Record(dict[str, _Fault])

@@ -24,8 +24,8 @@ POLL = 0.05
 def pass_lock(system: System, progress: Callable[[str], None], until: float = math.inf) -> AbstractContextManager[None]:
     """Hold the lock without which nobody makes a pass or writes its records.
 
-    `progress` and `until` (`wait_until`) are described at agent.host.reconcile.Reconciler. Raises AgentError if another
-    pass takes longer than PASS_WAIT, or until then.
+    `progress` and `until` are the `progress` and `wait_until` of agent.host.reconcile.Reconciler. Raises AgentError if
+    another process still has the lock after PASS_WAIT, or at the time `until`.
     """
     wait = min(PASS_WAIT, max(until - time.monotonic(), 0.0))
     return locked(system, PASS_LOCK, wait, "another pass of unbounded-agent is still running", progress)
@@ -44,11 +44,11 @@ def machine_locks(system: System, names: Iterable[str], command: str) -> Iterato
     """Hold the locks of these machines, without which no command starts, stops, makes or removes them.
 
     Otherwise `start` would start a machine that `reset` has just stopped, to remove it. A machine's own unit and the
-    service take no such lock: no start may have to wait for a command. Raises AgentError, which names the command that
-    holds a lock.
+    service take no such lock, because a machine's start must not wait for a command. Raises AgentError, which names the
+    command that holds a lock.
     """
     with ExitStack() as stack:
-        # All commands take them in the same order: no two wait for each other.
+        # All commands take the locks in the same order. Otherwise, two commands could each wait for the other.
         for name in sorted(set(names)):
             busy = f"another command is working on machine {name}"
             holder = f"`unbounded-agent {command}` (process {os.getpid()})"
@@ -67,7 +67,8 @@ def locked(
 ) -> Iterator[None]:
     """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds.
 
-    The message of others then has this process's `holder`, if given.
+    `holder` describes this process. While this process has the lock, others that also give a `holder` show it in the
+    message of that error.
     """
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)

@@ -15,6 +15,7 @@ from agent.system.files import System
 class _Lost(Struct, frozen=True):
     why: str
     binding: int
+    """What the function `binding` returned when the loss was recorded."""
 
 
 class LogPosition(Struct, frozen=True):

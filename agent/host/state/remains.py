@@ -25,8 +25,8 @@ from agent.model.paths import (
 from agent.system.files import NEW, System
 
 HOST_FILES = (AGES, CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
-"""Files that are written under the pass lock. Others, such as what the service read in the kernel log, may be written
-at this moment; their next writer removes what is left of them."""
+"""Files that are written under the pass lock. Other files, such as what the service read in the kernel log, may be
+written at this moment. The next writer of such a file removes its leftovers."""
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Marks the machines that have started since the host booted. systemd forgets that of units that it unloads."""
+"""Marks the machines that have started since the host booted. systemd forgets the starts of units that it unloads."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,7 +10,7 @@ from agent.system.files import System
 
 def mark_start(machine: str, system: System) -> None:
     """Mark a machine whose start has begun. Ignores failures: the next pass marks it if it runs."""
-    # Unlike a file, a directory needs no temporary one.
+    # The mark is a directory, because a file would be written by way of a temporary file.
     with suppress(OSError):
         system.make_directory(start_began_mark(machine))
 
