@@ -35,9 +35,10 @@ class MachineOutcome(Struct, frozen=True):
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """The machine has stopped, or failed to start, since the host booted, or is masked; and it does not run now."""
+    """The machine does not run now. Since the host booted, it has stopped, failed to start, or had a start cancelled;
+    or its unit is masked."""
     expected: int = 0
-    """How many GPUs the settings ask for. If they ask for all: how many the machine has, and has lost."""
+    """How many GPUs the settings ask for. If they ask for all: the number of GPUs that the machine has or has lost."""
     advertised: int | None = None
     """How many of the granted GPUs the node offers to pods, according to the machine; None if that is unknown."""
     agent_version: str = ""
@@ -65,14 +66,18 @@ class MachineOutcome(Struct, frozen=True):
 
     @property
     def awaited(self) -> str:
-        """What the machine still needs, for a command that waits for it. Without a GPU, Ready is True all the time."""
+        """What the machine still needs, in words, for a command that waits for the machine.
+
+        A machine without a GPU may be Ready all the time. In that case, the text is the message of another condition,
+        or NO_ANSWER.
+        """
         needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
         missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)
         return missing if self.ready.status is Status.TRUE else self.ready.message
 
 
 def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ...]]:
-    """Return the names of the machines that were granted each GPU, by its PCI address."""
+    """Return the names of the machines that have each GPU, by the GPU's PCI address."""
     granted: dict[str, tuple[str, ...]] = {}
     for machine in machines:
         for address in machine.gpus:

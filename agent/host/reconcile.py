@@ -63,7 +63,7 @@ class FailedCleanup(Struct, frozen=True):
 class Reconciler(Struct):
     """Brings a host to its goal.
 
-    Between passes, a Reconciler keeps only what it remembers of observations, failed removals, and the faults that were
+    Between passes, a Reconciler keeps only its memory of observations, the removals that failed, and the faults that it
     logged.
     """
 
@@ -75,9 +75,9 @@ class Reconciler(Struct):
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
     in_force: InForce | None = None
-    """Checks that no other process has changed the configuration; None if it is not the host's."""
+    """Checks that no other process has changed the configuration; None if `config` is not the host's own."""
     wait_until: float = math.inf
-    """The time, by CLOCK_MONOTONIC, after which no pass waits any longer for one of another process."""
+    """The time, by CLOCK_MONOTONIC, after which a pass no longer waits until another process's pass ends."""
     memory: Memory = field(default_factory=Memory)
     failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
     logged_faults: tuple[str, ...] = ()
@@ -134,7 +134,8 @@ class Reconciler(Struct):
     def reconcile(self) -> Outcome:
         """Make one pass without starting machines, and return its outcome.
 
-        Raises AgentError if no pass is possible, or ConfigChangedError if the pass would undo what others did.
+        Raises AgentError if no pass is possible. One of these errors is ConfigChangedError: another process has changed
+        the configuration, so a pass with the old one would undo what that process did.
         """
         started = time.monotonic()
         with pass_lock(self.system, self.progress, self.wait_until):
@@ -142,7 +143,7 @@ class Reconciler(Struct):
                 self.in_force.check()
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
-            # Taint GPUs before they are withdrawn: no new pod may get one. The second call reports failures.
+            # Taint GPUs before they are withdrawn: no new pod may get one. The call at the end reports failures.
             self._publish_gpu_states(facts, planned)
             applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
@@ -216,7 +217,7 @@ class Reconciler(Struct):
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused
             and (machine.starts or answers.pending(machine, goal, report) or changes_left(goal, difference)),
-            # A second start would undo a stop that has cancelled the first one since.
+            # False while a start is queued: a second one would undo a stop that has cancelled the first one meanwhile.
             stopped=not refused and machine.stays_ended and not machine.masked,
             has_run=machine.has_run,
             repairs=answered.repairs if answered else {},
@@ -232,7 +233,7 @@ class Reconciler(Struct):
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
         if new:
-            # Imported here: every command would load it.
+            # Imported here, because otherwise every command would load it.
             import logging
 
             for name, sentence in new.items():
@@ -275,7 +276,7 @@ class Reconciler(Struct):
         now = time.monotonic()
         old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
         postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}
-        # A tuple is searched, because actions of some other types cannot be hashed.
+        # Search a tuple instead of the dict, because actions of some other types cannot be hashed.
         due = [action for action in difference.actions if action not in tuple(postponed)]
         applied = apply(due, self.system, self.progress)
         self.failed_cleanups = postponed | {
