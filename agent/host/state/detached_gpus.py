@@ -81,13 +81,13 @@ def _record(system: System, address: str, *, draining: bool, granted: bool = Fal
     """Record the GPU with these values, if it exists. Return whether it does.
 
     If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
-    a GPU, and detach it later. A detached GPU stays detached, even with `granted`, because somebody may pull it out at
-    any time.
+    a GPU, and detach it later. A detached GPU stays detached and draining, even with `granted`: somebody may pull it out
+    at any time, or its users may still run.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:
         before = notes.get(address) or _Note(device, draining, granted, since=time.time())
-        still_granted = granted and before.granted
+        still_granted, draining = granted and before.granted, before.draining if granted else draining
         note = _Note(device, draining, still_granted, before.evict if evict is None else evict, before.since)
         _RECORD.write(DETACHED_GPUS, {**notes, address: note}, system)
     return device is not None

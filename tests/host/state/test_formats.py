@@ -121,7 +121,16 @@ def test_the_file_of_detached_gpus_has_only_keys_that_matter(host: Host) -> None
     assert observe_detached(host).tainted == found.tainted, "it was tainted before, to evict pods"
 
 
-def test_older_files_of_detached_gpus_are_read_and_unknown_keys_are_not_understood(host: Host) -> None:
+def test_a_detached_gpu_that_is_tainted_again_keeps_its_users(host: Host) -> None:
+    """If `gpus detach` is repeated to wait on, its first pass must not withdraw the GPU from those that still use it."""
+    assert record_detached(host, GPU, draining=True)
+    assert record_tainted(host, GPU, evict=False)
+    assert observe_detached(host).gpus == observe_detached(host).draining == {GPU}
+    assert record_detached(host, GPU, draining=False)
+    assert observe_detached(host).draining == set()
+
+
+def test_older_files_of_detached_gpus_are_read_and_unknown_keys_are_ignored(host: Host) -> None:
     device = host.link_inode(f"/sys/bus/pci/devices/{GPU}")
     note = {"device": device, "draining": False}
     host.write(DETACHED_GPUS, json.dumps({GPU: note}).encode())
