@@ -102,6 +102,7 @@ def test_the_loss_of_all_is_not_a_host_without_gpus(gpu_host: Host) -> None:
     assert complete(machine) == LOST
     assert ready(machine) == LOST
     assert machine.lost == (FIRST, SECOND)
+    assert "for each GPU that was removed on purpose" in message(machine)
     assert len(forget("", agent)) == 2
     assert ready(evaluate(agent)) == (Status.TRUE, "NoGPU")
 
