@@ -81,8 +81,8 @@ def _record(system: System, address: str, *, draining: bool, granted: bool = Fal
     """Record the GPU with these values, if it exists. Return whether it does.
 
     If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
-    a GPU, and detach it later. A detached GPU stays detached and draining, even with `granted`: somebody may pull it out
-    at any time, or its users may still run.
+    a GPU, and detach it later. A detached GPU stays detached and draining, even with `granted`: somebody may pull it
+    out at any time, or its users may still run.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:

@@ -122,7 +122,7 @@ def test_the_file_of_detached_gpus_has_only_keys_that_matter(host: Host) -> None
 
 
 def test_a_detached_gpu_that_is_tainted_again_keeps_its_users(host: Host) -> None:
-    """If `gpus detach` is repeated to wait on, its first pass must not withdraw the GPU from those that still use it."""
+    """If `gpus detach` is repeated, its first pass must not withdraw the GPU from those that still use it."""
     assert record_detached(host, GPU, draining=True)
     assert record_tainted(host, GPU, evict=False)
     assert observe_detached(host).gpus == observe_detached(host).draining == {GPU}
