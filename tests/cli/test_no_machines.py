@@ -11,9 +11,9 @@ from agent.cli.doctor.command import doctor
 from agent.cli.plan import plan
 from agent.cli.status import Request, status
 from agent.config.settings import Config
-from agent.host.daemon.http.gauges import View
 from agent.host.daemon.http.health import status_line
 from agent.host.daemon.http.metrics import TEXT, Metrics
+from agent.host.daemon.http.view import View
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
 from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION

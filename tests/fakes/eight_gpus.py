@@ -1,7 +1,7 @@
 """Metrics of a host with eight GPUs and one machine, each with samples: for counts, documents and a simulated fleet."""
 
-from agent.host.daemon.http.gauges import View
 from agent.host.daemon.http.metrics import Metrics
+from agent.host.daemon.http.view import View
 from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.device import DeviceKind, DeviceNumber

@@ -12,15 +12,17 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agent import __version__
 from agent.config.load import Loaded
 from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.http import health, statusz
+from agent.host.daemon.http import health
 from agent.host.daemon.http.endpoint import Endpoint
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import Metrics, unseen
-from agent.host.daemon.http.publisher import Publisher, State
+from agent.host.daemon.http.publisher import Publisher
 from agent.host.daemon.http.server import Page
+from agent.host.daemon.http.view import PASSES, Pass, View
 from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
 from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups
@@ -32,6 +34,7 @@ from agent.model.errors import AgentError, ConfigChangedError, ConfigError
 from agent.model.faults import fault
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
+from agent.system.damage import discarded
 from agent.system.deadlines import stuck
 from agent.system.files import System
 from agent.system.host_runner import host_runner
@@ -112,7 +115,7 @@ class Daemon:
         """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
         self._why_stale = "the first pass has not finished"
         """Why there is no fresh observation; empty after a completed pass."""
-        self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
+        self._passes: deque[Pass] = deque(maxlen=PASSES)
         self._failed_in_a_row = 0
         self._progress_reported = 0.0
         self._pending_since: float | None = None
@@ -188,7 +191,7 @@ class Daemon:
             self._event_log.outcome(outcome)
             actions = outcome.sentences
         failures, seconds = self._event_log.last_failures, round(time.monotonic() - started, 3)
-        self._passes.append(statusz.Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
+        self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
             self._metrics.convergence.end()
@@ -245,16 +248,20 @@ class Daemon:
 
     def _publish(self) -> None:
         self._publisher.publish(
-            State(
+            View(
+                version=__version__,
                 machines=self._machines(),
                 outcome=self._outcome,
                 why_stale=self._why_stale,
+                written=time.time(),
                 observed=self._observed,
                 config_good=not self._reconciler.rejected,
                 config_loaded=self._config_loaded,
                 passes=self._passes,
                 wakeups=self._wakeups.tallies,
                 notes=self._notes(),
+                discarded=discarded(),
+                stuck=stuck(),
             )
         )
 

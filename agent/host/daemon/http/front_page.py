@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from agent.host.daemon.http.health import NOT_EVALUATED
 from agent.host.daemon.http.server import Page
-from agent.host.daemon.http.statusz import Knowledge
+from agent.host.daemon.http.view import View
 from agent.host.outcome import NO_MACHINES, MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_list import listed_gpus
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
@@ -40,19 +40,17 @@ MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
 """Signs in addition to the colours, which not all readers can tell apart."""
 
 
-def front_page(host: str, known: Knowledge, machines: Iterable[MachineOutcome], outcome: Outcome | None) -> Page:
-    """Return the page of the host named `host`. `outcome` is None if the last outcome is not fresh."""
-    shown = tuple(machines)
+def front_page(host: str, view: View) -> Page:
+    """Return the page of the host named `host`. The view has no outcome if the last one is not fresh."""
     title = f"unbounded-agent on {host}"
     parts = [
         "<!DOCTYPE html>\n",
         f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n',
         f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{REFRESH}">\n',
         f"<style>{STYLE}</style></head><body>\n<h1>{_text(title)}</h1>\n",
-        *_heading(known, shown),
-        *(part for machine in shown for part in _machine(machine)),
-        *(_gpus(outcome) if outcome else ()),
-        *(_trouble(outcome) if outcome else ()),
+        *_heading(view),
+        *(part for machine in view.machines for part in _machine(machine)),
+        *((*_gpus(view.outcome), *_trouble(view.outcome)) if view.outcome else ()),
         "</body></html>\n",
     ]
     return Page(HTTPStatus.OK, "".join(parts).encode(), HTML)
@@ -70,15 +68,15 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>\n"
 
 
-def _heading(known: Knowledge, machines: Sequence[MachineOutcome]) -> Iterator[str]:
+def _heading(view: View) -> Iterator[str]:
     links = ["/metrics", "/healthz?verbose", "/readyz?verbose"]
-    links += [f"/readyz/machines/{machine.name}?verbose" for machine in machines]
+    links += [f"/readyz/machines/{machine.name}?verbose" for machine in view.machines]
     anchors = (f'<a href="{_text(link)}">{_text(link.partition("?")[0])}</a> ' for link in links)
     yield f"<nav>{''.join(anchors)}</nav>\n"
-    yield f'<p class="note">Version {_text(known.version)}. Written at {rfc3339(known.now)}.</p>\n'
-    if known.why_stale:
-        yield f'<p class="stale">This host is not observed now: {_text(known.why_stale)}.</p>\n'
-    if not machines:
+    yield f'<p class="note">Version {_text(view.version)}. Written at {rfc3339(view.written)}.</p>\n'
+    if view.why_stale:
+        yield f'<p class="stale">This host is not observed now: {_text(view.why_stale)}.</p>\n'
+    if not view.machines:
         yield f"<p>{_text(NO_MACHINES)}</p>\n"
 
 

@@ -1,36 +1,16 @@
 """Makes Prometheus metrics of the last observation, and of the service's own state."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from platform import python_version
 
-from msgspec import Struct, field
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from agent.host.daemon.http.families import counter, gauge, value
 from agent.host.daemon.http.host_gauges import host_families
 from agent.host.daemon.http.machine_gauges import Versions, condition_families, machine_families
+from agent.host.daemon.http.view import View
 from agent.host.daemon.wakeups.poller import Tally
-from agent.host.outcome import MachineOutcome, Outcome
-
-
-class View(Struct, frozen=True):
-    """The values that the gauges show."""
-
-    version: str
-    machines: tuple[MachineOutcome, ...]
-    outcome: Outcome | None = None
-    """The last outcome; None if it is not fresh. The metrics that are computed from it are then omitted."""
-    observed: float = 0.0
-    """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
-    config_good: bool = True
-    config_loaded: float = 0.0
-    """When the configuration in force was read, in seconds since the epoch."""
-    wakeups: tuple[Tally, ...] = ()
-    discarded: Mapping[str, int] = field(default_factory=dict)
-    """How often the agent discarded a file of its own state, by file name."""
-    stuck: int = 0
-    """Number of reads and commands that missed their deadline and still hang."""
 
 
 def families(view: View, versions: Versions) -> Iterator[Metric]:
@@ -58,7 +38,7 @@ def _service_families(view: View) -> Iterator[Metric]:
     yield value(
         "stuck_operations",
         "Reads of drivers' files, and commands, that missed their deadline and still hang.",
-        view.stuck,
+        len(view.stuck),
     )
     discarded = counter(
         "state_discarded", "How often a file of the agent's own state was discarded, because it was damaged.", "file"

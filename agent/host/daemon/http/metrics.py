@@ -10,9 +10,10 @@ from prometheus_client.process_collector import ProcessCollector
 
 from agent.host.daemon.http.convergence import Convergence
 from agent.host.daemon.http.families import PREFIX
-from agent.host.daemon.http.gauges import Gauges, View
+from agent.host.daemon.http.gauges import Gauges
 from agent.host.daemon.http.machine_gauges import Versions
 from agent.host.daemon.http.server import Page
+from agent.host.daemon.http.view import View
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.actions import ActionKind
 from agent.model.conditions import ConditionType, unknown

@@ -4,57 +4,30 @@ The keys may change: programs should read the metrics or `status --json`.
 """
 
 import json
-from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 
-from msgspec import Struct, to_builtins
+from msgspec import to_builtins
 
 from agent.host.daemon.http.server import Page
-from agent.host.daemon.wakeups.poller import Tally
+from agent.host.daemon.http.view import View
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import Condition
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen, VendorFacts
 from agent.model.text import rfc3339
 
-PASSES = 20
-"""How many passes are remembered: enough for all passes after one event, and some earlier ones."""
 
-
-class Pass(Struct, frozen=True):
-    """One pass that has ended."""
-
-    ended: str
-    trigger: str
-    seconds: float
-    actions: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
-
-
-class Knowledge(Struct, frozen=True):
-    """The state of the service, apart from facts and machines."""
-
-    version: str
-    now: float
-    """Seconds since the epoch."""
-    why_stale: str
-    """Why there is no fresh observation; empty if there is one."""
-    passes: Sequence[Pass]
-    wakeups: Sequence[Tally]
-    stuck: Sequence[str]
-    """The reads and commands that missed their deadline and still hang."""
-
-
-def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts | None) -> Page:
-    """Return the page. `facts` are from the last observation, even an old one; None before the first observation."""
+def page(view: View) -> Page:
+    """Return the page. It has the facts of the last observation, even of an old one."""
+    facts = view.outcome.facts if view.outcome else None
     document = {
-        "version": knowledge.version,
-        "written": rfc3339(knowledge.now),
-        "whyNotObserved": knowledge.why_stale,
-        "machines": {machine.name: _machine(machine, facts) for machine in machines},
+        "version": view.version,
+        "written": rfc3339(view.written),
+        "whyNotObserved": view.why_stale,
+        "machines": {machine.name: _machine(machine, facts) for machine in view.machines},
         "facts": _facts(facts) if facts else None,
-        "passes": [to_builtins(each) for each in reversed(knowledge.passes)],
-        "sources": [to_builtins(tally) for tally in knowledge.wakeups],
-        "stuck": list(knowledge.stuck),
+        "passes": [to_builtins(each) for each in reversed(view.passes)],
+        "sources": [to_builtins(tally) for tally in view.wakeups],
+        "stuck": view.stuck,
     }
     return Page(HTTPStatus.OK, json.dumps(document, indent=1).encode() + b"\n", "application/json")
 

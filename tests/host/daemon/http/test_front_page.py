@@ -6,13 +6,13 @@ from msgspec.structs import replace
 
 from agent.host.daemon.http.front_page import HTML, front_page
 from agent.host.daemon.http.metrics import without_evidence
-from agent.host.daemon.http.statusz import Knowledge
+from agent.host.daemon.http.view import View
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from tests.fakes import eight_gpus
 from tests.fakes.reconciler import conditions
 
-KNOWN = Knowledge("0.1.0", 1.7e9, "", (), (), ())
+EMPTY = View("0.1.0", (), written=1.7e9)
 HOSTILE = "<script>alert(1)</script>&\"'\x1b[31m"
 
 
@@ -52,8 +52,8 @@ class Reader(HTMLParser):
         assert self._open == []
 
 
-def read(known: Knowledge, *machines: MachineOutcome, outcome: Outcome | None = None) -> Reader:
-    page = front_page("gpu-host-1", known, machines, outcome)
+def read(view: View) -> Reader:
+    page = front_page("gpu-host-1", view)
     assert page.content_type == HTML
     reader = Reader()
     reader.feed(page.body.decode())
@@ -65,7 +65,7 @@ def read(known: Knowledge, *machines: MachineOutcome, outcome: Outcome | None = 
 
 def test_a_host_with_eight_gpus() -> None:
     view = eight_gpus.view()
-    page = read(KNOWN, *view.machines, outcome=view.outcome)
+    page = read(view)
     assert "unbounded-agent on gpu-host-1" in page.text
     assert "Machine gpu-node: ready" in page.text
     assert "8 of 8 GPUs granted; 8 advertised; its agent is 0.1.0; last report at 2023-11-14T22:13:20Z." in page.text
@@ -75,13 +75,13 @@ def test_a_host_with_eight_gpus() -> None:
     assert gpu[1:] == ["granted", "gpu-node", "NVIDIA H100 80GB HBM3", uuid]
     expected = ["/metrics", "/healthz?verbose", "/readyz?verbose", "/readyz/machines/gpu-node?verbose"]
     assert page.links == expected
-    assert len(front_page("h", KNOWN, view.machines, view.outcome).body) < 16_000
+    assert len(front_page("h", view).body) < 16_000
 
 
 def test_what_is_wrong_comes_first() -> None:
     lost = Condition(ConditionType.GPUS_COMPLETE, Status.FALSE, "GPULost", "one is lost")
     stopped = Condition(ConditionType.MACHINE_RUNNING, Status.FALSE, "Stopped", "somebody stopped it")
-    page = read(KNOWN, MachineOutcome("gpu-node", conditions(lost, stopped)))
+    page = read(replace(EMPTY, machines=(MachineOutcome("gpu-node", conditions(lost, stopped)),)))
     assert "Machine gpu-node: not ready" in page.text
     assert [row[0] for row in page.rows[1:4]] == ["Ready", "MachineRunning", "GPUsComplete"]
     assert page.rows[2][1:3] == ["\u2717 False", "Stopped"]
@@ -92,14 +92,13 @@ def test_attack_texts_of_a_machine_stay_texts() -> None:
     machine = MachineOutcome("gpu-node", conditions(strange), agent_version=HOSTILE)
     facts = replace(eight_gpus.facts(), problems=(HOSTILE,))
     outcome = Outcome(facts, (machine,), failures=(HOSTILE,))
-    page = read(replace(KNOWN, version=HOSTILE, why_stale=HOSTILE), machine, outcome=outcome)
+    page = read(View(HOSTILE, (machine,), outcome, why_stale=HOSTILE))
     assert page.text.count("<script>alert(1)</script>&\"'\\x1b[31m") >= 5
 
 
 def test_without_evidence_nothing_is_claimed() -> None:
-    known = replace(KNOWN, why_stale="no pass has ended for 180 s")
-    machine = without_evidence(eight_gpus.view().machines[0], known.why_stale)
-    page = read(known, machine)
+    why = "no pass has ended for 180 s"
+    page = read(replace(EMPTY, machines=(without_evidence(eight_gpus.view().machines[0], why),), why_stale=why))
     assert "This host is not observed now: no pass has ended for 180 s." in page.text
     assert {row[2] for row in page.rows[1:]} == {"StaleEvidence"}
     assert "Machine gpu-node: not ready" in page.text
@@ -108,7 +107,7 @@ def test_without_evidence_nothing_is_claimed() -> None:
 
 
 def test_a_host_without_machines_or_gpus() -> None:
-    assert "no machine is configured" in read(KNOWN).text
-    assert "Machine new: not evaluated" in read(KNOWN, MachineOutcome("new", ())).text
+    assert "no machine is configured" in read(EMPTY).text
+    assert "Machine new: not evaluated" in read(replace(EMPTY, machines=(MachineOutcome("new", ()),))).text
     bare = Outcome(replace(eight_gpus.facts(), vendors=()), ())
-    assert "This host has no GPU." in read(KNOWN, outcome=bare).text
+    assert "This host has no GPU." in read(replace(EMPTY, outcome=bare)).text

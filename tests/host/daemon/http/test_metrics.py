@@ -12,9 +12,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from agent.host.daemon.http.families import PREFIX
-from agent.host.daemon.http.gauges import View
 from agent.host.daemon.http.machine_gauges import VERSIONS
 from agent.host.daemon.http.metrics import ACTIONS, OPENMETRICS, TEXT, Metrics, result, without_evidence
+from agent.host.daemon.http.view import View
 from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome
 from agent.model.actions import (

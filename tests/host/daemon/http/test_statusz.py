@@ -6,7 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.http.statusz import Knowledge, Pass, page
+from agent.host.daemon.http.statusz import page
+from agent.host.daemon.http.view import Pass, View
 from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome
 from agent.model.facts import Absent, MachineFacts, Unseen
@@ -14,10 +15,12 @@ from tests.fakes.reconciler import GPUS, conditions, outcome
 
 MACHINE = MachineOutcome("gpu-node", conditions(), gpus=GPUS, pending=True)
 SEEN = MachineFacts(name="gpu-node", root="/var/lib/machines/gpu-node", unit_state=Unseen("the bus is away"))
-KNOWLEDGE = Knowledge(
+OUTCOME = outcome(MACHINE)
+VIEW = View(
     version="0.1.0",
-    now=1_700_000_000.0,
-    why_stale="",
+    machines=(MACHINE,),
+    outcome=replace(OUTCOME, facts=replace(OUTCOME.facts, machines=(SEEN,), systemd_version=257)),
+    written=1_700_000_000.0,
     passes=(
         Pass("2023-11-14T22:13:00Z", "start", 1.5, ("write /a",)),
         Pass("2023-11-14T22:13:10Z", "udev", 0.2, failures=("cannot write /b",)),
@@ -27,9 +30,8 @@ KNOWLEDGE = Knowledge(
 )
 
 
-def shown(knowledge: Knowledge = KNOWLEDGE, *, evidence: bool = True) -> Mapping[str, Any]:
-    facts = replace(outcome(MACHINE).facts, machines=(SEEN,), systemd_version=257)
-    found = page(knowledge, (MACHINE,), facts if evidence else None)
+def shown(view: View = VIEW) -> Mapping[str, Any]:
+    found = page(view)
     assert found.content_type == "application/json"
     document: Mapping[str, Any] = json.loads(found.body)
     return document
@@ -66,6 +68,6 @@ def test_the_page_has_what_the_service_did_and_what_blocks_it() -> None:
 
 
 def test_the_page_exists_before_the_first_pass() -> None:
-    document = shown(replace(KNOWLEDGE, why_stale="the first pass has not finished", passes=()), evidence=False)
+    document = shown(replace(VIEW, outcome=None, why_stale="the first pass has not finished", passes=()))
     assert document["whyNotObserved"] == "the first pass has not finished"
     assert document["facts"] is document["machines"]["gpu-node"]["observed"] is None
