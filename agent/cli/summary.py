@@ -9,7 +9,7 @@ from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.reasons import Reason
-from agent.model.text import counted, printable
+from agent.model.text import counted, first_of, printable
 
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
@@ -103,18 +103,14 @@ def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
     first = group[0]
     aside = "" if prevents_ready(each.type for each in group) else " (not needed for Ready)"
     end = f": {first.status}, {first.reason}{aside}"
-    wordings = [f"  {_names(group, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
+    names = [each.type for each in group]
+    wordings = [f"  {first_of(names, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
     line = next((each for each in wordings if len(each) <= style.width), wordings[-1])
     if style.whole:
         yield line
         yield from paragraph(INDENT, first.message, style.width)
     else:
         yield shortened(f"{line}: {first.message}", style.width)
-
-
-def _names(group: Sequence[Condition], count: int) -> str:
-    more = len(group) - count
-    return ", ".join(each.type for each in group[:count]) + (f" and {more} more" if more > 0 else "")
 
 
 def paragraph(heading: str, text: str, width: int) -> list[str]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from agent.model.text import first_of
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
@@ -73,8 +75,7 @@ class Chains:
     names: tuple[str, ...]
 
     def describe(self) -> str:
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"chain {''.join(self.names[:1])}{more} ({self.program}, table {self.table})"
+        return f"chain {first_of(self.names, 1)} ({self.program}, table {self.table})"
 
 
 Leftover: TypeAlias = Link | Route | Rule | Chains

@@ -1,5 +1,7 @@
 """Formats text for people and for the API server: single lines without invisible characters, numbers and times."""
 
+from collections.abc import Sequence
+
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
 
@@ -35,6 +37,12 @@ def one_line(text: str) -> str:
 def counted(number: int, singular: str, plural: str = "") -> str:
     """Return a number with its noun, such as `1 GPU` or `2 GPUs`. By default, the plural is the singular with an s."""
     return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
+
+
+def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
+    """Return the first items, up to this number, and how many more there are: `a, b and 2 more`."""
+    more = len(items) - number
+    return separator.join(items[:number]) + (f" and {more} more" if more > 0 else "")
 
 
 def rfc3339(seconds: float) -> str:

@@ -8,6 +8,7 @@ from agent.host.verify.readiness import MACHINE_SAYS
 from agent.model.conditions import Condition, ConditionType, Status, true
 from agent.model.facts import MachineFacts
 from agent.model.reasons import Reason
+from agent.model.text import first_of
 
 NAMED = 3
 """How many changed files the message names; it counts the others."""
@@ -23,9 +24,8 @@ def with_changed_files(
     current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
     if report is None or not report.changed_files or not current:
         return tuple(conditions)
-    kind, files = ConditionType.MACHINE_RUNNING, report.changed_files
-    more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
-    says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {', '.join(files[:NAMED])}{more}"
+    kind, files = ConditionType.MACHINE_RUNNING, first_of(report.changed_files, NAMED)
+    says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {files}"
     advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {machine.name}`"
     return tuple(
         true(kind, Reason.NODE_FILES_CHANGED, f"{each.message}; {says}; {advice}")

@@ -10,7 +10,7 @@ it. This module does not read such files, but reports them.
 import errno
 import posixpath
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from agent.machine.context import Context
@@ -19,7 +19,7 @@ from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.model.reasons import Reason
-from agent.model.text import printable
+from agent.model.text import first_of, printable
 from agent.system.files import READ_LIMIT, System
 from agent.vendors.machine_vendor import MachineVendor
 
@@ -130,7 +130,7 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
     return false(
         ConditionType.CDI_SPEC_CURRENT,
         Reason.NAMES_COLLIDE,
-        f"{own.spec_path} is not published, because pods already get {_shortened(shared_names)} from "
+        f"{own.spec_path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
         f"{', '.join(paths)}; {_removal(own, paths)}",
     )
 
@@ -148,15 +148,15 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
             return _collision(reason, shared_names, paths, own)
     further = [
-        f"{path} has further devices of this kind: {_shortened(names)}"
+        f"{path} has further devices of this kind: {first_of(names, SHOWN)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
     return condition._replace(message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
-def _collision(reason: Reason, shared_names: Iterable[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
+def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
     """Return the condition for devices that both the agent's published specification and other files define. Pure."""
-    names, where = _shortened(shared_names), ", ".join(paths)
+    names, where = first_of(shared_names, SHOWN), ", ".join(paths)
     if reason is Reason.SHADOWED:
         why = f"pods get {names} from {where} instead of {own.spec_path}, because that directory takes precedence"
     else:
@@ -259,9 +259,3 @@ def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
     for name, path in paths.items():
         names.setdefault(path, []).append(name)
     return names
-
-
-def _shortened(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return f"{', '.join(listed[:SHOWN])}{more}"

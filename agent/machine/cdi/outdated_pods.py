@@ -11,6 +11,7 @@ from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType
 from agent.model.handoff import GrantedDevice, with_remark
 from agent.model.paths import MACHINE_HOST_NVIDIA
+from agent.model.text import first_of
 from agent.system.files import System
 
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
@@ -32,9 +33,8 @@ def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[
     pods = outdated_pods(context)
     if not pods:
         return conditions
-    shown = [f"{pod} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())[:SHOWN]]
-    more = f" and {len(pods) - SHOWN} more" if len(pods) > SHOWN else ""
-    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
+    described = [f"{pod} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())]
+    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
     return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
 

@@ -11,7 +11,7 @@ from agent.machine.context import Context
 from agent.machine.devices.nodes import WITHDRAWN
 from agent.model.conditions import Condition, ConditionType
 from agent.model.handoff import with_remark
-from agent.model.text import counted
+from agent.model.text import counted, first_of
 from agent.system.deadlines import bounded
 from agent.system.open_files import Held, Number, find_holders
 
@@ -59,9 +59,9 @@ def _remark(held: Held, containers: Mapping[str, object]) -> str:
     unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
     if not held.holders:
         return f"; {unseen}, and may have withdrawn nodes open" if unseen else ""
-    shown = [each.describe(pod=_pod(containers, each.container)) for each in held.holders[:SHOWN]]
-    more = f" and {len(held.holders) - SHOWN} more" if len(held.holders) > SHOWN else ""
-    what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {'; '.join(shown)}{more}"
+    described = [each.describe(pod=_pod(containers, each.container)) for each in held.holders]
+    shown = first_of(described, SHOWN, "; ")
+    what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {shown}"
     return f"{what}; {unseen}" if unseen else what
 
 

@@ -9,7 +9,7 @@ checkpoint that is older than the sockets proves nothing.
 import fnmatch
 import json
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from agent.machine.cdi.spec import spec_changed_at
@@ -19,6 +19,7 @@ from agent.model.conditions import Condition, ConditionType, false, not_applicab
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
+from agent.model.text import first_of
 from agent.system.ages import Ages
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
@@ -217,10 +218,10 @@ def _compare(
         )
     missing, stale = in_spec - gpus, gpus - in_spec
     if missing and foreign:
-        message = f"the advertised ids have another form ({_names(foreign)}), so {_names(missing)} cannot be found"
+        message = f"the advertised ids have another form ({in_words(foreign)}), so {in_words(missing)} cannot be found"
         return unknown(KIND, Reason.UNKNOWN_IDS, message)
-    parts = [f"not advertised, although granted: {_names(missing)}"] if missing else []
-    parts += [f"advertised, but not (or no longer) in the CDI specification: {_names(stale)}"] if stale else []
+    parts = [f"not advertised, although granted: {in_words(missing)}"] if missing else []
+    parts += [f"advertised, but not (or no longer) in the CDI specification: {in_words(stale)}"] if stale else []
     message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
     # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. That is no reason
     # for a restart, after which the plugin would offer the GPU again.
@@ -240,6 +241,6 @@ def used_plugins(conditions: list[Condition]) -> list[Condition]:
     return used if conditions[0].type is KIND and used else conditions
 
 
-def _names(names: set[str]) -> str:
-    shown = sorted(names)[:NAMES_SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+def in_words(names: Iterable[str]) -> str:
+    """Return names of GPUs or devices, sorted, as a message shows them."""
+    return first_of(sorted(names), NAMES_SHOWN)

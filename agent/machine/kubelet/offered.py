@@ -4,11 +4,11 @@ agent.dra is a separate service (unbounded-agent-dra.service), because it talks 
 the GPU setup never waits for these. This module only reads its status.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from agent.machine.cdi.allocatable import publish_allocatable
 from agent.machine.context import Context
-from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
+from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS, in_words
 from agent.machine.notes import Notes, noted_ages
 from agent.model.allocatable import AllocatableVendor
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
@@ -21,8 +21,6 @@ from agent.system.files import System
 
 KIND = ConditionType.GPUS_ADVERTISED
 UNIT = "unbounded-agent-dra"
-NAMES_SHOWN = 16
-"""How many GPUs or devices a message names."""
 
 
 def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
@@ -88,20 +86,14 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
     tainted = sorted(name for offer in status.offers for name in offer.tainted)
     where = f"the ResourceSlices of node {status.node}"
     if missing := allocatable - offered:
-        message = f"{_names(missing)} can be given to pods, but is not in {where} yet"
+        message = f"{in_words(missing)} can be given to pods, but is not in {where} yet"
         return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
     if stale := offered - granted:
-        message = f"{_names(stale)} is in {where}, but not (or no longer) granted"
+        message = f"{in_words(stale)} is in {where}, but not (or no longer) granted"
         return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
-    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_names(tainted)}"] if tainted else []
+    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {in_words(tainted)}"] if tainted else []
     if without := granted - allocatable:
-        remarks.append(f"without {_names(without)}, which no CDI specification names: see CDISpecCurrent")
+        remarks.append(f"without {in_words(without)}, which no CDI specification names: see CDISpecCurrent")
     remarks += [status.message] if status.message else []
     count = sum(len(offer.devices) for offer in status.offers)
     return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
-
-
-def _names(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - NAMES_SHOWN
-    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -9,6 +9,7 @@ from agent.machine.devices.nodes import live_numbers
 from agent.model.conditions import Condition, Status, false
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
+from agent.model.text import first_of
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
@@ -28,10 +29,9 @@ def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, ad
     problems = _problems(system, vendor, request, content)
     if not problems:
         return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
-    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     message = (
         f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "
-        f"{'; '.join(problems[:SHOWN])}{more}; restart its pod, which writes the file again; or remove the file if the "
+        f"{first_of(problems, SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file if the "
         "plugin no longer uses a CDI strategy"
     )
     return false(advertised.type, Reason.PLUGIN_SPEC_OUTDATED, message)

@@ -25,6 +25,7 @@ from agent.model.digest import sha256
 from agent.model.handoff import Repair, Request
 from agent.model.paths import LOADER_CACHE, STATE
 from agent.model.reasons import Reason
+from agent.model.text import first_of
 from agent.system.files import System
 
 LOADER_CONFIGURATION = "/etc/ld.so.conf.d"
@@ -109,8 +110,7 @@ def _record_repair(notes: Notes, request: Request, wanted: Mapping[str, str], pl
     made = {"digest": sha256(repr(links).encode())}
     changed = (*plan.remove, *plan.make)
     if changed and notes.load(name) == made:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        record_repair(notes, Repair.LINKS, f"somebody changed {changed[0]}{more}")
+        record_repair(notes, Repair.LINKS, f"somebody changed {first_of(changed, 1)}")
     notes.save(name, made)
 
 
