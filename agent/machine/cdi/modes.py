@@ -206,20 +206,13 @@ class _Publisher:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
         spec, remarks = adapt_to_containerd(self._context, normalised(made))
-        present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.leads_to_something(path)}
+        named = self._vendor.host_paths(spec)
+        present = {path for path in named if path.startswith("/") and self._system.leads_to_something(path)}
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.generator.verify(mode.name, spec, mode.request, live, present)
         if problems or not isinstance(spec, dict):
             raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
         return spec, remarks
-
-
-def _host_paths(spec: object) -> set[str]:
-    """Return the `hostPath`s at any depth of a specification; `verify` reports malformed ones."""
-    if isinstance(spec, dict):
-        own = {spec["hostPath"]} if isinstance(spec.get("hostPath"), str) else set()
-        return own.union(*map(_host_paths, spec.values()))
-    return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
 
 
 def _inputs_digest(context: Context, mode: _Mode) -> str:
