@@ -37,18 +37,14 @@ class KernelLog:
         """Return the descriptor for poll(2). It is readable when there is a record."""
         return self._descriptor
 
-    def read(self) -> tuple[tuple[str, ...], bool]:
-        """Return the first line of each record of the kernel, and whether there may be more records.
-
-        Raises OSError if the log can no longer be read.
-        """
+    def read(self) -> tuple[str, ...]:
+        """Return the first line of each record of the kernel. Raises OSError if the log can no longer be read."""
         texts: list[str] = []
         for _ in range(BURST):
             try:
                 record = self._read(self._descriptor, RECORD_LIMIT)
             except BlockingIOError:
-                self.behind = False
-                return tuple(texts), False
+                record = b""
             except OSError as error:
                 if error.errno != errno.EPIPE:
                     raise
@@ -57,7 +53,7 @@ class KernelLog:
                 continue
             if not record:
                 self.behind = False
-                return tuple(texts), False
+                break
             number, text = parse_record(record)
             # Only while behind: without this limit, an `after` that is wrongly too high would silence the log forever.
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
@@ -65,7 +61,7 @@ class KernelLog:
             self.sequence = number
             if text is not None and not self._skips:
                 texts.append(text)
-        return tuple(texts), True
+        return tuple(texts)
 
     @property
     def _skips(self) -> bool:

@@ -107,7 +107,7 @@ class GpuErrors:
             return
         overruns, behind = self._log.overruns, self._log.behind
         try:
-            texts, _ = self._log.read()
+            texts = self._log.read()
         except OSError as error:
             self._close_after_error(f"{PATH}: {error.strerror}")
             return
