@@ -63,21 +63,48 @@ def _run(options: argparse.Namespace) -> int:
     # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
     _load_msgspec()
     match options.command:
+        case "run":
+            from agent.cli.service import run
+
+            return run(options)
+        case "load-modules":
+            from agent.cli.host import load, this_host
+            from agent.cli.load_modules import load_modules
+            from agent.system.sysfs import Sysfs
+
+            system = this_host()
+            load_modules(load(options, system).config, system, Sysfs(system), progress)
+            return 0
+        case "kube" if options.kube_command != "allocation":
+            from agent.cli.host import this_host
+            from agent.cli.kube import manifests
+
+            return manifests(options.names, options.out, this_host())
+        case "reset":
+            from agent.cli.reset import reset
+
+            return reset(options)
+        case _:
+            return _run_with_reconciler(options)
+
+
+def _run_with_reconciler(options: argparse.Namespace) -> int:
+    """Run a command that needs the configuration and a reconciler."""
+    from agent.cli.wiring import reconciler_for
+
+    match options.command:
         case "plan":
             from agent.cli.plan import plan
-            from agent.cli.wiring import reconciler_for
 
             return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
         case "status":
             from agent.cli.status import Request, status
-            from agent.cli.wiring import reconciler_for
 
             form = "json" if options.json else "wide" if options.wide else ""
             request = Request(options.machine, form, options.check, options.wait, options.watch)
             return status(reconciler_for(options), request)
         case "doctor":
             from agent.cli.doctor.command import doctor
-            from agent.cli.wiring import reconciler_for
 
             return doctor(
                 reconciler_for(options),
@@ -87,28 +114,32 @@ def _run(options: argparse.Namespace) -> int:
             )
         case "apply":
             from agent.cli.apply import apply
-            from agent.cli.wiring import reconciler_for
 
             return apply(reconciler_for(options))
-        case "up" | "preflight" | "reset" | "start" | "stop" | "restart":
-            return _run_for_nodes(options)
+        case "prepare":
+            from agent.cli.prepare import prepare
+
+            return report_failures(prepare(options.machine, reconciler_for(options)).failures)
         case "gpus":
             from agent.cli.gpus import gpus
-            from agent.cli.wiring import reconciler_for
 
             return gpus(options, reconciler_for(options))
-        case "kube" if options.kube_command == "allocation":
+        case "kube":
             from agent.cli.allocation import allocation
-            from agent.cli.wiring import reconciler_for
 
             return allocation(options, reconciler_for(options))
-        case "kube":
-            from agent.cli.host import this_host
-            from agent.cli.kube import manifests
+        case "up":
+            from agent.cli.up import up
 
-            return manifests(options.names, options.out, this_host())
+            return up(reconciler_for(options), options.machine, rebuild=options.rebuild, for_programs=options.json)
+        case "preflight":
+            from agent.cli.preflight import preflight
+
+            return preflight(reconciler_for(options), for_programs=options.json)
         case _:
-            return _run_for_units(options)
+            from agent.cli.lifecycle import lifecycle
+
+            return lifecycle(options, reconciler_for(options))
 
 
 def _interrupt_at_hangup() -> None:
@@ -120,52 +151,6 @@ def _interrupt_at_hangup() -> None:
         # nohup(1) ignores SIGHUP, and that must stay so.
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-
-
-def _run_for_units(options: argparse.Namespace) -> int:
-    """Run a command that systemd units run."""
-    match options.command:
-        case "prepare":
-            from agent.cli.prepare import prepare
-            from agent.cli.wiring import reconciler_for
-
-            return report_failures(prepare(options.machine, reconciler_for(options)).failures)
-        case "load-modules":
-            from agent.cli.host import load, this_host
-            from agent.cli.load_modules import load_modules
-            from agent.system.sysfs import Sysfs
-
-            system = this_host()
-            load_modules(load(options, system).config, system, Sysfs(system), progress)
-            return 0
-        case _:
-            from agent.cli.service import run
-
-            return run(options)
-
-
-def _run_for_nodes(options: argparse.Namespace) -> int:
-    """Run a command that makes, removes, starts or stops nodes, or checks whether `up` could make them."""
-    match options.command:
-        case "up":
-            from agent.cli.up import up
-            from agent.cli.wiring import reconciler_for
-
-            return up(reconciler_for(options), options.machine, rebuild=options.rebuild, for_programs=options.json)
-        case "preflight":
-            from agent.cli.preflight import preflight
-            from agent.cli.wiring import reconciler_for
-
-            return preflight(reconciler_for(options), for_programs=options.json)
-        case "reset":
-            from agent.cli.reset import reset
-
-            return reset(options)
-        case _:
-            from agent.cli.lifecycle import lifecycle
-            from agent.cli.wiring import reconciler_for
-
-            return lifecycle(options, reconciler_for(options))
 
 
 if __name__ == "__main__":
