@@ -6,13 +6,15 @@ half does not know what the machine has.
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from agent.model.device_allow import DeviceAllow
-from agent.model.json_document import accept_version, get, mapping, parse_object, strings
+from agent.model.json_document import accept_version, strings
 from agent.model.paths import LIVE_NAME
+from agent.model.typed_json import convert, decode
 
 VERSION = 1
 READ_ONLY, READ_WRITE = "ro:", "rw:"
@@ -53,17 +55,8 @@ def render_live(live: LiveSettings) -> bytes:
 
 def parse_live(data: bytes) -> LiveSettings:
     """Return the settings in a record. Raises DocumentError, which names the key."""
-    document = parse_object(LIVE_NAME, data)
+    document = decode(LIVE_NAME, data, dict[str, Any])
     accept_version(LIVE_NAME, document, (VERSION,))
-    return LiveSettings(
-        fixed=get(LIVE_NAME, document, "fixed", str),
-        allow=tuple(map(DeviceAllow.parse, strings(LIVE_NAME, document, "allow"))),
-        nodes=mapping(LIVE_NAME, document, "nodes", str),
-        rebound=get(LIVE_NAME, document, "rebound", str),
-        # These keys are missing in records that an older version wrote for machines that are still running.
-        unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
-        owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
-        mounts=strings(LIVE_NAME, {"mounts": []} | document, "mounts"),
-        withdrawn=strings(LIVE_NAME, {"withdrawn": []} | document, "withdrawn"),
-        kept_since=get(LIVE_NAME, {"kept_since": 0.0} | document, "kept_since", float),
-    )
+    allow = [asdict(DeviceAllow.parse(entry)) for entry in strings(LIVE_NAME, document, "allow")]
+    # Keys with defaults may be missing: an older version may have written the record for a machine that still runs.
+    return convert(LIVE_NAME, {**document, "allow": allow}, LiveSettings)

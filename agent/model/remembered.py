@@ -6,13 +6,14 @@ as for a lost GPU.
 """
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from agent.model.digest import sha256
 from agent.model.errors import DocumentError
-from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.json_document import accept_version, get
+from agent.model.typed_json import convert, decode
 
 VERSION = 1
 
@@ -27,7 +28,7 @@ class RememberedGpu(Struct, frozen=True, order=True):
     """Empty if the UUID was never known. The agent cannot recognise such a GPU in another slot."""
     machines: tuple[str, ...] = ()
     """Machines that have the GPU, or had it when it disappeared."""
-    lost: float = 0.0
+    lost: Annotated[float, Meta(ge=0, lt=1 << 36)] = 0.0
     """When the GPU was first missing, in seconds since the epoch; 0 while it is present."""
 
     def describe(self) -> str:
@@ -52,12 +53,12 @@ def render_remembered(remembered: Remembered) -> bytes:
 
 def parse_remembered(where: str, data: bytes) -> Remembered:
     """Return the record in a document. Raises DocumentError, which names the key."""
-    document = parse_object(where, data)
+    document = decode(where, data, dict[str, Any])
     accept_version(where, document, (VERSION,))
-    remembered = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
+    remembered = convert(where, document, Remembered)
     # The digest is that of the document's content, not of the parsed one: another release may have written keys that
     # this one ignores.
-    if get(where, document, "digest", str) != _digest({key: document[key] for key in ("gpus", "damage")}):
+    if get(where, document, "digest", str) != _digest({key: document.get(key) for key in ("gpus", "damage")}):
         raise DocumentError(f"{where}: the content does not match its digest")
     return remembered
 
@@ -65,17 +66,3 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
 def _digest(content: object) -> str:
     """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
     return sha256(json.dumps(content).encode())
-
-
-def _gpu(where: str, item: dict[str, Any]) -> RememberedGpu:
-    lost = get(where, item, "lost", float)
-    if not 0 <= lost < 1 << 36:
-        raise DocumentError(f"{where}: key lost must be a time in seconds, not {lost}")
-    return RememberedGpu(
-        pci_address=get(where, item, "pci_address", str),
-        vendor=get(where, item, "vendor", str),
-        model=get(where, item, "model", str),
-        uuid=get(where, item, "uuid", str),
-        machines=strings(where, item, "machines"),
-        lost=lost,
-    )

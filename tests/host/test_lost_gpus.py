@@ -323,5 +323,5 @@ def test_the_record_is_read_back(remembered: Remembered) -> None:
 @pytest.mark.parametrize("lost", ["NaN", "1e300", "-1.0", "true", '"1"'])
 def test_times_that_are_not_dates_are_refused(lost: str) -> None:
     good = render_remembered(Remembered((RememberedGpu(FIRST, "nvidia", lost=1.0),)))
-    with pytest.raises(DocumentError, match="lost must be"):
+    with pytest.raises(DocumentError, match="not JSON" if lost == "NaN" else "lost must be"):
         parse_remembered("", good.replace(b'"lost": 1.0', f'"lost": {lost}'.encode()))

@@ -79,6 +79,7 @@ def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None
         (b'{"version": 2}', "version 2 is unknown"),
         (b'{"version": 1, "fixed": "", "allow": [1], "nodes": {}}', r"allow\[0\]"),
         (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": 1}}', r"nodes\['/dev/x'\]"),
+        (b'{"version": 1, "fixed": "", "allow": [], "nodes": {}, "\\ud800": 1}', "not JSON"),
     ],
 )
 def test_an_unreadable_note_names_its_key(document: bytes, key: str) -> None:
