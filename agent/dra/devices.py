@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum
 
 from agent.model.allocatable import AllocatableDevice, AllocatableVendor
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
@@ -19,12 +19,12 @@ PARTITION_NUMBERS = ("gpuInstance", "computeInstance")
 """Attributes with the numbers of a partition."""
 
 
-class Health(StrEnum):
-    """A device's health, for the statuses of pods that have it (dra-health of k8s.io/kubelet)."""
+class Health(IntEnum):
+    """A device's health, for the statuses of pods that have it (HealthStatus of dra-health in k8s.io/kubelet)."""
 
-    HEALTHY = "Healthy"
-    UNHEALTHY = "Unhealthy"
-    UNKNOWN = "Unknown"
+    UNKNOWN = 0
+    HEALTHY = 1
+    UNHEALTHY = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from agent.dra.devices import Device, Health
+from agent.dra.devices import Device
 from agent.dra.grpc_wire import Method, Streaming
-from agent.dra.messages import DeviceHealth, HealthStatus, encode_health
+from agent.dra.messages import DeviceHealth, encode_health
 
 REPEAT = 10.0
 """Seconds after which the same health is sent again."""
@@ -19,12 +19,6 @@ TIMEOUT = 60
 """Seconds after which the kubelet considers the health unknown: several times REPEAT, as a response may be late."""
 METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
 """The paths of the same method in Kubernetes 1.37 and in 1.36."""
-
-STATUSES = {
-    Health.HEALTHY: HealthStatus.HEALTHY,
-    Health.UNHEALTHY: HealthStatus.UNHEALTHY,
-    Health.UNKNOWN: HealthStatus.UNKNOWN,
-}
 
 
 class HealthService:
@@ -45,7 +39,7 @@ class HealthService:
 
     def publish(self, pool: str, devices: Iterable[Device]) -> None:
         """Publish the health of all devices, which are in `pool`, instead of what was published before."""
-        health = tuple(DeviceHealth(pool, each.name, STATUSES[each.health], each.health_message) for each in devices)
+        health = tuple(DeviceHealth(pool, each.name, each.health, each.health_message) for each in devices)
         with self._changed:
             if health != self._devices:
                 self._devices = health

@@ -7,8 +7,8 @@ below are the field numbers of these files.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 
+from agent.dra.devices import Health
 from agent.dra.protobuf import decode, encode_entry, encode_integer, encode_message, encode_text, encode_texts
 from agent.dra.protobuf import flag as flag_of
 from agent.dra.protobuf import message as message_of
@@ -21,14 +21,6 @@ ERROR_LIMIT = 2000
 """Characters of an error that are sent. The kubelet puts the error into an event of the pod."""
 HEALTH_MESSAGE_LIMIT = 1024
 """Bytes of the longest health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
-
-
-class HealthStatus(IntEnum):
-    """HealthStatus of dra-health."""
-
-    UNKNOWN = 0
-    HEALTHY = 1
-    UNHEALTHY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ class DeviceHealth:
 
     pool: str
     device: str
-    health: HealthStatus
+    health: Health
     message: str = ""
     """What is wrong with the device, or that it is detached or being detached. The kubelet puts this text into pods'
     status."""

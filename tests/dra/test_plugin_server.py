@@ -18,7 +18,7 @@ import pytest
 
 from agent.dra.devices import Device, Health
 from agent.dra.health import METHODS, HealthService
-from agent.dra.messages import ClaimReference, HealthStatus, PreparedDevice
+from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.dra.plugin_server import DriverPlugin
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
@@ -148,19 +148,15 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(method)(b"", timeout=LONG)
         assert list(read("NodeWatchResourcesResponse", next(stream)).devices) == [], "nothing is known yet"
-        for device, status in (
-            (gpu, HealthStatus.HEALTHY),
-            (lost, HealthStatus.UNHEALTHY),
-            (gpu, HealthStatus.HEALTHY),
-        ):
+        for device in (gpu, lost, gpu):
             health.publish(NODE, [device])
             answers = (read("NodeWatchResourcesResponse", each).devices for each in stream)
-            found = next(each[0] for each in answers if each and each[0].health == status)
+            found = next(each[0] for each in answers if each and each[0].health == device.health)
             assert (found.device.pool_name, found.device.device_name) == (NODE, "gpu-0")
             assert found.message == device.health_message
             assert abs(found.last_updated_time - time.time()) < LONG
             again = read("NodeWatchResourcesResponse", next(stream)).devices[0]
-            assert again.health == status, "the kubelet forgets what is not repeated"
+            assert again.health == device.health, "the kubelet forgets what is not repeated"
         plugin.stop()
         with contextlib.suppress(grpc.RpcError):
             list(stream)
@@ -172,11 +168,11 @@ def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
     plugin = DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet))
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
-        for state, status in ((Health.HEALTHY, HealthStatus.HEALTHY), (Health.UNHEALTHY, HealthStatus.UNHEALTHY)):
+        for state in (Health.HEALTHY, Health.UNHEALTHY):
             # By then, the server has sent everything, and waits.
             time.sleep(0.2)
             health.publish(NODE, [Device("gpu-0", "vendor", (), "", health=state)])
-            assert [each.health for each in read("NodeWatchResourcesResponse", next(stream)).devices] == [status]
+            assert [each.health for each in read("NodeWatchResourcesResponse", next(stream)).devices] == [state]
         plugin.stop()
         with contextlib.suppress(grpc.RpcError):
             list(stream)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from agent.dra.devices import Health
 from agent.dra.messages import (
     HEALTH_MESSAGE_LIMIT,
     ClaimReference,
     DeviceHealth,
-    HealthStatus,
     PreparedDevice,
     RegistrationStatus,
     decode_claims,
@@ -79,8 +79,8 @@ def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
     assert {uid: result.error for uid, result in found.items()} == results
 
 
-@given(some.lists(some.tuples(TEXTS, some.sampled_from(HealthStatus), TEXTS)), some.integers(0, 1 << 40))
-def test_health_is_written(devices: list[tuple[str, HealthStatus, str]], now: int) -> None:
+@given(some.lists(some.tuples(TEXTS, some.sampled_from(Health), TEXTS)), some.integers(0, 1 << 40))
+def test_health_is_written(devices: list[tuple[str, Health, str]], now: int) -> None:
     data = encode_health([DeviceHealth("node", *each) for each in devices], now, 30)
     answer = read("NodeWatchResourcesResponse", data).devices
     found = [
@@ -93,7 +93,7 @@ def test_health_is_written(devices: list[tuple[str, HealthStatus, str]], now: in
 
 def test_a_long_health_message_is_cut_between_characters() -> None:
     """The kubelet would cut it after 1021 bytes, and a pod's status cannot have half a character."""
-    data = encode_health([DeviceHealth("node", "gpu", HealthStatus.UNHEALTHY, "€" * 400)], 1, 1)
+    data = encode_health([DeviceHealth("node", "gpu", Health.UNHEALTHY, "€" * 400)], 1, 1)
     message = read("NodeWatchResourcesResponse", data).devices[0].message
     assert len(message.encode()) <= HEALTH_MESSAGE_LIMIT
     assert message == "€" * 340 + "..."
