@@ -1,6 +1,6 @@
 """Checks, before anything is changed, what would keep a node from being made. Writes nothing.
 
-Each check returns a sentence if all is well, and otherwise a Problem. A check that finds a problem prevents only those
+Each check returns a sentence if all is well, and otherwise raises an error with advice. That prevents only those checks
 that need what it checked: if the bootstrap token cannot be read, for example, the API server is not asked.
 """
 
@@ -16,7 +16,7 @@ from agent.host.provision.image import UNPACKED
 from agent.host.provision.secrets import read_token
 from agent.model.errors import AgentError
 from agent.model.facts import Facts, Unseen
-from agent.model.node import NodeBinary, Problem
+from agent.model.node import NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
 from agent.system.https import Answer, ask
@@ -64,21 +64,15 @@ class Check(Struct, frozen=True):
         return not self.advice
 
 
-def checked(name: str, check: Callable[[], str | Problem], machine: str = "") -> Check:
-    """Return the result of a check. An error counts as a problem too."""
+def checked(name: str, check: Callable[[], str], machine: str = "") -> Check:
+    """Return the result of a check: what it returns or, if it fails, its error."""
     try:
-        found = check()
+        return Check(name, check(), machine=machine)
     except AgentError as error:
-        found = Problem(name, error.message, error.hint or "correct this, then run `unbounded-agent preflight` again")
+        message, advice = error.message, error.hint
     except OSError as error:
-        found = Problem(
-            name,
-            f"{error.filename or ''}: {error.strerror or error}".strip(": "),
-            "correct this, then run `unbounded-agent preflight` again",
-        )
-    if isinstance(found, Problem):
-        return Check(found.check, found.message, found.advice, machine)
-    return Check(name, found, machine=machine)
+        message, advice = f"{error.filename or ''}: {error.strerror or error}".strip(": "), ""
+    return Check(name, message, advice or "correct this, then run `unbounded-agent preflight` again", machine)
 
 
 def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]:
@@ -91,52 +85,49 @@ def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]
     ]
 
 
-def _systemd(facts: Facts) -> str | Problem:
+def _systemd(facts: Facts) -> str:
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        return Problem("systemd", template.why, "no machine can start without it: run `apt install systemd-container`")
+        raise AgentError(template.why, "no machine can start without it: run `apt install systemd-container`")
     if not isinstance(facts.systemd_version, int):
-        return Problem("systemd", facts.systemd_version.why, "run this on the host itself, with systemd as its init")
+        raise AgentError(facts.systemd_version.why, "run this on the host itself, with systemd as its init")
     return f"systemd {facts.systemd_version} with systemd-nspawn"
 
 
-def _cgroups(system: System) -> str | Problem:
+def _cgroups(system: System) -> str:
     found = read_seen(system.read, CONTROLLERS)
     if isinstance(found, Unseen):
-        return Problem(
-            "cgroups", f"cannot read the cgroup controllers: {found.why}", "run this as root, on the host itself"
-        )
+        raise AgentError(f"cannot read the cgroup controllers: {found.why}", "run this as root, on the host itself")
     if not isinstance(found, bytes):
         why = f"the host does not use only cgroups v2: {found.why}"
-        return Problem("cgroups", why, "boot it with `systemd.unified_cgroup_hierarchy=1` on the kernel's command line")
+        raise AgentError(why, "boot it with `systemd.unified_cgroup_hierarchy=1` on the kernel's command line")
     missing = NEEDED_CONTROLLERS - set(found.decode().split())
     if missing:
         advice = "remove `cgroup_disable=` from the kernel's command line, or use a kernel that has them"
-        return Problem("cgroups", f"cgroup controllers are missing: {', '.join(sorted(missing))}", advice)
+        raise AgentError(f"cgroup controllers are missing: {', '.join(sorted(missing))}", advice)
     return "cgroups v2 with all controllers that the kubelet needs"
 
 
-def _memory(system: System) -> str | Problem:
+def _memory(system: System) -> str:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        return Problem(
-            "memory",
+        raise AgentError(
             f"the host has {size // 10**6} MB of memory",
             "give it 2 GiB: 1 GiB is too little, because the kernel keeps a part of it",
         )
     return f"{size // 10**6} MB of memory"
 
 
-def _programs(system: System) -> str | Problem:
+def _programs(system: System) -> str:
     missing = [name for name in PROGRAMS if not system.find_program(name)]
     if missing:
         packages = " ".join(PROGRAMS[name] for name in missing)
-        return Problem("programs", f"not installed: {', '.join(missing)}", f"run `apt install {packages}`")
+        raise AgentError(f"not installed: {', '.join(missing)}", f"run `apt install {packages}`")
     return "all needed programs are installed"
 
 
-def check_disk(size: int, system: System) -> str | Problem:
+def check_disk(size: int, system: System) -> str:
     """Check the free space for root file systems. `size` is the compressed size of all their images, in bytes."""
     needed, directory = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
     while not system.is_directory(directory):
@@ -144,7 +135,7 @@ def check_disk(size: int, system: System) -> str | Problem:
     free = system.free_bytes(directory)
     if free < needed:
         what = f"{MACHINE_ROOTS} has {free // 10**6} MB free, and {needed // 10**6} MB are needed"
-        return Problem("disk", what, "free some space, or mount a larger file system there")
+        raise AgentError(what, "free some space, or mount a larger file system there")
     return f"{free // 10**6} MB free in {MACHINE_ROOTS}"
 
 

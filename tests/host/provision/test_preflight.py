@@ -16,8 +16,9 @@ from agent.host.provision.preflight import (
     check_server,
     checked,
 )
+from agent.model.errors import AgentError
 from agent.model.facts import Facts
-from agent.model.node import NodeBinary, Problem
+from agent.model.node import NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.https import Answer
 from tests.fakes.gpu_host import reconciler
@@ -149,10 +150,9 @@ def test_binaries_are_looked_for_where_they_will_be_fetched(host: Host) -> None:
 
 
 def test_a_full_disk_is_noticed_before_the_image_is_pulled(host: Host) -> None:
-    assert isinstance(check_disk(0, host), str)
-    found = check_disk(1 << 60, host)
-    assert isinstance(found, Problem)
-    assert MACHINE_ROOTS in found.message
+    assert check_disk(0, host)
+    with pytest.raises(AgentError, match=MACHINE_ROOTS):
+        check_disk(1 << 60, host)
 
 
 # ---- the host
