@@ -1,7 +1,6 @@
 """The main job on the simulated GPU host, as a user does it: install, `apply`, `status`, a pod."""
 
 import argparse
-import json
 
 from integration.bed import wheels
 from integration.bed.cache import step
@@ -74,7 +73,7 @@ def demonstrate_join() -> None:
         show(bed.guest, "cat", "/etc/unbounded-agent/config.toml")
         show(bed.guest, "unbounded-agent", "preflight")
         show(bed.guest, "unbounded-agent", "up", timeout=1500)
-        bed.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
+        bed.apply(pod_network())
         bed.wait("the node is Ready", bed.nodes_are_ready)
         bed.offer_gpus()
         print(f"\nkubectl get node\n{bed.kubectl('get', 'node', '-o', 'wide')}", flush=True)

@@ -54,7 +54,38 @@ class ClusterError(Exception):
     """A pod failed; the text has its status and log."""
 
 
-class Cluster(Lifetime):
+class Administered(Lifetime):
+    """Something with a control plane, and what the cluster's administrator does there."""
+
+    control_plane: ControlPlane
+
+    def kubectl(self, *arguments: Argument, stdin: str = "") -> str:
+        """Run kubectl as the cluster's administrator and return its standard output."""
+        return self.control_plane.kubectl(*arguments, stdin=stdin)
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """Return the object or list that `kubectl get` finds."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
+        return found
+
+    def apply(self, *objects: str | dict[str, Any]) -> None:
+        """Apply objects, and manifests by their names in MANIFESTS."""
+        for each in objects:
+            text = manifest(each) if isinstance(each, str) else json.dumps(each)
+            self.kubectl("apply", "-f", "-", stdin=text)
+
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 300) -> None:
+        """Wait until `reached()`. Raises NotReachedError with the evidence."""
+        wait(what, self.control_plane.checked(reached), seconds, self.evidence)
+
+    def evidence(self) -> str:
+        """Return the cluster's pods and nodes, and its latest events."""
+        objects = self.kubectl("get", "pods,nodes", "--all-namespaces", "-o", "wide")
+        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
+        return "\n".join([objects, *events])
+
+
+class Cluster(Administered):
     """A cluster on `host`, whose machine and containerd run already. `release` is as in ControlPlane."""
 
     def __init__(self, host: SimulatedHost, release: str = RELEASE) -> None:
@@ -75,21 +106,6 @@ class Cluster(Lifetime):
         """Stop the control plane. The machine keeps its kubelet: restore a snapshot, or stop the virtual machine."""
         self.control_plane.close()
         self.host.qemu.stop_forwarding(self._kubelet_port)
-
-    def kubectl(self, *arguments: Argument, stdin: str = "") -> str:
-        """Run kubectl as the cluster's administrator and return its standard output."""
-        return self.control_plane.kubectl(*arguments, stdin=stdin)
-
-    def get(self, *arguments: str) -> dict[str, Any]:
-        """Return the object or list that `kubectl get` finds."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
-        return found
-
-    def apply(self, *objects: str | dict[str, Any]) -> None:
-        """Apply objects, and manifests by their names in MANIFESTS."""
-        for each in objects:
-            text = manifest(each) if isinstance(each, str) else json.dumps(each)
-            self.kubectl("apply", "-f", "-", stdin=text)
 
     def allocatable(self, resource: str = RESOURCE) -> int:
         """Return how many of a resource the node offers to pods."""
@@ -206,19 +222,13 @@ class Cluster(Lifetime):
         """Delete pods and wait until their containers have stopped."""
         self.kubectl("delete", "pod", *names, "--timeout=200s")
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 300) -> None:
-        """Wait until `reached()`. Raises NotReachedError with what the cluster and the kubelet report."""
-        wait(what, self.control_plane.checked(reached), seconds, self.evidence)
-
     def evidence(self) -> str:
-        """Return the cluster's pods and latest events, and the ends of the journals of kubelet and DRA driver."""
-        pods = self.kubectl("get", "pods", "--all-namespaces", "-o", "wide")
-        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
+        """Return the ends of the journals of kubelet and DRA driver too."""
         journals = [
             self.node.run("journalctl", f"--unit={unit}", "--no-pager", "--lines=25", check=False).stdout
             for unit in ("kubelet", "unbounded-agent-dra")
         ]
-        return "\n".join([pods, *events, *journals])
+        return "\n".join([super().evidence(), *journals])
 
     def _provision(self) -> None:
         binaries = self.control_plane.binaries

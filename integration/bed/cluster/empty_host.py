@@ -5,10 +5,8 @@ with the pods' images, and a mirror of Kubernetes' programs.
 """
 
 import hashlib
-import json
 import shutil
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +17,7 @@ import yaml
 
 from integration.bed import debian, wheels
 from integration.bed.cache import step
-from integration.bed.cluster.cluster import RESOURCE, manifest, pod
+from integration.bed.cluster.cluster import RESOURCE, Administered, manifest, pod
 from integration.bed.cluster.control_plane import ControlPlane, free_ports
 from integration.bed.cluster.kubernetes import KUBERNETES, MODULE
 from integration.bed.drivers.host_roots import PYTHON
@@ -36,7 +34,6 @@ from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import HOST_FROM_GUEST
-from integration.bed.waiting import wait
 
 NODE = "simulated-gpu-host"
 """The host's name, which the node takes."""
@@ -82,7 +79,7 @@ class Mirror(Lifetime):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class EmptyHost(Lifetime):
+class EmptyHost(Administered):
     """The host, with the agent installed and configured, and its surroundings; `nodes` may join.
 
     `running` is a host without a machine, on which the agent is installed. By default, a new one boots.
@@ -125,24 +122,6 @@ class EmptyHost(Lifetime):
     def guest(self) -> Guest:
         return self.host.guest
 
-    def kubectl(self, *arguments: str, stdin: str = "") -> str:
-        """Run kubectl as the cluster's administrator and return its standard output."""
-        return self.control_plane.kubectl(*arguments, stdin=stdin)
-
-    def get(self, *arguments: str) -> dict[str, Any]:
-        """Return the object or list that `kubectl get` finds."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
-        return found
-
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until `reached()`. Raises NotReachedError with the cluster's pods and events."""
-        wait(what, self.control_plane.checked(reached), seconds, self._evidence)
-
-    def _evidence(self) -> str:
-        pods = self.kubectl("get", "pods,nodes", "--all-namespaces", "-o", "wide")
-        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp")
-        return f"{pods}\n{events[-4000:]}"
-
     def nodes_are_ready(self) -> bool:
         """Return whether all nodes have registered and are Ready."""
         nodes = {node["metadata"]["name"]: node for node in self.get("nodes")["items"]}
@@ -154,8 +133,7 @@ class EmptyHost(Lifetime):
         """Deploy NVIDIA's device plugin with the users' manifests, and wait until each node offers that many GPUs."""
         plugin = yaml.safe_load(manifest("device-plugin"))
         plugin["spec"]["template"]["spec"]["containers"][0]["image"] = DEVICE_PLUGIN
-        self.kubectl("apply", "-f", "-", stdin=manifest("runtime-class"))
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(plugin))
+        self.apply("runtime-class", plugin)
 
         def offered() -> bool:
             return all(self.allocatable(node) == gpus for node in self._nodes)
@@ -169,7 +147,7 @@ class EmptyHost(Lifetime):
     def run_gpu_pod(self) -> str:
         """Run a pod with one GPU to its end and return what nvidia-smi lists in it."""
         name = "gpu-list"
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(pod(name, "nvidia-smi", "-L", gpus=1, pull="IfNotPresent")))
+        self.apply(pod(name, "nvidia-smi", "-L", gpus=1, pull="IfNotPresent"))
         self.wait(f"pod {name} ended", lambda: self.get("pod", name)["status"]["phase"] in ("Succeeded", "Failed"))
         log = self.kubectl("logs", name)
         self.kubectl("delete", "pod", name)

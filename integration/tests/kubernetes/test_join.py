@@ -75,7 +75,7 @@ def test_one_command_makes_a_node_that_runs_a_gpu_pod(empty_host: EmptyHost, fou
     made = empty_host.guest.run(["unbounded-agent", "up"], timeout=1500)
     secret = empty_host.guest.read(TOKEN).decode().strip().partition(".")[2]
     assert secret not in made.stdout + made.stderr
-    empty_host.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
+    empty_host.apply(pod_network())
     empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
     empty_host.offer_gpus()
     assert empty_host.run_gpu_pod().count("GPU-") == 1

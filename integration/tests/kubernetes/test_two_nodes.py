@@ -46,7 +46,7 @@ def test_two_machines_join_as_two_nodes(empty_host: EmptyHost) -> None:
     result = json.loads(made.stdout.splitlines()[-1])
     names = {name: machine["node"] for name, machine in result["machines"].items()}
     assert names == {MACHINE: NODE, SECOND_MACHINE: SECOND}
-    empty_host.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
+    empty_host.apply(pod_network())
     empty_host.wait("both nodes are Ready", empty_host.nodes_are_ready)
     empty_host.offer_gpus(GPUS)
 
