@@ -149,10 +149,6 @@ class Owned:
     def has(self, path: str) -> bool:
         return path in self._recorded()
 
-    def with_suffix(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the recorded paths that end with one of these suffixes, sorted."""
-        return tuple(path for path in self.paths if path.endswith(suffixes))
-
     def claim(self, path: str) -> None:
         """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
         if path not in self._recorded():

@@ -98,7 +98,8 @@ def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
     """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
-    return DropInPaths(drop_in, tuple(path for path in context.owned.with_suffix(tables.SUFFIXES) if path not in kept))
+    own = (path for path in context.owned.paths if path.endswith(tables.SUFFIXES))
+    return DropInPaths(drop_in, tuple(path for path in own if path not in kept))
 
 
 def _vendor_drop_ins() -> list[str]:
