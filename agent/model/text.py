@@ -1,6 +1,6 @@
 """Formats text for people and for the API server: single lines without invisible characters, numbers and times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
@@ -43,6 +43,11 @@ def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
     """Return the first items, up to this number, and how many more there are: `a, b and 2 more`."""
     more = len(items) - number
     return separator.join(items[:number]) + (f" and {more} more" if more > 0 else "")
+
+
+def dotted(version: Iterable[int]) -> str:
+    """Return a version as programs print it: `1.7.24`."""
+    return ".".join(map(str, version))
 
 
 def rfc3339(seconds: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from agent.model.errors import DocumentError, UnsupportedError
 from agent.model.paths import CDI_DIRECTORIES
+from agent.model.text import dotted
 from agent.vendors.machine_vendor import RuntimeHandler
 
 Table = dict[str, Any]
@@ -123,7 +124,7 @@ def render(
     """
     if containerd < OLDEST:
         raise UnsupportedError(
-            f"containerd {_text(containerd)} is too old: {_text(OLDEST)} is the first with CDI",
+            f"containerd {dotted(containerd)} is too old: {dotted(OLDEST)} is the first with CDI",
             "install a newer containerd in the image",
         )
     version = configuration.version(containerd)
@@ -294,7 +295,3 @@ def _at(document: object, *names: str) -> Table:
     for name in names:
         document = document.get(name) if isinstance(document, dict) else None
     return document if isinstance(document, dict) else {}
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

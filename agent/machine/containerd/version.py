@@ -6,6 +6,7 @@ from agent.machine.containerd.active import REPLACED, UNIT, program_identity, un
 from agent.machine.containerd.tables import parse_version
 from agent.machine.context import Context
 from agent.model.errors import DocumentError
+from agent.model.text import dotted
 
 NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
@@ -48,8 +49,8 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
     if groupless == spec or not (version := _version_without_groups(context)):
         return spec, ()
     return groupless, (
-        f"containerd {version} does not support additionalGids (added in {_text(GROUPS_SINCE)}), so they are left out: "
-        "containers that do not run as root need the nodes' groups as supplementalGroups",
+        f"containerd {version} does not support additionalGids (added in {dotted(GROUPS_SINCE)}), so they are left "
+        "out: containers that do not run as root need the nodes' groups as supplementalGroups",
     )
 
 
@@ -65,7 +66,7 @@ def _version_without_groups(context: Context) -> str:
     try:
         version = containerd_version(context, program)
         if version < GROUPS_SINCE:
-            return _text(version)
+            return dotted(version)
     except DocumentError:
         # A custom build, which RuntimeConfigured reports.
         pass
@@ -95,8 +96,4 @@ def _running_without_groups(context: Context, program: str) -> str:
     if version >= GROUPS_SINCE:
         return ""
     context.notes.save(REPLACED, {"running": running, "identity": identity})
-    return f"{_text(version)} (it is still running: restart {UNIT})"
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+    return f"{dotted(version)} (it is still running: restart {UNIT})"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from agent.model.errors import AgentError, DocumentError, ExitCodeError, UnsupportedError
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE
+from agent.model.text import dotted
 from agent.system.files import System
 from agent.vendors.cdi.document import devices, object_of
 from agent.vendors.machine_vendor import Generated
@@ -61,10 +62,10 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     unpartitioned = _in_mig_mode(answers, missing)
     if version < RECOMMENDED:
         remarks.append(
-            f"nvidia-ctk is {_text(version)}; upgrade to {_text(RECOMMENDED)}, which fixes a race in its hooks"
+            f"nvidia-ctk is {dotted(version)}; upgrade to {dotted(RECOMMENDED)}, which fixes a race in its hooks"
         )
     if not_made := [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]:
-        remarks.append(f"nvidia-ctk {_text(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit")
+        remarks.append(f"nvidia-ctk {dotted(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit")
     if incomplete:
         remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}")
     if unpartitioned:
@@ -150,8 +151,8 @@ def check_version(
     version = _version(system)
     if version < needed:
         raise UnsupportedError(
-            f"nvidia-ctk is {_text(version)}, but {_text(needed)} is needed {purpose}",
-            f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
+            f"nvidia-ctk is {dotted(version)}, but {dotted(needed)} is needed {purpose}",
+            f"install nvidia-container-toolkit {dotted(RECOMMENDED)} or newer in the image",
         )
     return version
 
@@ -201,7 +202,3 @@ def parse_version(text: str) -> tuple[int, ...]:
     if match is None:
         raise DocumentError(f"{NVIDIA_CTK} --version: no version in {text.strip()[:200]!r}")
     return tuple(int(number) for number in match.groups())
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
