@@ -14,7 +14,7 @@ from typing import Any
 
 from agent.dra.kubelet_state import prepared_claims, read_record
 from agent.dra.messages import ClaimReference, PreparedDevice
-from agent.model.digest import sha256
+from agent.model.digest import json_digest
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 from agent.model.paths import DRA_STATE
@@ -110,7 +110,7 @@ def render_checkpoint(claims: Prepared) -> bytes:
         {**asdict(claim), "devices": [asdict(device) for device in devices]}
         for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
     ]
-    document = {"version": VERSION, "digest": _digest(items), "claims": items}
+    document = {"version": VERSION, "digest": json_digest(items), "claims": items}
     return json.dumps(document).encode() + b"\n"
 
 
@@ -119,13 +119,9 @@ def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, 
     where = CHECKPOINT
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
-    if get(where, document, "digest", str) != _digest(document.get("claims")):
+    if get(where, document, "digest", str) != json_digest(document.get("claims")):
         raise DocumentError(f"{where}: the digest does not match")
     return dict(objects(where, document, "claims", _claim))
-
-
-def _digest(items: object) -> str:
-    return sha256(json.dumps(items, sort_keys=True).encode())
 
 
 def _claim(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from agent.model.digest import sha256
+from agent.model.digest import json_digest
 from agent.model.errors import ApplyError
 from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, NODE_NAME, OWNED
 from agent.system.ages import Ages, Observation
@@ -51,7 +51,7 @@ class Notes:
             content = b""
         value = _parse(content)
         match value:
-            case {"digest": str(digest), "note": dict(note)} if digest == _digest(note):
+            case {"digest": str(digest), "note": dict(note)} if digest == json_digest(note):
                 return note
             case _:
                 pass
@@ -61,7 +61,7 @@ class Notes:
 
     def save(self, name: str, value: dict[str, Any]) -> None:
         if self.load(name) != value:
-            document = {"digest": _digest(value), "note": value}
+            document = {"digest": json_digest(value), "note": value}
             self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
 
 
@@ -202,7 +202,3 @@ def _parse(content: bytes) -> object:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
-
-
-def _digest(note: dict[str, Any]) -> str:
-    return sha256(json.dumps(note, sort_keys=True).encode())

@@ -1,5 +1,7 @@
 """Digests by which the agent recognises content."""
 
+import json
+
 # Imported as in the standard library's random.py, because hashlib loads OpenSSL, which takes a twentieth of the machine
 # half's run time.
 try:
@@ -17,3 +19,8 @@ def sha256(content: bytes) -> str:
     """Return the SHA-256 digest in hexadecimal."""
     digest: str = _sha256(content).hexdigest()
     return digest
+
+
+def json_digest(value: object) -> str:
+    """Return the digest of a value in JSON, whatever the order of its keys."""
+    return sha256(json.dumps(value, sort_keys=True).encode())

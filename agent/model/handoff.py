@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from agent.model.conditions import Condition, ConditionType
-from agent.model.digest import sha256
+from agent.model.digest import json_digest
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 from agent.model.paths import HANDOFF_NAME
@@ -186,7 +186,7 @@ def _plain(value: object) -> object:
 
 def _digest(content: Mapping[str, Any]) -> str:
     counted = {key: value for key, value in content.items() if key not in UNCOUNTED}
-    return sha256(json.dumps(counted, sort_keys=True).encode())[:16]
+    return json_digest(counted)[:16]
 
 
 def parse_handoff(data: bytes) -> Handoff:

@@ -8,7 +8,7 @@ import json
 from typing import Generic, TypeVar
 
 from agent.host.state.record import Record
-from agent.model.digest import sha256
+from agent.model.digest import json_digest
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.json_document import accept_version, get, parse_object
@@ -23,14 +23,14 @@ class _Copy(Record[T]):
 
     def render(self, value: T) -> bytes:
         content = json.loads(super().render(value))
-        document = {"version": VERSION, "digest": _digest(content), "content": content}
+        document = {"version": VERSION, "digest": json_digest(content), "content": content}
         return json.dumps(document, indent=1).encode() + b"\n"
 
     def parse(self, where: str, data: bytes) -> T:
         document = parse_object(where, data)
         accept_version(where, document, (VERSION,))
         content = get(where, document, "content", dict)
-        if get(where, document, "digest", str) != _digest(content):
+        if get(where, document, "digest", str) != json_digest(content):
             raise DocumentError(f"{where}: the content does not match its digest")
         return super().parse(where, json.dumps(content).encode())
 
@@ -63,7 +63,3 @@ class Durable(Generic[T]):
         # Start with the second copy, so that the record can be read until both are removed.
         for path in reversed(paths):
             system.remove(path)
-
-
-def _digest(content: object) -> str:
-    return sha256(json.dumps(content, sort_keys=True).encode())

@@ -17,7 +17,7 @@ from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.steps import ERROR_SHOWN
 from agent.model.conditions import ConditionType, Status, true
-from agent.model.digest import sha256
+from agent.model.digest import json_digest, sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Request
 from agent.model.json_document import json_for_yaml
@@ -222,5 +222,4 @@ def _inputs_digest(context: Context, mode: _Mode) -> str:
     live = live_numbers(system, mode.request.devices)
     present = [path for path in mode.generator.optional_paths(mode.name) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [mode.request, tools, live, present, containerd_state(context)]
-    return sha256(json.dumps(depends, sort_keys=True).encode())
+    return json_digest([mode.request, tools, live, present, containerd_state(context)])

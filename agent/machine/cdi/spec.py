@@ -19,7 +19,7 @@ from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.model.device import DeviceNumber
-from agent.model.digest import sha256
+from agent.model.digest import json_digest, sha256
 from agent.model.errors import AgentError
 from agent.model.handoff import Repair, Request
 from agent.model.json_document import json_for_yaml
@@ -264,8 +264,7 @@ def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, li
     numbers = {path: number._asdict() for path, number in live.items()}
     present = [path for path in vendor.optional_paths(request) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [context.generation, identities, numbers, present, containerd_state(context)]
-    return sha256(json.dumps(depends, sort_keys=True).encode())
+    return json_digest([context.generation, identities, numbers, present, containerd_state(context)])
 
 
 def _generator_name(vendor: MachineVendor) -> str:
