@@ -13,9 +13,7 @@ wheel:  ## build the agent's wheel into dist/, without its dependencies
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 docs:  ## write the generated parts of docs/configuration.md, docs/commands.md and docs/metrics.md
-	$(PYTHON) -m tests.project.configuration_reference
-	$(PYTHON) -m tests.project.commands_reference
-	$(PYTHON) -m tests.project.metrics_reference
+	$(PYTHON) -m tests.project.reference_pages
 
 lock:  ## pin the dependencies again (needs uv)
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \

@@ -1,29 +1,22 @@
-"""Write the reference part of docs/commands.md from the parser: `make docs`.
+"""Makes the reference part of docs/commands.md from the parser.
 
 A path such as docs/json.md in a help text becomes a link.
 """
 
 import argparse
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
 from agent.cli.parser import BAD_INPUT, make_parser
+from tests.project.configuration_reference import linked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
-BEGIN = "<!-- Generated from the parser by `make docs`. Do not edit below this line. -->\n"
 SUBCOMMANDS: Mapping[str, Mapping[str, Command]] = {"gpus": GPU_COMMANDS, "kube": KUBE_COMMANDS}
-LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 
-def page(text: str) -> str:
-    """Return the page with its generated part replaced. Raises ValueError if the line before that part is missing."""
-    written, mark, _ = text.partition(BEGIN)
-    if not mark:
-        raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
-    return written + BEGIN + "".join((*_overview(), *_sections(make_parser(), COMMANDS, "##")))
+def generated() -> str:
+    """Return the generated part of the page."""
+    return "".join((*_overview(), *_sections(make_parser(), COMMANDS, "##")))
 
 
 def _overview() -> Iterator[str]:
@@ -31,7 +24,7 @@ def _overview() -> Iterator[str]:
     for name, command in _all(COMMANDS, ""):
         if not command.hidden:
             anchor = name.replace(" ", "-")
-            yield f"| [`{name}`](#{anchor}) | {_linked(command.summary)} | {command.user} |\n"
+            yield f"| [`{name}`](#{anchor}) | {linked(command.summary)} | {command.user} |\n"
 
 
 def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Command]]:
@@ -46,7 +39,7 @@ def _sections(parser: argparse.ArgumentParser, commands: Mapping[str, Command], 
     parsers = _children(parser)
     for name, command in commands.items():
         title = parsers[name].prog.removeprefix("unbounded-agent ")
-        text = textwrap.fill(_linked(command.text), 120, break_on_hyphens=False)
+        text = textwrap.fill(linked(command.text), 120, break_on_hyphens=False)
         yield f"\n{level} `{title}`\n\n{text}\n\n"
         yield f"```\n{_usage(parsers[name])}\n```\n"
         if rows := list(_arguments(parsers[name])):
@@ -77,12 +70,4 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         name = ", ".join(action.option_strings)
         value = str(action.metavar or f"{{{','.join(action.choices or ())}}}") if action.nargs != 0 else ""
         value = f"[={value}]" if name and action.nargs == "?" else f" {value}" if name and value else value
-        yield f"| `{name}{value}` | {_linked(action.help or '')} |\n"
-
-
-def _linked(text: str) -> str:
-    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+        yield f"| `{name}{value}` | {linked(action.help or '')} |\n"

@@ -1,4 +1,4 @@
-"""Write the reference part of docs/configuration.md from the settings' classes: `make docs`.
+"""Makes the reference part of docs/configuration.md from the settings' classes.
 
 A key's text is the docstring below it. A path such as docs/kubernetes.md in a docstring becomes a link.
 """
@@ -10,7 +10,6 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -31,8 +30,6 @@ from agent.config.nspawn_settings import NspawnSettings
 from agent.config.settings import DriverSettings, MachineSettings, MetricsSettings
 from agent.config.table import Range, Table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
-BEGIN = "<!-- Generated from the settings' classes by `make docs`. Do not edit below this line. -->\n"
 TABLES: Mapping[str, type[Table]] = {
     "machines.NAME": MachineSettings,
     "machines.NAME.extra_devices": ExtraDevice,
@@ -53,12 +50,9 @@ OPTIONAL = ("machines.NAME.node", "machines.NAME.node.binaries")
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 
-def page(text: str) -> str:
-    """Return the page with its generated part replaced. Raises ValueError if the line before that part is missing."""
-    written, mark, _ = text.partition(BEGIN)
-    if not mark:
-        raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
-    return written + BEGIN + _contents() + "".join(_section(table, model) for table, model in TABLES.items())
+def generated() -> str:
+    """Return the generated part of the page."""
+    return _contents() + "".join(_section(table, model) for table, model in TABLES.items())
 
 
 def _contents() -> str:
@@ -115,13 +109,16 @@ def docstrings(model: type[Table]) -> Iterator[tuple[str, str]]:
         yield field.target.id, inspect.cleandoc(str(below.value.value))
 
 
+def linked(text: str) -> str:
+    """Return the text with links to the pages that it names by their paths."""
+    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text)
+
+
 def _prose(docstring: str) -> str:
     """Return paragraphs with links, filled to the width of the other pages."""
-    linked = LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", docstring)
-    paragraphs = [
-        textwrap.fill(each, 120, break_on_hyphens=False, break_long_words=False) for each in linked.split("\n\n")
-    ]
-    return "\n\n".join(paragraphs) + "\n"
+    paragraphs = linked(docstring).split("\n\n")
+    filled = [textwrap.fill(each, 120, break_on_hyphens=False, break_long_words=False) for each in paragraphs]
+    return "\n\n".join(filled) + "\n"
 
 
 def values(kind: object) -> str:
@@ -147,7 +144,3 @@ def toml(value: object) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + " }" if value else "{}"
     return json.dumps(value)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))

@@ -1,7 +1,6 @@
-"""Write the reference part of docs/metrics.md from a page that has every metric with samples: `make docs`."""
+"""Makes the reference part of docs/metrics.md from a page that has every metric with samples."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,16 +9,10 @@ from agent.host.daemon.http.families import PREFIX
 from agent.host.daemon.http.metrics import TEXT
 from tests.fakes import eight_gpus
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-BEGIN = "<!-- Generated from the service's metrics by `make docs`. Do not edit below this line. -->\n"
 
-
-def page(text: str) -> str:
-    """Return the page with its generated part replaced. Raises ValueError if the line before that part is missing."""
-    written, mark, _ = text.partition(BEGIN)
-    if not mark:
-        raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
-    return written + BEGIN + "\n| name | type | labels | meaning |\n|---|---|---|---|\n" + "".join(_rows())
+def generated() -> str:
+    """Return the generated part of the page."""
+    return "\n| name | type | labels | meaning |\n|---|---|---|---|\n" + "".join(_rows())
 
 
 def _rows() -> Iterator[str]:
@@ -41,7 +34,3 @@ def metrics() -> list[Metric]:
 def name(family: Metric) -> str:
     """Return the name that queries use; a histogram's series count as the histogram."""
     return family.name + ("_total" if family.type == "counter" else "")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
