@@ -25,6 +25,7 @@ from hypothesis import strategies as some
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary, time_limit, with_prefix
+from tests.fakes.waiting import wait_for
 
 ECHO = "/test.Example/Echo"
 
@@ -66,10 +67,7 @@ def serving(limits: Limits) -> Iterator[Server]:
 def still_serves(server: Server) -> Iterator[None]:
     """Check after each test that the server has no connection left, and still serves new clients."""
     yield
-    end = time.monotonic() + LONG
-    while server._peers and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not server._peers
+    wait_for(lambda: not server._peers, LONG)
     with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
         assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
 
@@ -178,10 +176,7 @@ def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
     with serving(replace(limits, greeting=LONG)) as server, connected(server) as client:
         client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
         assert client.recv(1), "the server knows the client"
-        end = time.monotonic() + LONG
-        while server._peers and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not server._peers
+        wait_for(lambda: not server._peers, LONG)
 
 
 def test_a_very_long_time_limit_is_accepted(server: Server) -> None:

@@ -5,7 +5,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,7 @@ from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
 from tests.dra.test_grpc_attacks import asking, connected
+from tests.fakes.waiting import wait_for
 
 LONG = 300.0
 """Seconds: far more than anything here takes, even on a very busy machine."""
@@ -91,14 +92,6 @@ def call(channel: grpc.Channel, method: str, request: bytes = b"", timeout: floa
     return answer
 
 
-def until(what: Callable[[], bool]) -> None:
-    """Wait until `what()` is true."""
-    end = time.monotonic() + LONG
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def error(
     channel: grpc.Channel, method: str, request: bytes = b"", timeout: float = LONG
 ) -> tuple[grpc.StatusCode, str]:
@@ -142,7 +135,7 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
     server = Server(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
-        until(lambda: len(server._calls._jobs) == 2)
+        wait_for(lambda: len(server._calls._jobs) == 2)
         assert error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         example.go_on.set()
         assert [each.result() for each in waiting] == [b"", b""]
@@ -223,10 +216,10 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
     watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
     assert next(watching) == b"x"
-    until(lambda: server._calls.unary_running)
+    wait_for(lambda: server._calls.unary_running)
     stopping = threading.Thread(target=server.stop, args=(LONG,))
     stopping.start()
-    until(lambda: server._calls.stopping)
+    wait_for(lambda: server._calls.stopping)
     example.go_on.set()
     assert waiting.result() == b"x"
     with pytest.raises(grpc.RpcError) as caught:
@@ -240,7 +233,7 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
 
 def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: Server, example: Example) -> None:
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
-    until(lambda: server._calls.unary_running)
+    wait_for(lambda: server._calls.unary_running)
     server.stop(0.1)
     assert waiting.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -254,7 +247,7 @@ def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> No
         assert not first.healthy
         first.stop()
         assert second.healthy, "the first one has removed the second one's socket"
-        until(lambda: channel.unary_unary("/test.Example/Echo")(b"2", timeout=LONG, wait_for_ready=True) == b"2")
+        wait_for(lambda: channel.unary_unary("/test.Example/Echo")(b"2", timeout=LONG, wait_for_ready=True) == b"2")
     second.stop()
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
 from tests.fakes.kubelet_api import make, read
+from tests.fakes.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
@@ -93,13 +94,6 @@ def register(kubelet: Path, accept: bool = True, error: str = "") -> Path:
     return Path(info.endpoint)
 
 
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_registration(plugin: DriverPlugin, kubelet: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not plugin.registration.registered
     register(kubelet, accept=False, error="not you")
@@ -110,10 +104,10 @@ def test_registration(plugin: DriverPlugin, kubelet: Path, caplog: pytest.LogCap
     assert not plugin.registration.registered, "nobody is connected"
     with grpc.insecure_channel(f"unix:{endpoint}") as channel:
         grpc.channel_ready_future(channel).result(LONG)
-        until(lambda: plugin.registration.registered)
+        wait_for(lambda: plugin.registration.registered)
         assert register(kubelet) == endpoint, "a kubelet may register it again"
-        until(lambda: plugin.registration.registered)
-    until(lambda: not plugin.registration.registered)
+        wait_for(lambda: plugin.registration.registered)
+    wait_for(lambda: not plugin.registration.registered)
 
 
 def test_each_claim_has_its_own_result(plugin: DriverPlugin, kubelet: Path) -> None:

@@ -20,6 +20,7 @@ from agent.model.paths import DRA_STATUS
 from agent.model.reasons import Reason
 from tests.fakes.api_server import NODES, ApiServer, failure
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy
+from tests.fakes.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 SECONDS = 15.0
@@ -34,10 +35,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(what: str, holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
-        time.sleep(0.01)
+    wait_for(holds, SECONDS, what)
 
 
 def offered(api: ApiServer) -> list[str]:

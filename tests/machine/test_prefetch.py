@@ -19,6 +19,7 @@ from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_S
 from agent.system.spawn_runner import MachineRunner
 from agent.vendors.nvidia.cdi.command import generate_command
 from tests.fakes.machine import gpu_machine
+from tests.fakes.waiting import wait_for
 
 
 class Recorder(MachineRunner):
@@ -130,8 +131,7 @@ def test_a_program_whose_result_is_outdated_is_killed_before_the_next_one(tmp_pa
     script = f"[ -e {file} ] && (kill -0 $(cat {file}) && echo alive; true) && exit; echo $$ > {file}.new"
     argv = ("/bin/sh", "-c", f"{script}; mv {file}.new {file}; exec sleep 600", "same")
     runner.start(argv, lambda: False)
-    while not file.exists():
-        time.sleep(0.01)
+    wait_for(file.exists)
     assert runner((*argv[:3], arguments), 10).stdout == b""
 
 
@@ -161,8 +161,7 @@ def test_threads_never_run_two_programs_for_one_output(tmp_path: Path) -> None:
         return False
 
     runner.start(("/bin/sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600"), is_current)
-    while not pid.exists():
-        time.sleep(0.01)
+    wait_for(pid.exists)
     process, begin = pid.read_text().strip(), threading.Barrier(8)
 
     def call() -> None:

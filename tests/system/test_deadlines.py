@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,6 +19,7 @@ from agent.system.host_runner import host_runner
 from agent.system.process import Completed, run_checked
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.waiting import wait_for
 
 
 class Hanging:
@@ -45,13 +46,6 @@ def hanging() -> Iterator[Hanging]:
 def name() -> str:
     """A name for a call that no other test makes."""
     return f"test {uuid4()}"
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Files:

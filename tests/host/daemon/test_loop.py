@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,6 +29,7 @@ from agent.host.daemon.wakeups.poller import Wakeups
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.fakes import reconciler as simulated_reconciler
+from tests.fakes.waiting import wait_for
 
 CHILDREN = multiprocessing.get_context("forkserver")
 """Forked from a process that has imported everything: imports took most of these tests' time."""
@@ -37,14 +38,6 @@ FAST = {"interval": 0.3, "pending": 0.1, "pending_watched": 0.1, "pending_limit"
 SLOW = FAST | {"interval": 60.0}
 
 pytestmark = pytest.mark.processes
-
-
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait until `what()` is true."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
 
 
 class Service:

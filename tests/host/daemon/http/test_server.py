@@ -9,7 +9,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +21,7 @@ from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.peers import Peers
 from agent.host.daemon.http.server import CONNECTIONS, OPENMETRICS, POLICY, VERBOSE, Limits, Page, Server, Site
 from agent.model.errors import AgentError
+from tests.fakes.waiting import wait_for
 
 LONG = 10**9
 
@@ -117,14 +118,6 @@ def serving() -> int:
 HEADERS = Limits().headers
 
 
-def until(what: Callable[[], bool]) -> None:
-    """Wait until `what()` is true."""
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-
-
 def test_idle_peers_free_their_places_soon(server: Server) -> None:
     server.limits = Limits(whole=60.0)
     with ExitStack() as stack:
@@ -132,7 +125,7 @@ def test_idle_peers_free_their_places_soon(server: Server) -> None:
         peers = connect(server, stack, CONNECTIONS)
         assert [peer.recv(1) for peer in peers] == [b""] * CONNECTIONS
         assert HEADERS * 0.9 < time.monotonic() - started < 30
-        until(lambda: serving() == 0)
+        wait_for(lambda: serving() == 0)
         assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
@@ -157,8 +150,8 @@ def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server) -> Non
         (peer,) = connect(server, stack, 1)
         started = time.monotonic()
         peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        until(lambda: serving() == 1)
-        until(lambda: serving() == 0)
+        wait_for(lambda: serving() == 1)
+        wait_for(lambda: serving() == 0)
         assert time.monotonic() - started > 1.5 - HEADERS, "what is left of the time after the request"
 
 
@@ -167,12 +160,12 @@ def test_attack_idle_peers_do_not_block_requests(server: Server) -> None:
     server.limits = Limits(headers=60.0, whole=120.0)
     with ExitStack() as stack:
         idle = connect(server, stack, CONNECTIONS)
-        until(lambda: serving() == CONNECTIONS)
+        wait_for(lambda: serving() == CONNECTIONS)
         for _ in range(3):
             idle += connect(server, stack, CONNECTIONS)
             assert ask(server, "GET", "/livez")[1] == b"ok\n"
         assert [peer.recv(1) for peer in idle[:CONNECTIONS]] == [b""] * CONNECTIONS, "the oldest ones had to go"
-        until(lambda: serving() <= CONNECTIONS)
+        wait_for(lambda: serving() <= CONNECTIONS)
 
 
 def test_attack_peers_that_do_not_read_their_answers_do_not_block_requests(server: Server) -> None:
@@ -183,7 +176,7 @@ def test_attack_peers_that_do_not_read_their_answers_do_not_block_requests(serve
     with ExitStack() as stack:
         for peer in connect(server, stack, CONNECTIONS):
             peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        until(lambda: serving() == CONNECTIONS)
+        wait_for(lambda: serving() == CONNECTIONS)
         time.sleep(0.6)
         assert ask(server, "GET", "/livez")[1] == b"ok\n"
 

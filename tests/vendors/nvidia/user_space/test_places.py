@@ -7,7 +7,6 @@ import errno
 import json
 import struct
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import observe_driver
 from agent.vendors.nvidia.user_space.places import PLACES, watched_directories
 from tests.fakes.host import Host
+from tests.fakes.waiting import wait_for
 from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, sources, user_space
 
 VERSION, OLDER = "570.211.01", "535.261.03"
@@ -265,8 +265,7 @@ def test_a_place_that_hangs_does_not_delay_the_others(host: Host) -> None:
         assert "/opt/nvidia/current/lib64" in unseen.why
     finally:
         released.set()
-    while what in stuck():
-        time.sleep(0.01)
+    wait_for(lambda: what not in stuck())
 
 
 def test_no_driver_anywhere(host: Host) -> None:
