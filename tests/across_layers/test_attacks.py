@@ -15,7 +15,7 @@ from agent.model.facts import Unseen
 from agent.model.paths import REPORT_NAME, report_directory
 from agent.system.ages import Ages
 from agent.system.files import System
-from agent.system.process import Completed
+from tests.fakes.no_process import no_process
 
 NAME = "gpu-node"
 AT_ONCE = 2.0
@@ -29,10 +29,6 @@ fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 print("held", flush=True)
 time.sleep(600)
 """
-
-
-def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
-    raise AssertionError(f"unexpected process {argv}")
 
 
 @pytest.fixture

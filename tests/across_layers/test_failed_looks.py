@@ -24,10 +24,10 @@ from agent.model.paths import (
 )
 from agent.system.ages import Ages
 from agent.system.files import System
-from agent.system.process import Completed
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.machine import LIBRARIES, gpu_machine
+from tests.fakes.no_process import no_process
 
 Fail = Callable[[System, str], None]
 
@@ -51,10 +51,6 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
             monkeypatch.setattr(os, name, failing)
 
     return from_now_on
-
-
-def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
-    raise AssertionError(f"unexpected process {argv}")
 
 
 LOOKS: dict[str, Callable[[System], object]] = {

@@ -8,12 +8,8 @@ from agent.config.load import load_config
 from agent.model.errors import ConfigError
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
 from agent.system.files import System
-from agent.system.process import Completed
 from tests.fakes.host import Host
-
-
-def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
-    raise AssertionError(f"unexpected process {argv}")
+from tests.fakes.no_process import no_process
 
 
 def system_with(root: Path, **files: str) -> System:

@@ -26,7 +26,6 @@ from tests.fakes.machine import (
     LIBRARIES,
     REQUEST,
     Machine,
-    gpu_machine,
     hang,
     nvidia_ctk,
     recorded_spec,
@@ -36,11 +35,6 @@ from tests.fakes.machine import (
 
 SPEC = "/etc/cdi/nvidia.yaml"
 FORBIDDEN = {"pydantic", "pyudev", "sh", "prometheus_client", "tomlkit", "yaml", "pyroute2", "logging", "agent.config"}
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return gpu_machine(tmp_path / "machine")
 
 
 def started(machine: Machine) -> None:

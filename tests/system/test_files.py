@@ -10,11 +10,7 @@ from agent.model.errors import BusError
 from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.host_runner import host_runner
-from agent.system.process import Completed
-
-
-def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
-    raise AssertionError(f"unexpected process {argv}")
+from tests.fakes.no_process import no_process
 
 
 @pytest.fixture

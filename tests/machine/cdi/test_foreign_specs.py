@@ -2,21 +2,15 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from agent.machine.run import run
-from tests.fakes.machine import Machine, gpu_machine, nvidia_ctk, recorded_spec
+from tests.fakes.machine import Machine, nvidia_ctk, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"
 REFRESHED = "/var/run/cdi/nvidia.yaml"
 OTHER = "/etc/cdi/site.json"
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return gpu_machine(tmp_path / "machine")
 
 
 def spec(*names: str, kind: str = "nvidia.com/gpu") -> str:

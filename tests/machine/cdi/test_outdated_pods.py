@@ -4,7 +4,6 @@ The bundles' specifications are cut down from one that containerd 1.7 wrote.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,9 @@ from agent.model.conditions import ConditionType, false, true
 from agent.model.handoff import with_remark
 from agent.model.reasons import Reason
 from agent.model.text import MESSAGE_LIMIT
-from tests.fakes.machine import DEVICES, EMPTY, REQUEST, ROOT, Machine, gpu_machine
+from tests.fakes.machine import DEVICES, EMPTY, REQUEST, ROOT, Machine
 
 UVM = next(device for device in DEVICES if device.kind == "uvm")
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return gpu_machine(tmp_path / "machine")
 
 
 def specification(pod: str, *, root: str = ROOT, uvm: int = UVM.major) -> dict[str, Any]:

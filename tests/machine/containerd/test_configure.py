@@ -39,7 +39,7 @@ from agent.vendors.machine_vendor import RuntimeHandler
 from agent.vendors.nvidia.cdi.nvidia_ctk import parse_version as parse_toolkit
 from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
 from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
-from tests.fakes.machine import REQUEST, Machine, containerd, gpu_machine, hang, systemctl
+from tests.fakes.machine import REQUEST, Machine, containerd, hang, systemctl
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -73,11 +73,6 @@ DUMP = {"plugins": {CRI_2: {"containerd": {"runtimes": {"runc": {"runtime_type":
 
 IMPORTED = "/etc/containerd/conf.d/10-site.toml"
 RUNTIME_CONFIG = "/etc/nvidia-container-runtime/config.toml"
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return gpu_machine(tmp_path / "machine")
 
 
 @pytest.fixture

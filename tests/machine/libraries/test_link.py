@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -11,17 +10,12 @@ from agent.machine.run import run
 from agent.model.handoff import GrantedFile
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
-from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, hang, ldconfig
+from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, Machine, hang, ldconfig
 
 MULTIARCH = f"/{LIBRARIES}"
 CUDA = f"{MULTIARCH}/libcuda.so.1"
 TEXT = f"../../..{ROOT}/{LIBRARIES}/libcuda.so.1"
 OLD = TEXT.replace("host-nvidia/0", "host-nvidia/7")
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return gpu_machine(tmp_path / "machine")
 
 
 def test_library_directory_is_the_machines_own() -> None:
