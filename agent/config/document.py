@@ -1,4 +1,7 @@
-"""Reads config.toml and config.d/*.toml, and merges them in this order into one document."""
+"""Reads config.toml, then config.d/*.toml in the order of their names, and merges them into one document.
+
+A later file overrides what earlier ones have.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +20,16 @@ class Document(Struct, frozen=True):
 
     content: dict[str, Any]
     origins: dict[tuple[str, ...], str]
-    """The file that each key is from, by the names of its tables and its own."""
+    """The file that each key is from. A key is identified by the names of the tables around it, followed by its own."""
     file: str
-    """The last file, where a key that none of them has can be added."""
+    """The last file that was read. Errors about a missing key name this file, because the key can be added there."""
 
 
 def read_document(system: System, path: str) -> Document:
-    """Return the content of all files, or only that of `path` if it is not CONFIG_FILE. Raises ConfigError."""
+    """Return the content of CONFIG_FILE and the files in CONFIG_DIRECTORY; if `path` is another file, only its content.
+
+    Raises ConfigError, or NoMachinesError if there is no file.
+    """
     try:
         files = [path] if system.exists(path) else []
         if path == CONFIG_FILE and system.is_directory(CONFIG_DIRECTORY):
@@ -68,7 +74,7 @@ def _merge(
 ) -> None:
     """Merge `new` into `into`: merge tables, replace other values. Record in `origins` which file each key is from.
 
-    `parents` are the keys of the tables around `new`.
+    `parents` are the keys that lead to `new` from the top of the document.
     """
     for key, value in new.items():
         origins[(*parents, key)] = file

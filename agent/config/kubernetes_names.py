@@ -24,7 +24,7 @@ NodeName = Annotated[
 
 
 def is_subdomain(text: str) -> bool:
-    """Return whether the text is a DNS subdomain, which the name of a Node is."""
+    """Return whether the text is a DNS subdomain, as the name of a Node must be."""
     return len(text) <= SUBDOMAIN_LIMIT and bool(re.fullmatch(SUBDOMAIN, text))
 
 
@@ -58,7 +58,7 @@ def taint(value: str) -> str:
 
 
 def startup_taint(value: str) -> str:
-    """Return the taint, which may be empty. Raises ValueError if its effect does not keep pods away."""
+    """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pods away."""
     if value and split_taint(value)[2] == "PreferNoSchedule":
         raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
     return value

@@ -1,9 +1,9 @@
-"""Keeps the last valid configuration in a file.
+"""Keeps the last good configuration, which is the last valid one, in a file.
 
-It has the document that was valid, and the settings in it. A service or a machine that starts while the current
-configuration is invalid uses the document: a machine must start after a reboot of the host, and keep its GPUs. While
-the configuration is what it was, the settings are used, and nothing is validated again. Every process that makes passes
-saves its configuration here, so that the others notice which one is in force.
+The file has the document, and the settings that its validation returned. While the current configuration is invalid,
+the service and starting machines use the document, because machines must start after a reboot of the host and keep
+their GPUs. While the current configuration is the same document, the settings are used, and nothing is validated again.
+Every process that makes passes saves its configuration here, so that the others notice which one is in force.
 """
 
 import contextlib
@@ -26,39 +26,39 @@ from agent.system.files import System
 
 def _installation() -> str:
     try:
-        # Installing a package replaces the files in this directory.
+        # Installing a package replaces the files in this directory, which changes its ctime.
         return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
     except OSError:
         return ""
 
 
 INSTALLATION = _installation()
-"""Identifies the code that this process runs: another installation may no longer accept the same document. Empty if
+"""Identifies the code that this process runs: other code may not accept a document that this code accepts. Empty if
 unknown."""
 
 
 def last_good_document(system: System) -> object:
-    """Return the document that was valid last, which must be validated; None without one."""
+    """Return the last good document, or an empty one if none is saved. The caller must validate it again."""
     saved = _saved(system)
     # Earlier releases saved only the document.
     return saved.get("document", saved)
 
 
 def known_settings(document: dict[str, Any], system: System) -> Config | None:
-    """Return the settings in a document if it is the one that was valid last, and None otherwise."""
+    """Return the settings in a document if it is the last good one, and this installation validated it; else None."""
     saved = _saved(system)
     known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
     return _settings(saved) if known else None
 
 
 def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
-    """Save the configuration as the last good one. If that fails, remove one that differs; raise no error."""
+    """Save the configuration as the last good one. If that fails, remove one that differs. Raises no error."""
     # A later release validates the document, not the settings, because it may have other defaults.
     saved = {"validated_by": INSTALLATION, "document": document, "settings": to_builtins(config)}
     content = json.dumps(saved, default=str).encode() + b"\n"
     try:
         with _only_writer(system):
-            # The configuration files may be readable by root only.
+            # Not public, because the configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
         # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
@@ -79,7 +79,7 @@ class InForce(Struct):
     def check(self) -> None:
         """Raises ConfigChangedError, once after each change, if another process has put other settings in force.
 
-        A missing or damaged file tells nothing, and stops no pass.
+        A missing or damaged file says nothing about that, so it raises no error, and stops no pass.
         """
         try:
             identity = self.system.identity(LAST_GOOD_CONFIG)
@@ -128,9 +128,9 @@ def _saved(system: System) -> dict[str, Any]:
 
 
 def _same(saved: dict[str, Any], document: dict[str, Any]) -> bool:
-    """Return whether this document was saved."""
+    """Return whether the document is the saved one."""
     try:
-        # As texts, because Python's 1, 1.0 and True are equal.
+        # Compare texts, because Python's 1, 1.0 and True are equal.
         return json.dumps(saved.get("document")) == json.dumps(document)
     except TypeError:
         # TOML has dates and times, which JSON lacks.

@@ -1,4 +1,4 @@
-"""Loads the configuration, or the last valid one while the current one is invalid."""
+"""Loads the configuration, or the last good one while the current one is invalid."""
 
 from msgspec import Struct
 
@@ -15,21 +15,22 @@ class Loaded(Struct, frozen=True):
 
     config: Config
     rejected: str = ""
-    """Why the files were rejected, if the last valid configuration is used instead; otherwise empty."""
+    """Why the files were rejected, if the last good configuration is used instead; otherwise empty."""
     in_force: bool = True
-    """Whether it is saved as the last good one; not if the user named another file (--config)."""
+    """Whether it is the host's configuration, so that each pass checks that it is still in force (InForce); False if
+    the user named another file (--config)."""
 
 
 def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) -> Config:
     """Return the validated configuration. If `path` is not CONFIG_FILE, read only that file.
 
-    `save` saves the standard files' configuration as the last good one. Raises ConfigError, which names the file and
-    the key.
+    With `save`, the configuration of the standard files becomes the last good one; that of another `path` never does.
+    Raises ConfigError, which names the file and the key.
     """
     document, standard = read_document(system, path), path == CONFIG_FILE
     if standard and (known := known_settings(document.content, system)):
         return known
-    # Imported only here, because pydantic takes 80 ms and 13 MB.
+    # Imported only here, because loading pydantic takes 80 ms and 13 MB.
     from agent.config.validate import validate
 
     config = validate(document)

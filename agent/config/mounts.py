@@ -56,11 +56,14 @@ REFUSED_TARGETS = {
 }  # fmt: skip
 """By reason, the paths that cannot be a target. Nothing below them can be one either."""
 LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
-"""Directories in which the machine half makes links. They cannot be targets themselves, but files in them can."""
+"""Directories in which the machine half makes links. They cannot be targets themselves, but paths below them can."""
 
 
 def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = CONTROL_PATHS) -> str:
-    """Return the path. Raises ValueError if it must not be the source of a mount."""
+    """Return the path. Raises ValueError if it must not be the source of a mount.
+
+    `control_paths` may also have the real paths of CONTROL_PATHS, some of which may be links.
+    """
     for why, paths in REFUSED_SOURCES.items():
         if is_below(value, paths):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")

@@ -84,8 +84,8 @@ class ImageSettings(Table, frozen=True, kw_only=True):
     """A directory with the registry's CA certificates, in files `*.crt`. It may also have a client's certificate in
     `*.cert` with its key in `*.key` (containers-certs.d(5))."""
     mirror: Repository | Literal[""] = ""
-    """A repository to pull from instead. The image must have the same digest there as `name` pins or, without a pinned
-    digest, as the image has in the registry itself."""
+    """A repository to pull from instead of the image's own. There, the image must have the digest that `name` pins or,
+    if `name` pins none, the digest that the image has in its own registry."""
     signature_policy: AbsolutePath | Literal[""] = ""
     """A signature policy, containers-policy.json(5). Without one, the host's `/etc/containers/policy.json` applies. If
     that is missing too, only the digest is verified."""
@@ -105,16 +105,16 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
     crictl_version: Version | Literal[""] = ""
     """The version of `crictl`, from cri-tools."""
     cni_plugins_version: Version | Literal[""] = ""
-    """The version of the standard CNI plugins. They replace the image's in `containerd.cni_binaries`."""
+    """The version of the standard CNI plugins. They replace those of the image in `containerd.cni_binaries`."""
     github_mirror: Url = "https://github.com"
     """The URL below which `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their
     releases, for `crictl` and the CNI plugins."""
     bundle: AbsolutePath | Literal[""] = ""
-    """A directory on the host with the same files by their base names, used instead of the mirrors (for hosts without a
-    network: docs/air-gap.md#a-node-from-files)."""
+    """A directory on the host that contains the same files under their base names. It is used instead of the mirrors,
+    for hosts without a network (docs/air-gap.md#a-node-from-files)."""
     sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
-    `crictl` and `cni_plugins`. Only these are fetched."""
+    `crictl` and `cni_plugins`. Only files with a digest are fetched."""
 
     def __post_init__(self) -> None:
         for name in self.sha256:
@@ -134,7 +134,7 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     gpu_labels: bool = False
     """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
     `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
-    versions are as old as the node's registration: after that, only GPU Feature Discovery or an administrator changes
+    versions are those at the node's registration: after that, only GPU Feature Discovery or an administrator changes
     them (docs/autoscaling.md#the-node)."""
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""

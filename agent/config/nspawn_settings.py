@@ -19,7 +19,8 @@ SectionName = Annotated[str, text(r"[A-Z][A-Za-z]*", "the name of a section, suc
 KeyName = Annotated[str, text(r"[A-Z][A-Za-z0-9]*", "the name of a setting, such as Bind")]
 
 MOUNT_PART = re.compile(r"(?:^|:)((?:\\.|[^:\\])*)")
-"""One part of a mount's value: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
+"""Matches one part of a mount setting's value. Parts end at a colon, but not at `\\:`, an escaped colon
+(systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 NO_USER_NAMESPACE = (
     "a machine cannot have a user namespace: systemd could bind no device into it while it runs; the "
@@ -68,9 +69,11 @@ class NspawnSettings(Table, frozen=True, kw_only=True):
             raise ValueError(NO_USER_NAMESPACE)
 
     def mounted_paths(self) -> Iterator[str]:
-        """Yield the host paths, as `extra` has them, in which root in the machine can write.
+        """Yield the host paths in which root in the machine can write, as `extra` has them, but without escapes.
 
-        An overlay's changes go to the last directory before the target; OverlayReadOnly= has none that takes changes.
+        They include those of BindReadOnly=, because root in the machine can remount them writable. An overlay's changes
+        go to the last directory before the target or, with only two paths, to the second path, which is the target too.
+        OverlayReadOnly= has no directory that takes changes.
         """
         files = self.extra.get("Files", {})
         for key in ("Bind", "BindReadOnly", "Overlay"):

@@ -21,8 +21,8 @@ VariableValue = Annotated[
 ]
 """One line of text. No driver's variable needs a line break, so one in the configuration is a mistake.
 
-Machine halves of earlier releases write a character above U+FFFF as two escapes, as JSON has them. Runtimes read the
-CDI specification as YAML, which has no such pairs: they would refuse all of it, and no pod would get a GPU.
+Machine halves of earlier releases write a character above U+FFFF as JSON does, as a pair of two escapes. Runtimes read
+the CDI specification as YAML, which has no such pairs: they would refuse all of it, and no pod would get a GPU.
 """
 NUMBER_LIMIT = 32
 """The largest number of variables that may be set: far more than the drivers know, and too few to slow down the start

@@ -32,7 +32,8 @@ ADDRESS = text(
 PORT_LIMIT = 65535
 
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
-"""A path for containerd's `imports`, which are glob patterns: it has no wildcards, and no part of it is hidden."""
+"""Matches a path for containerd's `imports`. They are glob patterns, so the path must have no wildcards. No name in it
+may begin with a dot."""
 
 
 def _gpus(value: str | list[str]) -> str | list[str]:
@@ -74,9 +75,9 @@ class MachineSettings(Table, frozen=True, kw_only=True):
 
     `"all"` means all GPUs of all vendors. `"count=2"` means two GPUs that no other machine has: NVIDIA's first, then
     AMD's, then Intel's; within each vendor, GPUs with a driver come first, and then the order is by PCI address. A
-    machine keeps the GPUs that it has. Both forms leave out SR-IOV virtual functions of a GPU that this host has, which
-    are for virtual machines: a machine gets a further one only by its address. Write a PCI address as `0000:01:00.0`,
-    or as `nvidia-smi` prints it.
+    machine keeps the GPUs that it has. Both forms leave out SR-IOV virtual functions of a GPU that this host has: these
+    are meant for virtual machines, and a machine gets one only if `gpus` lists its address. Write a PCI address as
+    `0000:01:00.0`, or as `nvidia-smi` prints it.
 
     NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all of them, detached ones included,
     gets these nodes.
@@ -85,7 +86,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     """Whether the machine counts as not ready while it gets no GPU: the host has none, an administrator detached them,
     or they have another kernel driver or none (docs/conditions.md#ready)."""
     driver_wait: Annotated[int, Range(0, 240)] = 120
-    """How many seconds the machine's start waits for a driver that loads late when the host boots.
+    """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 
     A start waits for the driver of an Intel or AMD GPU only if `gpus` names that GPU, one of its vendor's kernel
     modules is loaded, or the machine already had the GPU (docs/hardware/intel-amd.md#without-a-driver).
@@ -112,8 +113,8 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     """Driver daemons on the host whose sockets the machine, and all its pods with GPUs, get. Each daemon serves the
     whole host (docs/drivers/files.md#sockets-of-daemons)."""
     pod_environment: PodEnvironment = {}
-    """Environment variables, by vendor: every container that gets one of that vendor's GPUs through the agent's CDI
-    specification gets them. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
+    """Environment variables, by vendor. Every container that gets a GPU through the agent's CDI specification also gets
+    the variables of the GPU's vendor. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
     (docs/drivers/graphics.md). The variables replace those of the same name in the pod's manifest. They are not
     secret: every user of the host can read them."""
     default_runtime: bool = False
@@ -123,7 +124,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
     """Who offers the machine's GPUs to pods: a vendor's device plugin, or with `"dra"` the node itself, by Kubernetes'
-    Dynamic Resource Allocation (docs/dra.md). For a running node, use `unbounded-agent kube allocation dra`."""
+    Dynamic Resource Allocation (docs/dra.md). To move a running node, use `unbounded-agent kube allocation`."""
     share_gpus: bool = False
     """With `allocation = "dra"`, let pods share a GPU if their claims ask for a part of its memory. Nothing keeps a pod
     from using more than it asked for (docs/dra.md#share-a-gpu)."""
@@ -180,8 +181,8 @@ class DriverSettings(Table, frozen=True, kw_only=True):
     """Load the driver's kernel modules and make its device nodes, if the host has not done so by itself
     (docs/drivers/prerequisites.md)."""
     root: AbsolutePath | Literal[""] = ""
-    """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means only the
-    host's own loader cache. Empty means that the agent searches other places too
+    """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means that the
+    agent searches only the host's own loader cache. Empty means that it searches other places too
     (docs/drivers/roots.md#how-to-configure-the-place)."""
     library_directories: list[AbsolutePath] = []
     """Directories with the driver's libraries, if no loader cache lists them; relative to `root`, if that is set."""

@@ -1,7 +1,7 @@
-"""The base class of the configuration's tables, and what `Annotated` adds to the types of their keys.
+"""The base class of the configuration's tables, and the checks that `Annotated` attaches to the types of their keys.
 
-pydantic validates a document, because it finds all mistakes in it; msgspec would stop at the first. The tables are
-msgspec's all the same: pydantic takes 80 ms and 13 MB to load, so only what validates a new document loads it.
+pydantic validates a document, because it finds all mistakes in it; msgspec would stop at the first. Nevertheless, the
+tables are msgspec structs: to load pydantic takes 80 ms and 13 MB, so only code that validates a new document loads it.
 """
 
 import re
@@ -47,10 +47,10 @@ def _adapter(table: type[Table]) -> "TypeAdapter[Any]":
 
 
 class Check(Struct, frozen=True):
-    """Checks the value of a key, or of an item in it."""
+    """Checks the value of a key, or an item in that value."""
 
     function: Callable[[Any], object]
-    """Returns the value to use, which may be another form of the given one. Raises ValueError."""
+    """Takes the value, and returns the one to use, which may be the same in another form. Raises ValueError."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
         """Let pydantic call the function after it has checked the type."""
@@ -60,7 +60,7 @@ class Check(Struct, frozen=True):
 
 
 class Range(Struct, frozen=True):
-    """Limits a whole number."""
+    """Limits a whole number; both limits are allowed."""
 
     lowest: int
     highest: int
@@ -75,12 +75,12 @@ class Range(Struct, frozen=True):
 def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False) -> Check:
     """Return a check for strings that match a regular expression as a whole.
 
-    `expected` says in the error what the string should be. `longest` limits its length, if not 0. Everyone can read the
-    conditions and pages with the errors, so they do not quote the string if it may be secret.
+    `expected` says in the error what the string should be. `longest` limits its length, if not 0. If the string may be
+    `secret`, the error does not quote it: everyone can read the error in conditions and on the service's pages.
     """
 
     def check(value: str) -> str:
-        # The length first: the time that a regular expression takes may grow with its square.
+        # Check the length first: the time that a regular expression takes may grow with the square of the length.
         if longest and len(value) > longest:
             raise ValueError(f"must not be longer than {longest} characters")
         if not re.fullmatch(pattern, value):

@@ -13,7 +13,8 @@ def validate(document: Document) -> Config:
     try:
         return Config.validated(document.content)
     except ValidationError as error:
-        # NoMachinesError only if nothing else is wrong: another mistake may be the reason why there is no table.
+        # NoMachinesError only if nothing else is wrong: another mistake, such as a misspelt [machines], may be the
+        # reason why there is no table.
         no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES_KEY)]
         raise (NoMachinesError if no_machines else ConfigError)(_error_lines(error, document)) from error
 

@@ -9,8 +9,8 @@ from agent.config.table import Check
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Matches paths that a Bind= line takes literally if their colons are escaped. systemd strips blanks at both ends; a
-backslash is an escape."""
+"""Matches paths that a Bind= line takes literally if their colons are escaped. systemd strips blanks at both ends, and
+a backslash begins an escape sequence."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
 """The largest numbers of bytes in a path, and in each name in it (PATH_MAX and NAME_MAX of limits.h)."""
 
@@ -40,7 +40,10 @@ def plain(value: str) -> str:
 
 
 def host_name(value: str) -> str:
-    """Return the name or address. Raises ValueError if Python could not look it up, such as one with an empty label."""
+    """Return the host name or address.
+
+    Raises ValueError if Python could not look it up, for example because a label is empty.
+    """
     try:
         value.encode("idna")
     except UnicodeError as error:
@@ -49,8 +52,11 @@ def host_name(value: str) -> str:
 
 
 def usable_url(value: str) -> str:
-    """Return the URL. Raises ValueError, which does not repeat it, if http.client could not use it."""
-    # Imported here: every command loads this module, but few validate.
+    """Return the URL. Raises ValueError if http.client could not use it, or if it has a query or a fragment.
+
+    The error does not quote the URL, because it may contain a secret.
+    """
+    # Imported here, because every command loads this module, but few validate.
     from urllib.parse import urlsplit
 
     try:
@@ -69,7 +75,10 @@ def is_below(path: str, others: Iterable[str]) -> bool:
 
 
 def once(kind: str, key: Callable[[T], str]) -> Check:
-    """Return a check for lists that raises ValueError if two items have the same key. `kind` names the items."""
+    """Return a check for lists that raises ValueError if two items have the same key.
+
+    `kind` says in the error what the items are.
+    """
 
     def check(values: list[T]) -> list[T]:
         keys = [key(value) for value in values]
