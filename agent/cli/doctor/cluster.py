@@ -39,7 +39,7 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
         nodes=found_nodes,
         pods=pods,
         daemon_sets=kubectl.items("daemonsets.apps", "--all-namespaces"),
-        # The kubelet names its node, controllers name none.
+        # Events from a kubelet name its node; those from controllers name none.
         events=[each for each in events if _concerns((each.get("source") or {}).get("host"), nodes)],
         logs={name(pod): kubectl.log(pod) for pod in _failing(pods)},
         unmatched=_unmatched(kubectl, pods),
@@ -49,11 +49,12 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
 
 
 def _concerns(node: str | None, nodes: Sequence[str]) -> bool:
+    """Return whether an object that names this node, or no node, matters."""
     return not node or not nodes or node in nodes
 
 
 def _unmatched(kubectl: "_Kubectl", pods: Iterable[KubernetesObject]) -> Set[str]:
-    # Asked of the API server, because the pods may be meant for nodes of other hosts, which are not read here.
+    # Let the API server compare, because the pods may be meant for nodes of other hosts, which are not read here.
     wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})
     return frozenset(each for each in wanted[:SELECTORS] if not kubectl.matches_node(each))
 
@@ -92,7 +93,8 @@ class _Kubectl:
     def log(self, pod: KubernetesObject) -> str:
         """Return the ends of the logs of the containers' previous runs; kubectl's error if they cannot be read."""
         namespace, _, pod_name = name(pod).rpartition("/")
-        # Otherwise kubectl ends at the first container without a previous run, such as an init container.
+        # Without --ignore-errors, kubectl ends at the first container that has no previous run, such as an init
+        # container.
         arguments = ("--all-containers", "--previous", "--ignore-errors", f"--tail={LOG_LINES}")
         try:
             return self._run("logs", f"--namespace={namespace}", pod_name, *arguments)

@@ -109,9 +109,10 @@ def _finding(group: Sequence[Condition], machine: str, environment: Environment)
 
 
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
-    """Return the symptoms that vendors list for these conditions with this reason or, if none, with any reason.
+    """Return the symptoms that the vendors of the host's GPUs list for these conditions.
 
-    On a host without GPUs, those of all vendors.
+    For each condition, these are the ones that a vendor lists for this reason or, if there are none, for any reason. On
+    a host without GPUs, they are those of all vendors.
     """
     vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
     reported = [

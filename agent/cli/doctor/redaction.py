@@ -1,19 +1,19 @@
 """Removes secrets from texts that are sent to other people. Pure.
 
-A secret is recognised by its form, or by the name before it. Others stay, so people should read a bundle before they
-send it.
+A secret is recognised by its form, or by the name before it. Other secrets stay, so people should read a bundle before
+they send it.
 
-Machines write into these texts. So the patterns begin only at the start of a word, and take back nothing that they have
-matched (`++`, `(?>...)`): otherwise, one long word could take hours.
+Machines write into these texts, and could slow down the search. So the patterns begin only at the start of a word, and
+do not backtrack into what they have matched (`++`, `(?>...)`): otherwise, one long word could take hours.
 """
 
 import re
 
 REMOVED = "[removed]"
 PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
-    # Up to the next beginning if there is no end.
+    # A PEM block: up to its end or, if that is missing, up to the beginning of the next block.
     (re.compile(r"(?s)-----BEGIN ([A-Z ]+)-----(?:(?!-----BEGIN ).)*?(?:-----END \1-----|(?=-----BEGIN ))"), REMOVED),
-    # Without an end: the lines of base64 that follow.
+    # A PEM block with neither an end nor a next block: the lines of base64 that follow its beginning.
     (re.compile(r"-----BEGIN [A-Z ]+-----(?:\s*+[\w+/=]{16,}+)*+"), REMOVED),
     # Bootstrap tokens (bootstrap-token-secret-format in Kubernetes' documentation): the part before the dot is public.
     (re.compile(r"\b([a-z0-9]{6})\.[a-z0-9]{16}\b"), rf"\1.{REMOVED}"),
@@ -36,8 +36,8 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 """Regular expressions of secrets, with their replacements. The last one finds secrets by the name before them."""
 FILE_NAME = re.compile(r"(?i)(?:file|path|directory)$")
 PATH = re.compile(r"""^["']?/[^\s]*$""")
-"""A value that looks like a path stays only after a name that matches FILE_NAME: a secret may begin with a slash
-too."""
+"""Matches a value that looks like a path. Such a value stays only after a name that matches FILE_NAME, because a secret
+may begin with a slash too."""
 
 
 def redacted(text: str) -> str:
