@@ -51,9 +51,9 @@ class Step(Struct, frozen=True):
 
 
 def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) -> dict[str, int]:
-    """Return the nonzero counts of resources with these prefixes in a Node's `kind`: allocatable or capacity.
+    """Return the nonzero counts of resources with these prefixes in a Node's status.
 
-    Raises KeyError or ValueError.
+    `kind` is the key of the status: allocatable or capacity. Raises KeyError or ValueError.
     """
     counts = (node["status"].get(kind) or {}).items()
     return {name: int(count) for name, count in counts if name.startswith(tuple(prefixes)) and int(count)}
@@ -127,7 +127,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
         ),
         Step(
             "make the DeviceClasses",
-            # A node without GPUs has none.
+            # A node without GPUs needs no DeviceClasses.
             not files,
             tuple(f"kubectl apply --filename={file}" for file in files),
             ("apply", *(f"--filename={file}" for file in files)),

@@ -25,11 +25,17 @@ class Answers:
     """Answers requests of agent.cli.asking. Each command makes its own reconciler, so it observes everything itself."""
 
     def __init__(self, command: Callable[[Sequence[str]], int] = run_command) -> None:
-        """`command` runs a command and returns its exit code. The installed version of the agent is remembered."""
+        """`command` runs a command and returns its exit code.
+
+        Remember which version of the agent is installed now, to decline requests from processes of another version.
+        """
         self._command, self._installation = command, installation()
 
     def page(self, query: str) -> Page:
-        """Return the command's output and exit code as JSON, or DECLINED. Runs in a thread of the HTTP server."""
+        """Return the command's output and exit code as JSON, or DECLINED. Runs in a thread of the HTTP server.
+
+        `query` is the request: JSON, in hexadecimal digits.
+        """
         try:
             request = json.loads(bytes.fromhex(query))
             arguments, width_and_colour = request["arguments"], (int(request["width"]), bool(request["colour"]))

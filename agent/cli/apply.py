@@ -15,9 +15,10 @@ PROGRESS_INTERVAL = 15.0
 
 
 def apply(reconciler: Reconciler) -> int:
-    """Make a pass, wait until every machine that is not masked has reported, and print the conditions.
+    """Make a pass, start stopped machines, wait until every machine has reported, and print the conditions.
 
-    A failed step ends the wait. Return the exit code: 1 if a step failed or a machine is not ready.
+    Stopped machines whose units are masked are neither started nor awaited. A failed step ends the wait. Return the
+    exit code: 1 if a step failed or a machine is not ready.
     """
     outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures
@@ -44,6 +45,6 @@ def apply(reconciler: Reconciler) -> int:
 
 
 def _waiting(outcome: Outcome) -> list[MachineOutcome]:
-    """Return the machines that will report. Nobody can start a masked one, which has no report."""
+    """Return the machines whose reports are awaited. One that is masked and does not run cannot start, nor report."""
     masked = {each.name for each in outcome.facts.machines if each.masked and each.ended}
     return [machine for machine in outcome.machines if machine.pending and machine.name not in masked]

@@ -15,11 +15,12 @@ from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
 """Commands that the service can run, with the arguments that they may have. They end soon, change nothing, and need
 nothing that the service's sandbox hides, except that `gpus` needs processes: the process that asks searches those
-(LISTING). `doctor` is missing: it needs the files of kernel modules, and reads libcuda's version as another user."""
+(LISTING). `doctor` is not among them: it needs the files of kernel modules, and reads libcuda's version as another
+user."""
 TAKES_NAME = ("status",)
-"""Those commands that may also have a machine's name as an argument."""
+"""The commands in ANSWERABLE that may also have a machine's name as an argument."""
 LIMIT = 4.0
-"""Seconds to wait for the service. It does not answer while SIGSTOP has stopped it, or without processor time."""
+"""Seconds to wait for the service. It does not answer while SIGSTOP has stopped it, or it gets no processor time."""
 
 
 def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | None:

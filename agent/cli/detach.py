@@ -106,7 +106,7 @@ class _Removal(Struct):
     reconciler: Reconciler
     timing: Timing
     found: bool = False
-    """Whether the GPU was recorded before this command: then this command does not undo it."""
+    """Whether the GPU was recorded as detached or tainted before this command, which then must not undo that."""
     remarks: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     recorded: bool = False

@@ -10,15 +10,15 @@ from agent.cli.printing import STDOUT, ignore_broken_pipe, report
 
 
 def run() -> int:
-    """Run the command of this process, and return its exit code, also if nothing can be printed."""
+    """Run the command of this process, and return its exit code, even if nothing can be printed."""
     if sys.stdout is None:
-        # The user closed it (>&-).
+        # The user closed standard output (`>&-`).
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         try:
             return _run()
         finally:
-            # argparse leaves its help in the buffer.
+            # argparse leaves the help that it prints in the buffer.
             sys.stdout.flush()
     except BrokenPipeError:
         ignore_broken_pipe()
@@ -34,7 +34,8 @@ def _run() -> int:
     # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That is
     # slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
-    # As standard error does. Names of files may not be UTF-8, and the terminal's encoding may lack characters.
+    # Escape what cannot be encoded, as standard error does: names of files may not be UTF-8, and the terminal's
+    # encoding may lack characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

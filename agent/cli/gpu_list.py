@@ -27,7 +27,7 @@ def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
     facts, planned, _ = reconciler.preview()
     entries = tuple(_entries(facts, planned, reconciler.system))
     listing = Listing(entries, tuple(_unseen(facts, planned)), for_programs)
-    # If the service runs this for a command, it hands over the list: the command finds the GPUs' users and prints both.
+    # The service hands the list over to the process that asked, which finds the GPUs' users and prints everything.
     if not hand_over(LISTING, listing.as_text()):
         say(lines(listing, reconciler.system))
     if not for_programs:
@@ -62,14 +62,14 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
 
 
 def _granted(planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield each machine with each GPU that it gets."""
+    """Yield a machine and an address for each GPU that a machine gets."""
     for machine in planned.goal.machines:
         for grant in machine.grants:
             yield from ((machine.name, address) for address in grant.gpus)
 
 
 def _kept(facts: Facts, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield each machine that must not change with each GPU that it keeps."""
+    """Yield a machine and an address for each GPU that a machine keeps because it must not change."""
     for machine in facts.machines:
         if machine.name in planned.held:
             yield from ((machine.name, address) for address in machine.kept_gpus)

@@ -1,7 +1,7 @@
-"""Adds the users of the GPUs to a list of GPUs, and renders the list for people or programs.
+"""Adds the GPUs' users to a list of GPUs, and renders the list for people or programs.
 
-If the service makes the list, the command's own process does this part, because the service's sandbox hides processes.
-Therefore this module imports little.
+A GPU's users are the processes that have it open. The service's sandbox hides them, so if the service makes the list,
+the process that asked for it adds them. That process must start fast, so this module imports little.
 """
 
 import json

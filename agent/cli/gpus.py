@@ -16,7 +16,7 @@ PRINTED = {"forget": forget, "holders": holders}
 def gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Run a subcommand and print its result.
 
-    Return 1 if `detach` or `attach` did not complete, or if something in the list is unknown.
+    Return 1 if `detach` or `attach` did not complete, or if anything in the list of GPUs is unknown; otherwise 0.
     """
     command = options.gpus_command
     if command in (None, "list"):

@@ -18,8 +18,8 @@ MAKES_PASSES = (
     *("apply", "up", "start", "restart", "reset"),
     *("gpus detach", "gpus attach", "kube allocation"),
 )
-"""Commands that make passes, in addition to UNIT_COMMANDS. Each puts the configuration that it reads in force: other
-processes would undo what it does."""
+"""Commands that make passes, in addition to UNIT_COMMANDS. Each saves the configuration that it reads as the last good
+one, and so puts it in force: otherwise, processes with an older one would undo what the command does."""
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
 """Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
 

@@ -18,7 +18,7 @@ from agent.model.paths import cordoned_file, machine_unit
 DRAIN_LIMIT = 600.0
 """Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
 ANSWER_LIMIT = 60.0
-"""Seconds for a run of kubectl, in addition to those for pods."""
+"""Seconds for one run of kubectl; a drain has DRAIN_LIMIT in addition."""
 
 
 def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
@@ -36,7 +36,7 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
 def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     """Start a machine and wait for it, then uncordon its node if the agent cordoned it. Return the exit code.
 
-    If the machine is not ready, or without a kubeconfig, the node stays cordoned, which counts as a failure.
+    Without a kubeconfig, or if the machine is not ready, such a node stays cordoned, which counts as a failure.
     """
     _require_configured(name, reconciler)
     with machine_locks(reconciler.system, (name,), "start"):
@@ -59,7 +59,7 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
 
 
 def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Drain a machine's node if a kubeconfig is given, and stop the machine. Raises AgentError."""
+    """Drain a machine's node if `drain` is set and a kubeconfig is given, then stop the machine. Raises AgentError."""
     _require_configured(name, reconciler)
     with machine_locks(reconciler.system, (name,), "stop"):
         return _stop(name, reconciler, kubeconfig, drain=drain)
@@ -88,7 +88,7 @@ def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) 
 def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
     _refuse_restart(name, reconciler)
     _stop(name, reconciler, kubeconfig, drain=drain)
-    # The error, or the interrupt, may also come after the start.
+    # "May not", because the error or the interrupt may also come after the start.
     stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
     try:
         with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
@@ -120,7 +120,7 @@ def _start_it(name: str) -> str:
 
 @contextmanager
 def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None]:
-    """If the block is interrupted, as by Ctrl-C, report what it leaves."""
+    """If the block is interrupted, as by Ctrl-C, report the sentence, which says what state the block leaves."""
     try:
         yield
     except KeyboardInterrupt:
@@ -146,7 +146,7 @@ def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Cordon the node and move its pods to other nodes.
 
-    A note makes the next `start` with a kubeconfig uncordon the node, unless it was cordoned before.
+    If the node was not cordoned before, leave a note: it makes the next `start` with a kubeconfig uncordon the node.
     """
     node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system
@@ -168,7 +168,7 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
 
 
 def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
-    """Uncordon the node of a ready machine if the agent cordoned it. Return why it is still cordoned, if it is."""
+    """Uncordon the node of a ready machine if the agent cordoned it. Return why it stays cordoned, if it does."""
     system, note = reconciler.system, cordoned_file(name)
     if not system.exists(note):
         return ()

@@ -12,12 +12,13 @@ from agent.model.errors import AgentError, ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. agent.cli.commands has the codes of each command.
+    """Run the command with these arguments, and return its exit code.
 
-    Without `arguments`, it is that of this process, whose signals then end it as Ctrl-C does.
+    Without `arguments`, run the command of this process. SIGTERM and SIGHUP then interrupt it as Ctrl-C does, unless it
+    is one of UNIT_COMMANDS.
 
-    Most have 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) and 130 (interrupted). Raises
-    SystemExit after `--help`, `--version` or a wrong argument.
+    Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
+    agent.cli.commands has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = make_parser(*words[:1]).parse_args(words)
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _load_msgspec() -> None:
-    """Load msgspec without typing_extensions, which would load `inspect` and take a third of that time.
+    """Load msgspec without typing_extensions, which would load `inspect` and take a third of the loading time.
 
-    msgspec 0.22 looks there first for functions that Python's own typing has had since 3.11.
+    msgspec 0.22 tries typing_extensions first, for functions that Python's own `typing` has had since 3.11.
     """
     if "msgspec" in sys.modules:
         return
@@ -143,12 +144,13 @@ def _run_with_reconciler(options: argparse.Namespace) -> int:
 
 
 def _interrupt_at_hangup() -> None:
-    """Let SIGTERM and SIGHUP, which comes when the connection to the terminal is lost, interrupt as Ctrl-C does.
+    """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
 
-    By default they end this process at once: kubectl would go on evicting pods, and a detached GPU stay detached.
+    SIGHUP comes when the connection to the terminal is lost. By default, both signals end the process at once: kubectl
+    would go on evicting pods, and a GPU that `gpus detach` is taking would stay detached.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # nohup(1) ignores SIGHUP, and that must stay so.
+        # A process that nohup(1) started ignores SIGHUP, and must continue to ignore it.
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
 

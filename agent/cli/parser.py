@@ -17,7 +17,7 @@ VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
 ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
-"""Columns of descriptions. They are wrapped here, because argparse would wrap the list of exit codes as well."""
+"""Columns of descriptions. This module wraps them, because argparse would also wrap the list of exit codes."""
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands of `gpus` whose address is optional."""
 WAIT_LIMIT = 300.0
@@ -30,7 +30,10 @@ JSON = "print JSON (docs/json.md)"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows an optional value as `--wait[=SECONDS]`: in `--wait MACHINE`, argparse takes the machine for the value."""
+    """Shows an option with an optional value as `--wait[=SECONDS]`, not as `--wait [SECONDS]`.
+
+    The `=` helps to avoid `--wait MACHINE`, in which argparse takes the machine for the value.
+    """
 
     def __init__(self, prog: str) -> None:
         # Without a width, argparse asks for the terminal's, for each argument that is added, and loads shutil for it.
@@ -86,7 +89,7 @@ def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
         case "kube":
             _add_kube(_add(command, "kube_command", KUBE_COMMANDS))
         case _:
-            # The others have none.
+            # The other commands have no arguments of their own.
             pass
 
 
@@ -130,12 +133,12 @@ def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
 def _add_gpus(gpus: argparse.ArgumentParser) -> None:
     gpus.add_argument("--json", action="store_true", help=JSON)
     added = _add(gpus, "gpus_command", GPU_COMMANDS, required=False)
-    # argparse would show COMMAND as required. This comes after the subcommands are added: otherwise, their usage would
-    # begin with this one.
+    # Without this, argparse would show COMMAND as required. Set it only now that the subcommands are added: otherwise
+    # their own usage would begin with this text.
     gpus.usage = "%(prog)s [-h] [--json] [COMMAND ...]"
     for name, command in added.items():
         if name == "list":
-            # With a default, it would overwrite the value of `gpus --json list`.
+            # With a default, this option would overwrite the one in `gpus --json list`.
             command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
         else:
             count = "?" if name in ADDRESS_OPTIONAL else None
@@ -156,14 +159,14 @@ def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _add_kubeconfig(parser: argparse.ArgumentParser, text: str) -> None:
-    # kubectl runs in another directory than this process.
+    # Make the path absolute, because kubectl runs in another directory than this process.
     parser.add_argument(
         "--kubeconfig", type=lambda path: path and os.path.abspath(path), default="", metavar="FILE", help=text
     )
 
 
 def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:
-    """Add an option with an optional number of seconds; without the number, it has the default."""
+    """Add an option with an optional number of seconds: `default` without the number, None without the option."""
 
     def parse(number: str) -> float:
         try:
@@ -183,7 +186,7 @@ def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float
 def _add(
     parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Command], *, required: bool = True
 ) -> dict[str, argparse.ArgumentParser]:
-    # Without `prog`, argparse formats the usage.
+    # Without `prog`, argparse would format the usage to find out the program's name.
     group = parser.add_subparsers(prog=parser.prog, dest=key, required=required, metavar="COMMAND", title="commands")
     added = {}
     for name, command in commands.items():

@@ -27,8 +27,8 @@ STOP_LIMIT = 130.0
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0
-"""Seconds from the start after which the command no longer waits for other passes. Its unit's time limit is a minute
-longer, for the last pass."""
+"""Seconds after the command's start from which on it no longer waits for other passes. Its unit's time limit is a
+minute longer, for the last pass."""
 STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
 
@@ -48,21 +48,22 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
     system = reconciler.system
-    # If `stop` cancels the start from here on, the service must not start the machine again.
+    # Mark the start now: if `stop` cancels it from here on, the service must not start the machine again.
     mark_start(name, system)
-    # Before the lock is taken: if another pass holds it for too long, this command fails, but the machine still starts,
-    # and the old record would be wrong.
+    # Remove the record before the lock is taken: if another pass holds the lock for too long, this command fails. The
+    # machine still starts then, and the old record would be wrong.
     _forget_live(name, system)
     # The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with pass_lock(system, reconciler.progress, reconciler.wait_until):
-        # Again, because the pass that held the lock may have found the machine running, and recorded its settings.
+        # Remove it again: the pass that held the lock may have found the machine running, and recorded its settings.
         _forget_live(name, system)
         # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
         # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
-    # Counted from the start, because the unit's time limit has no room for a machine that stops slowly, too.
+    # driver_wait counts from this command's start, so that it includes the wait for the machine's last run to end: the
+    # unit's time limit is too short for both, one after the other.
     _wait_for_driver(name, settings.driver_wait, started, reconciler)
     return _write_settings(name, reconciler)
 
@@ -111,7 +112,8 @@ def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
 def _runs(name: str, reconciler: Reconciler) -> bool:
     """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept.
 
-    A start that replaces a stop runs this command while the machine still stops: wait for its end.
+    A start that is requested while the machine is stopping runs this command before the machine has stopped: wait for
+    that.
     """
     started = time.monotonic()
     while True:

@@ -1,6 +1,6 @@
-"""Prints the output of commands. It imports little, because even errors need it.
+"""Prints the output of commands. It imports little, because every command needs it, even to report a wrong argument.
 
-No other module prints, except agent.cli.asking: it prints what the service has captured here.
+No other module prints, except agent.cli.asking, which prints the output that this module captured in the service.
 """
 
 import os
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 LISTING = "gpus"
-"""In place of a stream's name: the text is the list of GPUs as JSON, without the GPUs' users. The process that asked
-searches for those, and prints the list (agent.cli.gpu_table)."""
+"""Used in CAPTURED in place of a stream's name, if the text is the list of GPUs as JSON, without the GPUs' users. The
+process that asked the service searches for the users, and prints the list (agent.cli.gpu_table)."""
 STDOUT = "standard output"
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
 """The output so far of a command that the service runs for another process, as pairs of stream and text. None in a
@@ -18,7 +18,10 @@ command's own process, which prints at once."""
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print the lines of a command's result, and flush them, so that a program that reads a pipe gets them at once."""
+    """Print the lines of a command's result, and flush them, so that a program that reads a pipe gets them at once.
+
+    Raises OSError.
+    """
     captured = CAPTURED.get()
     if captured is not None:
         captured += [("stdout", f"{line}\n") for line in lines]
@@ -28,7 +31,7 @@ def say(lines: Iterable[str]) -> None:
             print(line)
         sys.stdout.flush()
     except OSError as error:
-        # Python would try again at its end.
+        # Otherwise Python would try again to write them when it exits.
         ignore_broken_pipe()
         raise OSError(error.errno, error.strerror, error.filename or STDOUT) from error
 
@@ -48,8 +51,8 @@ def hand_over(kind: str, text: str) -> bool:
 def report(sentence: str) -> None:
     """Print a message about the command itself: an error, or a remark that does not belong to its result.
 
-    It may quote what a server or program wrote, which must not control the terminal, nor look like a message of its
-    own: further lines, as of a configuration with several errors, are indented.
+    The sentence may quote what a server or program wrote. So control characters are escaped, and all lines but the
+    first are indented: the quoted text must not control the terminal, nor look like a message of its own.
     """
     # Imported here: most commands report nothing.
     from agent.model.text import printable

@@ -1,4 +1,4 @@
-"""`unbounded-agent reset`: takes a node off the host, and restores the host."""
+"""`unbounded-agent reset`: removes a node from the host and, after the last node, restores the host."""
 
 import argparse
 
@@ -19,7 +19,7 @@ from agent.system.network import HostNetwork, NetworkSource
 
 
 def reset(options: argparse.Namespace) -> int:
-    """Remove the node of this name, whether or not it is still configured. Return the exit code."""
+    """Remove the node in the machine that `options` names, even if it is no longer configured. Return the exit code."""
     system = this_host()
     try:
         loaded = load(options, system)

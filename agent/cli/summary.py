@@ -14,7 +14,7 @@ from agent.model.text import counted, first_of, printable
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
 CONSEQUENCES = frozenset({Reason.MACHINE_NOT_RUNNING})
-"""Reasons that are only consequences of another condition, which has the cause."""
+"""Reasons of conditions that only follow from another condition, which has the cause."""
 INDENT = " " * 4
 LARGEST_INDENT = 14
 """Columns by which the further lines of a paragraph are indented at most, however long its heading is."""
@@ -48,8 +48,8 @@ def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> I
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
     """Return the conditions that are not True, grouped by cause. Groups that Ready needs come first.
 
-    If a cause makes some conditions False and others Unknown, its group has only the former. Ready is in a group only
-    if no other condition that it needs explains it.
+    Conditions with the same reason and message have the same cause. If a cause makes some conditions False and others
+    Unknown, its group has only the former. Ready is in a group only if no other condition that it needs explains it.
     """
     groups: dict[tuple[str, str], list[Condition]] = {}
     ready = None
@@ -67,11 +67,15 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
 
 
 def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
-    """Return the groups. If none that Ready needs explains it, add it to the one with its reason, or on its own."""
+    """Return the groups. If no group of conditions that Ready needs explains Ready, add Ready to the groups.
+
+    It joins the group with its status and reason or, if there is none, is a group of its own.
+    """
     same_status = [group for group in groups if group[0].status is ready.status]
     if any(prevents_ready(each.type for each in group) for group in same_status):
         return groups
-    # GPUsComplete, which Ready otherwise ignores, makes it False if all GPUs are lost. Settling is Ready's own.
+    # Two cases need this: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs are lost; and only
+    # Ready can have the reason Settling.
     cause = next((group for group in same_status if group[0].reason == ready.reason), None)
     return [*(group for group in groups if group is not cause), [*(cause or ()), ready]]
 

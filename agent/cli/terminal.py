@@ -1,4 +1,7 @@
-"""Returns the width and colours of the terminal that a command prints to, which may be another process's."""
+"""Returns the width of the terminal that a command prints to, and whether to use colours.
+
+If the service runs the command, this is the terminal of the process that asked the service.
+"""
 
 import os
 import sys

@@ -102,7 +102,7 @@ def in_words(check: Check) -> str:
 
 
 def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:
-    """Return the machines with node settings, or the one of this name. Raises ConfigError."""
+    """Return the machines with node settings; if `name` is not empty, only that machine. Raises ConfigError if none."""
     machines = reconciler.config.machines
     nodes = tuple(sorted(each for each, settings in machines.items() if settings.node))
     if name and name not in machines:
@@ -123,9 +123,10 @@ def up(
     network: NetworkSource | None = None,
     ask: Asking = ask,
 ) -> int:
-    """Make the nodes that do not exist yet, or one again with `rebuild`. Return the exit code.
+    """Make the nodes that do not exist yet; with a `name`, only that machine's node. Return the exit code.
 
-    Wait until they have joined and it is settled whether they are ready.
+    With `rebuild`, make that node again even if it exists. Wait until the nodes have joined, and until it is known
+    whether they are ready.
     """
     if rebuild and not name:
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
@@ -174,7 +175,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     host = work.host
     for node in work.nodes:
         if node.make:
-            # The host's settings are changed only once, while the first image is pulled.
+            # Change the host's settings only once, while the first image is pulled.
             provisioner.make_root(node, host)
             host = ()
         provisioner.replace_token(node)
@@ -183,8 +184,8 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     outcome, failures = watch.start()
     startable = {machine.name for machine in watch.machines(outcome) if machine.startable}
     for node in work.nodes:
-        # Even if the wait failed, but not without the agent's settings: when the host boots, the template's -U would
-        # change the owners of all files in the machine.
+        # Let the machine start at boot even if the wait failed, but not without the agent's settings: then the -U of
+        # systemd-nspawn@.service would change the owners of all files in the machine.
         if node.machine in startable:
             provisioner.enable(node.machine)
         elif not all(node.facts.enabled.values()):
@@ -199,7 +200,8 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 def _reload_service(system: System, output: Output) -> None:
     """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
     deadline = time.monotonic() + PASS_WAIT
-    # systemd would not reload a service that is starting, and that may already have read the older configuration.
+    # systemd does not reload a service that is still starting, and such a service may already have read the older
+    # configuration: so wait until it has started.
     while (state := observe_units([SERVICE], system)[SERVICE].state) == "activating" and time.monotonic() < deadline:
         time.sleep(POLL)
     if state in ("active", "reloading"):

@@ -74,7 +74,7 @@ class Watch(Struct, frozen=True):
     def waiting(self, outcome: Outcome) -> dict[str, str]:
         """Return why machines are not finished yet, by name; empty if all are."""
         reasons = {}
-        # Until a machine that stops has ended, its last report is still there.
+        # A machine that is stopping counts as ended, although its last report is still there.
         ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
         for machine in self.machines(outcome):
             if machine.pending or machine.name in ended:
@@ -108,7 +108,7 @@ class Watch(Struct, frozen=True):
         return failures
 
     def _never_started(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
-        """Return why machines do not run, and will not without the user."""
+        """Return a sentence for each machine that does not run, and will not start before the user does something."""
         failures: tuple[str, ...] = ()
         facts = {each.name: each for each in outcome.facts.machines}
         for machine in self.machines(outcome):
@@ -129,17 +129,18 @@ class Watch(Struct, frozen=True):
         return failures
 
     def _ended(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
-        """Return a sentence for each machine in `started` that no longer runs, and add those that run to `started`.
+        """Return a sentence for each machine in `started` that no longer runs. Add running ones to `started`.
 
         A machine in `started` that was never seen running counts too: its start may have failed between two passes.
         """
         ended = {each.name for each in outcome.facts.machines if each.stays_ended}
         failures = tuple(started_and_stopped(name) for name in self.names if name in started & ended)
-        # Machines in `started` are not started again: if somebody stops one that runs, it must stay stopped.
+        # A machine in `started` is not started again. So a machine that runs now stays stopped if somebody stops it.
         started |= _running(outcome)
         return failures
 
     def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
+        """Wait until all machines are finished, something fails, or time is up. Return the same as `start`."""
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
         last_sentence, failing, servers = "", frozenset[str](), _Servers(self.reconciler, self.ask)
@@ -156,7 +157,7 @@ class Watch(Struct, frozen=True):
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
             if silent and now - began <= SERVER_LIMIT:
-                # While an API server does not answer, no kubelet can join through it: start counting when it answers.
+                # No kubelet can join through an API server that does not answer: `limit` counts from its answer on.
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(
