@@ -266,7 +266,7 @@ class _Removal(Struct):
         self.remarks += outcome.failures
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
-            f"machine {name} was started without this agent's settings: "
+            f"machine {name} was started without this agent's settings, or the record of its devices is lost: "
             f"only `machinectl reboot {name}` withdraws the GPU"
             for name in self._without_record(outcome)
         ]

@@ -25,7 +25,7 @@ SERVER_POLL = 5.0
 """Seconds between two requests to an API server."""
 POLL = 0.5
 """Seconds between two passes while machines boot."""
-LIMIT_NOTE = f"this command waits {SERVER_LIMIT / 60:.0f} minutes at most"
+LIMIT_NOTE = f"this command waits at most {SERVER_LIMIT / 60:.0f} minutes for its answer"
 
 
 def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], progress: Callable[[str], None]) -> Work:

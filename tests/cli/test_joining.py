@@ -95,7 +95,7 @@ def test_a_server_that_comes_ten_minutes_late(host: NodeHost, clock: Clock, caps
     assert min(made) >= 600
     lines = [line for line in capsys.readouterr().err.splitlines() if "does not answer" in line]
     assert len(lines) == 1
-    assert "Connection refused; this command waits 15 minutes at most" in lines[0]
+    assert "Connection refused; this command waits at most 15 minutes for its answer" in lines[0]
 
 
 def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

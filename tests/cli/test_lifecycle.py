@@ -161,7 +161,7 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
 ) -> None:
     stop(MACHINE, agent, ADMIN, drain=True)
     assert start(MACHINE, agent, "") == 1
-    assert f"`stop` cordoned node {NODE}: repeat this with --kubeconfig FILE" in capsys.readouterr().err
+    assert f"node {NODE} is still cordoned by this agent: repeat this with --kubeconfig FILE" in capsys.readouterr().err
 
 
 def test_the_start_of_a_masked_machine_says_what_to_do(
