@@ -12,9 +12,9 @@ from msgspec import Struct, field
 from agent.cli.granted_gpus import device_numbers, granted_to, may_open
 from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
 from agent.config.settings import MachineSettings
-from agent.host.observe.machine_report import Report
+from agent.host.observe.machine_report import Report, read_report
 from agent.host.outcome import Outcome
-from agent.host.reconcile import Reconciler, read_report
+from agent.host.reconcile import Reconciler
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import detach_lock, pass_lock
@@ -249,7 +249,7 @@ class _Removal(Struct):
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, or time is up. Return the last outcome. Raises AgentError.
 
-        Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
+        Adds to the remarks: the machines' failures in the last pass, those that are late, and those without a record.
         """
         started, next_report = time.monotonic(), 0.0
         while True:
@@ -263,7 +263,7 @@ class _Removal(Struct):
                 self.reconciler.progress(f"waiting for {', '.join(names)} to {what}")
                 next_report = waited + self.timing.report_interval
             time.sleep(self.timing.poll)
-        self.remarks += outcome.failures
+        self.remarks += outcome.failures_of(self.machines)
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
             f"machine {name} was started without this agent's settings, or the record of its devices is lost: "

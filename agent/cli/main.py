@@ -120,7 +120,7 @@ def _run_with_reconciler(options: argparse.Namespace) -> int:
         case "prepare":
             from agent.cli.prepare import prepare
 
-            return report_failures(prepare(options.machine, reconciler_for(options)).failures)
+            return report_failures(prepare(options.machine, reconciler_for(options)).failures_of((options.machine,)))
         case "gpus":
             from agent.cli.gpus import gpus
 

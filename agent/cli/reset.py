@@ -46,7 +46,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
 
     def remove_files() -> tuple[str, ...]:
         # A pass removes the files that the agent wrote for machines that are not configured.
-        return without_machine.reconcile().failures
+        return without_machine.reconcile().failures_of((machine,))
 
     system = reconciler.system
     with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, (machine,), "reset"):

@@ -91,11 +91,15 @@ class Watch(Struct, frozen=True):
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
         """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed.
 
-        Any failure ends the wait.
+        Any failure ends the wait, unless it concerns only other machines.
         """
         outcome = self.reconciler.reconcile()
         started: set[str] = set()
-        failures = outcome.failures + self._start_stopped(outcome, started) + self._never_started(outcome, started)
+        failures = (
+            outcome.failures_of(self.names)
+            + self._start_stopped(outcome, started)
+            + self._never_started(outcome, started)
+        )
         return (outcome, failures) if failures else self._wait(started | _running(outcome))
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
@@ -147,7 +151,7 @@ class Watch(Struct, frozen=True):
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
-            failures = outcome.failures + self._ended(outcome, started)
+            failures = outcome.failures_of(self.names) + self._ended(outcome, started)
             failures += self._start_stopped(outcome, started) + self._never_started(outcome, started)
             failing = _failing(outcome, failing)
             waiting = self.waiting(outcome)

@@ -93,6 +93,8 @@ class Outcome(Struct, frozen=True):
     actions: tuple[Done, ...] = ()
     failures: tuple[str, ...] = ()
     """Steps that failed and unexpected errors, one sentence each."""
+    concerned: Mapping[str, str] = field(default_factory=dict)
+    """The only machine that a failure concerns, by the failure. Other failures may concern any machine."""
     duration: float = 0.0
     """Seconds that the pass took."""
     finished: float = 0.0
@@ -102,3 +104,8 @@ class Outcome(Struct, frozen=True):
     def sentences(self) -> tuple[str, ...]:
         """The actions as sentences."""
         return tuple(action.sentence for action in self.actions)
+
+    def failures_of(self, machines: Iterable[str]) -> tuple[str, ...]:
+        """Return the failures, without those that concern only other machines."""
+        may_concern = {None, *machines}
+        return tuple(each for each in self.failures if self.concerned.get(each) in may_concern)

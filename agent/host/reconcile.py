@@ -14,7 +14,7 @@ from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
 from agent.host.observe.host import observe
-from agent.host.observe.machine_report import Report, parse_report
+from agent.host.observe.machine_report import Report, read_report
 from agent.host.observe.memory import Memory
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
@@ -34,8 +34,8 @@ from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
 from agent.host.verify.unseen_machine import with_unseen_machine
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
-from agent.model.errors import CommandError, DocumentError, UnsupportedError
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.model.errors import CommandError, UnsupportedError
+from agent.model.facts import Broken, Facts, MachineFacts
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
 from agent.model.handoff import DRA
@@ -156,12 +156,13 @@ class Reconciler(Struct):
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
             failures += self._publish_gpu_states(facts, planned)
-        problems = tuple(each.why for each in self.failed_cleanups.values())
+        problems, faults = tuple(each.why for each in self.failed_cleanups.values()), self._log_faults(machines)
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
             machines=machines,
             actions=tuple(Done(action.kind, action.describe()) for action in applied.done),
-            failures=failures + self._log_faults(machines),
+            failures=(*failures, *faults),
+            concerned={**applied.concerned, **faults},
             duration=time.monotonic() - started,
             finished=time.time(),
         )
@@ -227,8 +228,8 @@ class Reconciler(Struct):
             start_settings=None if refused or settings_pending(goal, difference) else goal.live,
         )
 
-    def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:
-        """Return one sentence per fault, and log the traceback of new faults."""
+    def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, str]:
+        """Return one sentence per fault, with the machine, and log the traceback of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
@@ -239,7 +240,7 @@ class Reconciler(Struct):
             for name, sentence in new.items():
                 logging.getLogger(__name__).error("%s", sentence, exc_info=faults[name].error)
         self.logged_faults = tuple(sentences.values())
-        return self.logged_faults
+        return {sentence: name for name, sentence in sentences.items()}
 
     def start(self, name: str) -> tuple[str, ...]:
         """Start a machine, without waiting until it runs. Return failures, one sentence each.
@@ -264,14 +265,15 @@ class Reconciler(Struct):
 
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
         """Make the directories of machines, then perform the steps, except removals that failed recently."""
-        failures, names = [], [machine.name for machine in planned.goal.machines]
+        failures, concerned, names = [], dict[str, str](), [machine.name for machine in planned.goal.machines]
         # Before each start, the machine's unit makes them too, and mounts a file system on the report directory.
-        directories = [make(name) for name in names for make in (handoff_directory, report_directory)]
+        directories = {make(name): name for name in names for make in (handoff_directory, report_directory)}
         for directory in [HOST_NVIDIA, *directories] if names else []:
             try:
                 self.system.make_directory(directory)
             except OSError as error:
                 failures.append(f"cannot create {directory}: {error.strerror}")
+                concerned |= {failures[-1]: directories[directory]} if directory in directories else {}
         mark_starts(facts.machines, self.system)
         now = time.monotonic()
         old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
@@ -282,19 +284,9 @@ class Reconciler(Struct):
         self.failed_cleanups = postponed | {
             action: FailedCleanup(now, why) for action, why in applied.failed_cleanups.items()
         }
-        return replace(applied, failures=(*failures, *applied.failures))
+        return replace(applied, failures=(*failures, *applied.failures), concerned=concerned | applied.concerned)
 
 
 def _retry_after(action: Cleanup) -> float:
     """Return the seconds between a failed attempt and the next one."""
     return STAGING_CLEANUP_INTERVAL if isinstance(action, RemoveStaleStaging) else CLEANUP_INTERVAL
-
-
-def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
-    """Return the machine's report, parsed; Broken if it is malformed."""
-    if isinstance(machine.report, Absent | Broken | Unseen):
-        return machine.report
-    try:
-        return parse_report(machine.report)
-    except DocumentError as error:
-        return Broken(str(error))

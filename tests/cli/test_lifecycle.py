@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.allocation import allocation
 from agent.cli.lifecycle import restart, start, stop
 from agent.cli.parser import make_parser
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
+from agent.config.settings import MachineSettings
 from agent.host.provision.actions import RemoveRoot
 from agent.host.provision.apply import Tools, perform
 from agent.host.reconcile import Reconciler
@@ -144,6 +146,20 @@ def test_a_node_whose_machine_did_not_start_stays_cordoned(
     host.bus.unit(UNITS[0], "inactive")
     assert start(MACHINE, agent, ADMIN) == 0
     assert kubectl(host)[-1] == UNCORDON
+
+
+def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host: NodeHost, agent: Reconciler) -> None:
+    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    host.make_directory("/var/lib/machines/other")
+    host.bus.unit("systemd-nspawn@other.service", "inactive")
+    others = {"other": MachineSettings(gpus=[])}
+    agent.config = replace(agent.config, machines={**agent.config.machines, **others})
+    host.full.append(nspawn_file("other"))
+    assert start(MACHINE, agent, ADMIN) == 0
+    assert kubectl(host)[-1] == UNCORDON
+    outcome = agent.reconcile()
+    assert outcome.failures == outcome.failures_of(["other"]) != ()
+    assert outcome.failures_of([MACHINE]) == ()
 
 
 def test_a_failed_uncordon_is_reported_and_can_be_repeated(

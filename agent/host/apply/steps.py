@@ -48,6 +48,8 @@ class Applied(Struct, frozen=True):
     done: tuple[Action, ...]
     failures: tuple[str, ...]
     """Sentences that name the steps that failed."""
+    concerned: dict[str, str]
+    """As in agent.host.outcome.Outcome."""
     failed_cleanups: dict[Cleanup, str]
     """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
 
@@ -62,7 +64,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     failed: list[Action] = []
     # If the record cannot be updated, no settings are written, but devices that are no longer granted are forbidden.
     record_failures = _update_record(actions, system, finished=False) if actions else ()
-    failures = [*record_failures]
+    failures, concerned = [*record_failures], dict[str, str]()
     for action in actions:
         if _must_skip(action, failed, recorded=not record_failures):
             continue
@@ -76,9 +78,24 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
                 failed_cleanups[action] = str(_failure(action, error))
             else:
                 failures.append(str(_failure(action, error)))
+                if (machine := _machine(action)) is not None:
+                    concerned[failures[-1]] = machine
     if any(isinstance(action, RemoveFile) for action in done):
         failures += _update_record(done, system, finished=True)
-    return Applied(tuple(done), tuple(failures), failed_cleanups)
+    return Applied(tuple(done), tuple(failures), concerned, failed_cleanups)
+
+
+def _machine(action: Action) -> str | None:
+    """Return the only machine that a step concerns; None if it may concern any machine."""
+    match action:
+        case ChangeDevices(machine):
+            return machine
+        case WriteFile(path) | RemoveFile(path) if path.startswith(f"{MACHINES_STATE}/"):
+            return path.removeprefix(f"{MACHINES_STATE}/").partition("/")[0]
+        case WriteFile(path) | RemoveFile(path):
+            return machine_of(path)
+        case _:
+            return None
 
 
 def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:

@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
+from agent.model.facts import Absent, Broken, MachineFacts, Unseen
 from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
@@ -115,3 +116,13 @@ def _check(document: _Document) -> None:
     # The type cannot have these limits, because msgspec's limits have at most 63 bits.
     if document.publication and not all(0 <= each < 2**64 for each in document.publication):
         raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")
+
+
+def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
+    """Return the machine's report, parsed; Broken if it is malformed."""
+    if isinstance(machine.report, Absent | Broken | Unseen):
+        return machine.report
+    try:
+        return parse_report(machine.report)
+    except DocumentError as error:
+        return Broken(str(error))
