@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNUSED = 2 * 3600.0
-"""Seconds. A shorter time could remove what a run of another checkout is using."""
+"""Seconds after which a build removes an unused result. Sooner, a run of another checkout may still be using it."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -52,7 +52,7 @@ def digest(inputs: Iterable[Path | str]) -> str:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Let other processes wait that want the lock of this name."""
+    """Hold the lock of this name. Other processes that want it wait."""
     with (cache_root() / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""A simulated fleet: bare Debian roots as hosts, without systemd as PID 1, and one with Ansible that reaches them."""
+"""A simulated fleet: bare Debian roots as hosts, without systemd as PID 1, and one root with Ansible to manage them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +30,7 @@ class Fleet:
         self.hosts = hosts
 
     def playbook(self, *arguments: str, **variables: str) -> str:
-        """Run the playbook, as root on the hosts, and return its output. Raises CommandError with the end of it."""
+        """Run the playbook, as root on the hosts, and return its output. Raises CommandError with the output's end."""
         extra = [f"--extra-vars={name}={value}" for name, value in {"ansible_become": "false", **variables}.items()]
         command = ["ansible-playbook", "--inventory=/srv/inventory.yml", f"{PLAYBOOKS}/site.yml", *extra, *arguments]
         return self.controller.run("env", *SETTINGS, *command)

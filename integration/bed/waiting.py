@@ -1,4 +1,4 @@
-"""Waits until something holds, and leaves the processors to what makes it hold."""
+"""Waits until something holds, with pauses that leave the processors to what makes it hold."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from integration.bed.process import BedError
 T = TypeVar("T")
 
 PAUSE_PER_QUESTION = 9
-"""How many times as long as its question a pause is, within the limits below: kubectl, or a program in the emulated
-machine, takes the processor from what is waited for."""
+"""A pause lasts this many times as long as the question before it, within the limits below: a question runs kubectl or
+a program in the emulated machine, which takes the processor from what is waited for."""
 SHORTEST, LONGEST = 0.1, 3.0
-"""Seconds between two questions."""
+"""Limits of a pause between two questions, in seconds."""
 
 
 class NotReachedError(BedError):
@@ -23,7 +23,7 @@ def wait(
     what: str, reached: Callable[[], T], seconds: float, evidence: Callable[[], str] | None = None,
     *, longest_pause: float = LONGEST,
 ) -> T:  # fmt: skip
-    """Return the first true value of `reached()`. Raises NotReachedError, with `evidence()`, after so many seconds."""
+    """Return the first true value of `reached()`. Raises NotReachedError, with `evidence()`, after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         asked = time.monotonic()

@@ -37,7 +37,7 @@ PLUGIN = "daemonset/nvidia-device-plugin"
 PLUGIN_LOG = ("--namespace=kube-system", PLUGIN)
 RESOURCE = "nvidia.com/gpu"
 SHOW = "echo; echo shown; sleep infinity"
-"""The end of a shell script in a pod that keeps what it has until it is deleted; see `Cluster.shown`."""
+"""The end of a pod's shell script: the pod runs, and keeps its GPUs, until it is deleted; see `Cluster.shown`."""
 SHOWN = "\n\nshown"
 PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"
 
@@ -141,7 +141,7 @@ class Cluster(Administered):
         self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=200s")
 
     def forget_plugin(self) -> None:
-        """Delete NVIDIA's device plugin and what the kubelet keeps of it, as `unbounded-agent kube allocation` says."""
+        """Delete NVIDIA's device plugin and the kubelet's record of it, as `unbounded-agent kube allocation` says."""
         self.delete_plugin()
         self.node.shell(f"systemctl stop kubelet; rm -f {CHECKPOINT}; systemctl start kubelet")
         nothing = {"nvidia.com/gpu": None}
@@ -179,7 +179,7 @@ class Cluster(Administered):
         return log
 
     def shown(self, *names: str) -> list[str]:
-        """Wait until pods have written an empty line and `shown`, and return what each wrote before.
+        """Wait until each pod has written an empty line and `shown`; return what each wrote before that.
 
         The logs of pods that do not run yet are not read: each attempt takes time from the emulated processor.
         """

@@ -27,7 +27,7 @@ KUBECONFIG = STATE / "kubeconfig"
 KUBECTL = STATE / "kubectl"
 GPUS = 8
 DRA = "--dra"
-"""The node offers its GPUs itself, by Dynamic Resource Allocation; no device plugin runs."""
+"""With this option, the node offers its GPUs itself, by Dynamic Resource Allocation; no device plugin runs."""
 USAGE = f"usage: integration/cluster up [{DRA}] | down | kubectl ARGUMENT..."
 TRY = """
 The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
@@ -139,7 +139,7 @@ def _offer_gpus(cluster: Cluster, *, dra: bool) -> None:
 
 
 def make_ready(host: SimulatedHost, configuration: str) -> None:
-    """Install the agent on a host that has booted, and start its machine, with the images of pods."""
+    """Install the agent on a host that has booted, start its machine, and import the pods' images there."""
     with step("install the host half"):
         install(host.guest, configuration)
     with step("unbounded-agent apply"):

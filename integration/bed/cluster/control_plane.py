@@ -35,9 +35,9 @@ BOOTSTRAP_ROLES = (
     ("bed-approve", f"{APPROVAL}:nodeclient", "system:bootstrappers"),
     ("bed-renew", f"{APPROVAL}:selfnodeclient", "system:nodes"),
 )
-"""Names of bindings, with role and group."""
+"""For each ClusterRoleBinding its name, its role and its group."""
 CERTIFICATE_FILES = {"client-certificate": "crt", "client-key": "key"}
-"""Keys of a user in a kubeconfig, with the ends of files."""
+"""Keys of a user in a kubeconfig, and the suffixes of the files that they name."""
 API_SERVER = "kube-apiserver"
 KUBECTL_LIMIT = 240.0
 """Seconds. `kubectl wait` and similar commands get shorter timeouts."""
@@ -100,7 +100,7 @@ class ControlPlane(Lifetime):
         self._wait_ready()
 
     def stop_api_server(self) -> None:
-        """Kill the API server, as a node sees an outage. The other parts run on."""
+        """Kill the API server: for a node, this is an outage. The other parts keep running."""
         process = self._processes.pop(API_SERVER)
         process.kill()
         process.wait()
@@ -149,8 +149,8 @@ class ControlPlane(Lifetime):
     def bootstrap_token(self, valid_until: str = "2099-01-01T00:00:00Z") -> str:
         """Make a token with which kubelets join, as `kubeadm token create` does, and return it.
 
-        The API's documentation ("Authenticating with Bootstrap Tokens", "TLS bootstrapping") has the Secret's keys, and
-        the roles that let kubelets ask for a certificate, get it without a person, and replace it before it expires.
+        Kubernetes' documentation ("Authenticating with Bootstrap Tokens", "TLS bootstrapping") lists the Secret's keys,
+        and the roles with which kubelets ask for a certificate, get it without a person, and replace it in time.
         """
         name, secret = secrets.token_hex(3), secrets.token_hex(8)
         data = {"token-id": name, "token-secret": secret, "expiration": valid_until}

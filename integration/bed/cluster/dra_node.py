@@ -1,6 +1,6 @@
 """A node that offers GPUs by Dynamic Resource Allocation at a real control plane, without a virtual machine.
 
-The service is a process of its own, as its unit runs it. A stand-in for the kubelet calls it.
+The service that offers them is a process of its own, as its unit runs it. A stand-in for the kubelet calls it.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from tests.fakes.dra_machine import GPUS, NODE, DraMachine
 
 @dataclass(frozen=True)
 class Offering:
-    """A node whose service offers two GPUs; `machine` has the documents from which it knows them."""
+    """A node whose service offers two GPUs. `machine` has the documents that the service reads."""
 
     cluster: ControlPlane
     machine: DraMachine

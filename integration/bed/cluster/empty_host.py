@@ -1,7 +1,7 @@
 """A simulated host with a driver and no machine, and all that `unbounded-agent up` needs to make a node of it.
 
-Outside of the virtual machine run a Kubernetes control plane, a registry with the node's image (TLS and a login), one
-with the pods' images, and a mirror of Kubernetes' programs.
+These run outside the virtual machine: a Kubernetes control plane, a registry with the node's image (TLS and a login),
+one with the pods' images, and a mirror of Kubernetes' programs.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 class Mirror(Lifetime):
-    """Serves Kubernetes' programs as https://dl.k8s.io does, without TLS: their digests are configured."""
+    """Serves Kubernetes' programs as https://dl.k8s.io does, but without TLS: the agent checks their digests."""
 
     def __init__(self, binaries: Path) -> None:
         self.version = pinned(MODULE, KUBERNETES)
@@ -66,7 +66,7 @@ class Mirror(Lifetime):
 
     @property
     def url(self) -> str:
-        """Return where the guest finds it."""
+        """Return the mirror's URL for the guest."""
         return f"http://{HOST_FROM_GUEST}:{self._server.server_port}"
 
     def start(self) -> None:
@@ -80,9 +80,9 @@ class Mirror(Lifetime):
 
 
 class EmptyHost(Administered):
-    """The host, with the agent installed and configured, and its surroundings; `nodes` may join.
+    """The host, with the agent installed and configured, and the servers around it; nodes named in `nodes` may join.
 
-    `running` is a host without a machine, on which the agent is installed. By default, a new one boots.
+    `running` is a host that has the agent but no machine. By default, a new host boots.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
 
 SECONDS = 240.0
-"""How long a test waits at most. It usually waits for seconds, but longer next to other work."""
+"""The longest time that a test waits. It usually takes seconds, but more while the computer does other work."""
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
 CALL_LIMIT = 60.0
@@ -75,7 +75,7 @@ class StandInKubelet:
 
 
 class DriverSocket:
-    """The driver's socket in a kubelet's directory. To be closed by `with`."""
+    """The driver's socket in a kubelet's directory. A `with` statement closes it."""
 
     def __init__(self, kubelet: str) -> None:
         self._channel = grpc.insecure_channel(f"unix:{kubelet}/plugins/{DRA_DRIVER}/dra.sock")
@@ -96,7 +96,7 @@ class DriverSocket:
         return answer.claims[claim["metadata"]["uid"]]
 
     def unprepare(self, claim: dict[str, Any]) -> str:
-        """Give a claim back, and return the error."""
+        """Let the driver unprepare a claim; return its error, or an empty string."""
         request = make("NodeUnprepareResourcesRequest", claims=[_reference(claim)])
         answer = read("NodeUnprepareResourcesResponse", self._unprepare(request, timeout=CALL_LIMIT))
         return str(answer.claims[claim["metadata"]["uid"]].error)
@@ -106,7 +106,7 @@ def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, A
     """Prepare the pod's claims, and return the CDI names that each container gets.
 
     As the kubelet does: of a claim, a container gets the devices of all requests, or of the one that it names
-    (GetResources of pkg/kubelet/cm/dra/manager.go). Raises AssertionError with the driver's words.
+    (GetResources of pkg/kubelet/cm/dra/manager.go). Raises AssertionError with the driver's error.
     """
     status = pod["status"]
     names = {each["name"]: each.get("resourceClaimName", "") for each in pod["spec"].get("resourceClaims", ())}

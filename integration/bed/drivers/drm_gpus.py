@@ -9,7 +9,8 @@ INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
 """PCI vendor IDs; ASPEED makes management controllers of server boards."""
 PARAMETER = f"/sys/module/{MODULE}/parameters/next_vendor"
 MODULE_FILE = f"/root/{MODULE}.ko"
-# At boot the device exists before the module, which identifies devices only when they are added: remove and rescan.
+# The module identifies devices only when they are added. At boot, the device exists before the module is loaded. So it
+# is removed, and the bus is scanned again.
 FIRST = "/etc/systemd/system/simulated-driver.service.d/drm-first.conf"
 LOAD_FIRST = f"""# Simulation
 [Service]
@@ -27,7 +28,7 @@ def load_drivers(host: SimulatedHost) -> None:
 
 
 def load_before_nvidia(host: SimulatedHost, address: str) -> None:
-    """From the next boot on, load the stand-ins first: the GPU at `address` gets the numbers of NVIDIA's first GPU."""
+    """Load the stand-ins first from the next boot on: `address` gets the numbers that NVIDIA's first GPU has now."""
     host.guest.write(FIRST, LOAD_FIRST.format(address=address).encode())
 
 
@@ -42,6 +43,6 @@ def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 180) -> s
 
 
 def _with_nodes(host: SimulatedHost) -> set[str]:
-    """Return the PCI addresses of devices that have a link to a node."""
+    """Return the PCI addresses of devices that have a DRM node, by the links in /dev/dri/by-path."""
     found = host.guest.run(["sh", "-c", "ls /dev/dri/by-path 2>/dev/null"], check=False).stdout.split()
     return {name.removeprefix("pci-").rpartition("-")[0] for name in found}

@@ -83,7 +83,7 @@ def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str
         debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format(debian.SUITE))
     except CommandError:
         # While a point release reaches a mirror, the index of one architecture may be older than the release says, for
-        # days. By its other name, the suite may still be there as it was before.
+        # days. Under its other name, the mirror may still have the suite as it was before.
         shutil.rmtree(target, ignore_errors=True)
         debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format("stable"))
         if f"VERSION_CODENAME={debian.SUITE}\n" not in (target / "usr/lib/os-release").read_text():
@@ -91,7 +91,7 @@ def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str
 
 
 def _record(root: Path, archive: Path) -> None:
-    """Record a package as dpkg does: its control stanza, and the regular files with their digests (deb-md5sums(5))."""
+    """Record a package of the driver as dpkg does: its control stanza, and its files' digests (deb-md5sums(5))."""
     control = run(["dpkg-deb", "--field", archive])
     if not re.search(rf"^Source: {SOURCE}", control, re.MULTILINE):
         return
@@ -104,7 +104,7 @@ def _record(root: Path, archive: Path) -> None:
 
 
 def _make_alternatives(root: Path, archive: Path) -> None:
-    """Run the package's own script with a shell for this machine, and apply the calls that it makes to the tree."""
+    """Run the package's script with this computer's busybox, and apply its calls of update-alternatives to the tree."""
     work = root / WORK
     (work / "applets").mkdir(parents=True)
     run(["dpkg-deb", "--control", archive, work / "control"])

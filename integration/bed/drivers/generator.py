@@ -62,7 +62,7 @@ class GeneratorMachine(System):
 
 
 def with_simulated_nodes(request: Request) -> tuple[Request, Mapping[str, DeviceNumber]]:
-    """Return the request with the nodes that the namespace has, and their numbers. It leaves out DRM nodes."""
+    """Return the request with the nodes that the namespace has, which are no DRM nodes, and the nodes' numbers."""
     dri = (DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER)
     devices = tuple(
         each._replace(major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri

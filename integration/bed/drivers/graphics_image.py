@@ -1,7 +1,7 @@
 """The image of a pod that renders: Debian's OpenGL, EGL, GBM and Vulkan loaders, Mesa, Xvfb and tools to query them.
 
 Like an application's image, it has the loaders and a software renderer, but not the GPU's driver. The renderer's large
-libraries are next to the image: to import them takes an emulated node two minutes, so pods mount them from its disk.
+libraries are next to the image: importing them takes an emulated node two minutes, so pods mount them from its disk.
 """
 
 from pathlib import Path

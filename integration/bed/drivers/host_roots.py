@@ -48,7 +48,7 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
         run(["cp", "-al", split, target / "root"])
         flatten(target / "root")
 
-    # Each kind has its own name: otherwise, to build one could remove the others from the cache.
+    # Each kind has its own name: otherwise, building one could remove the others from the cache.
     split = cached(f"host-root-{suite}", [packages, COMPONENTS, suite, Path(debian.__file__)], build) / "root"
     if layout == "split":
         return split

@@ -16,7 +16,7 @@ def buildah(*arguments: Argument) -> str:
 
 def build(name: str, base: str, *options: Argument) -> str:
     """Return the image that containerfiles/build makes from containerfiles/NAME on `base`. Layers are cached."""
-    # The toolkit is compiled: NVIDIA's packages are not served everywhere.
+    # The toolkit is compiled, because not every computer can reach NVIDIA's packages.
     script = REPOSITORY / "containerfiles" / "build"
     # One build at a time. The newest layer of a build that still runs has no name, so another build would remove it, or
     # fail because it is in use.
@@ -37,7 +37,7 @@ def import_root(image: str, root: Path, *settings: str) -> None:
 
 
 def has_image(image: str) -> bool:
-    """Return whether the storage has the image: it may have been emptied while the rest of the cache was kept."""
+    """Return whether the storage has the image: it may have been emptied, and the rest of the cache kept."""
     try:
         buildah("inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
     except CommandError:

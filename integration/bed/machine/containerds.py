@@ -28,7 +28,7 @@ def debian_root(suite: str) -> Path:
 
 
 def upstream_root() -> Path:
-    """Return a root with only the containerd of integration/go/containerd/go.mod, and /etc to mount something there.
+    """Return a root with only the containerd of integration/go/containerd/go.mod, and an empty /etc as a mount point.
 
     Its configuration is of version 4.
     """

@@ -1,7 +1,7 @@
-"""The service that offers GPUs, as its unit runs it, in a machine of namespaces instead of a virtual machine.
+"""Runs the service that offers GPUs, as its unit does, in namespaces that take the place of a machine.
 
-The program under test is real. Simulated are the kubelet, a process of that name that only sleeps, its cgroup,
-nvidia-smi and systemctl.
+The program under test is real. The kubelet (a process of that name that only sleeps), its cgroup, nvidia-smi and
+systemctl are simulated.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from integration.bed.process import Argument
 from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
 
 DIRECTORIES = ("/run/unbounded-agent", "/var/lib/unbounded-agent")
-"""The agent's; those of this computer stay hidden."""
+"""The agent's directories. In the namespaces, the machine's hide those of this computer."""
 KUBECONFIG = f"{DIRECTORIES[0]}/kubelet.conf"
 MIG_LINES = """\
 GPU 0: Simulated GPU (UUID: GPU-01)
@@ -42,7 +42,7 @@ exec "$python" -P -S -m agent.dra
 
 
 class DraNamespace(Lifetime):
-    """The running service of the machine below `tree`, in which the tests write the documents."""
+    """The running service of the machine whose files are below `tree`. The tests write there what the service reads."""
 
     def __init__(self, tree: Path, kubelet: str) -> None:
         self._tree, self._kubelet = tree, kubelet
@@ -86,7 +86,7 @@ class DraNamespace(Lifetime):
 
     @property
     def resident(self) -> float:
-        """The MiB of memory that the service has in use, its own and that of shared files (proc_pid_status(5))."""
+        """The resident memory of the service in MiB, including pages of shared files (VmRSS, proc_pid_status(5))."""
         assert self._process is not None
         parent = self._process.pid
         (child,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -100,6 +100,6 @@ class DraNamespace(Lifetime):
 
 
 def resident(process: int) -> float:
-    """Return the MiB of memory that a process has in use."""
+    """Return the resident memory of a process in MiB."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) / 1024

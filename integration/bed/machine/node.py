@@ -1,4 +1,4 @@
-"""The Kubernetes node inside a host's machine, reached from the host; pods through the CRI."""
+"""Runs commands and pods in the Kubernetes node in a host's machine: commands from the host, pods through the CRI."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ KIND = "nvidia.com/gpu"
 NAME = "test-"
 """How the names of pods begin."""
 
-# One call into the machine for a whole pod, and few crictl calls: under emulation each takes seconds.
+# A whole pod takes one call into the machine, and few crictl calls: under emulation, each call takes seconds.
 START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
 FOLLOW = """
 crictl logs --follow "$container"

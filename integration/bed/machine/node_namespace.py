@@ -1,7 +1,7 @@
-"""A machine in namespaces instead of a virtual machine, to test the condition on its Node.
+"""Namespaces that take the place of a machine, to test the condition on its Node.
 
-The API server, kubectl and the program under test are real. Simulated are the kubelet, a process of that name that
-only sleeps, and its cgroup.
+The API server, kubectl and the program under test are real. The kubelet (a process of that name that only sleeps) and
+its cgroup are simulated.
 """
 
 import shlex
@@ -68,7 +68,7 @@ class NodeNamespace:
         self._system.remove(HOST_STATUS)
 
     def boot(self) -> None:
-        """Remove what a boot of the machine clears."""
+        """Remove what does not survive a boot of the machine."""
         self._system.remove_tree(f"{RUNTIME}/state")
 
     def run(self, *kubelet_arguments: str) -> str:
@@ -93,7 +93,7 @@ class NodeNamespace:
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:
-        """Make the notes older."""
+        """Move the noted time at which the condition was last set into the past."""
         notes = Notes(self._system)
         noted = notes.load(NOTE)
         noted["applied"]["heartbeat"] -= seconds

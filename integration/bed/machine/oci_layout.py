@@ -53,7 +53,7 @@ class Layout:
         return self._tagged(tag, self._image(layers, architecture))
 
     def add_index(self, tag: str, images: dict[str, Sequence[Entry]]) -> dict[str, str]:
-        """Add an index of images of one layer by architecture, and return their digests."""
+        """Add an index with an image of one layer for each architecture; return the images' digests by architecture."""
         manifests = {
             architecture: {
                 **self._image((entries,), architecture),

@@ -29,12 +29,12 @@ from integration.bed.vm.simulated_host import SimulatedHost
 ROUNDS = 15
 """Pairs of runs. A ratio is taken within a pair: the speed of an emulated processor changes from minute to minute."""
 LINKS = 60
-"""A current driver has this many; each link is one call into the machine."""
+"""Links that the plain recipe makes: as many as a current driver has. Each takes one call into the machine."""
 PAIRS = 4
-"""GPUs to plug in: as many as the virtual machine has empty ports."""
+"""GPUs to plug in: one for each empty port of the virtual machine."""
 COMMAND_PAIRS = 7
 IDLE = 600.0
-"""Seconds."""
+"""Seconds for which the service is measured while nothing changes."""
 
 
 def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
@@ -59,7 +59,10 @@ def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
 
 
 def recipe_on_split_layout(guest: Guest) -> str:
-    """Return what nvidia-ctk says after the recipe on a host with Debian's layout. Raises ValueError if it succeeds."""
+    """Return the error that nvidia-ctk prints when the recipe fails on a host with Debian's layout.
+
+    Raises ValueError if the recipe succeeds.
+    """
     guest.run(["unbounded-agent", "apply"], timeout=300)
     ended = script(guest, "recipe", "0", timeout=300, check=False)
     if ended.status == 0:

@@ -61,7 +61,7 @@ def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:
 
 
 def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
-    """Return the seconds from each published CDI specification, each with another number of GPUs, to its slice."""
+    """Publish CDI specifications with changing numbers of GPUs; return the seconds from each to its ResourceSlice."""
     seen: dict[int, float] = {}
     client = ApiClient(Credentials(offer.machine, KUBECONFIG))
     selector = f"spec.nodeName={NODE}"
@@ -104,7 +104,7 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
             after = time.perf_counter()
             assert answer.devices, answer
             assert not driver.unprepare(claim)
-            # At first, connections are made and modules loaded.
+            # The first ones do not count: connections are made and modules are loaded then.
             if number >= 10:
                 bare.append(between - before)
                 prepared.append(after - between)
@@ -113,7 +113,7 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Yield a function that gets the claim on a connection that is kept, as the kubelet's user, and only reads it."""
+    """Yield a function that GETs the claim as the kubelet's user, on one connection, without parsing the answer."""
     kubeconfig = json.loads(offer.machine.read(KUBECONFIG))
     files = [offer.machine.full_path(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
     context = ssl.create_default_context(cadata=offer.cluster.certificate_authority)
@@ -134,6 +134,6 @@ def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], No
 
 
 def _spread(name: str, values: list[float]) -> Measures:
-    """Return the median, and between which values nine of ten are."""
+    """Return the median, and the limits between which nine of ten values are."""
     quantiles = statistics.quantiles(values, n=20)
     return {name: statistics.median(values), f"{name}_low": quantiles[0], f"{name}_high": quantiles[-1]}

@@ -88,7 +88,7 @@ def _seconds(argv: list[process.Argument], directory: Path, registry: Registry, 
     directory.mkdir()
     shutil.copytree(registry.client_directory(), directory / "ca")
     (directory / "programs").write_text("".join(f"{digest} {name}\n" for name, digest in mirror.digests.items()))
-    # skopeo gets the authorities' whole path, which must also exist below the directory.
+    # The agent gives the path of the CA directory to skopeo, but itself looks for that path below `directory`.
     link = directory / str(directory).lstrip("/")
     link.parent.mkdir(parents=True)
     link.symlink_to(os.path.relpath(directory, link.parent))

@@ -9,7 +9,7 @@ from integration.bed.vm.qemu import PORTS
 from integration.bed.vm.simulated_host import SimulatedHost
 
 QUIET = 4.0
-"""Seconds without a pass: by then, the passes for udev's events are over, and the new node starts its own."""
+"""Seconds without a pass. Then the passes for udev's events are over, and the next pass is the new node's."""
 READY = """
 page=http://127.0.0.1:9788/readyz/machines/gpu-node
 until python3 -c "import urllib.request; urllib.request.urlopen('$page', timeout=10)" 2>/dev/null; do sleep 1; done
@@ -57,10 +57,10 @@ def measure_commands(guest: Guest, pairs: int) -> Measures:
 
 
 def measure_idle(guest: Guest, seconds: float) -> Measures:
-    """Measure the host half's service while nothing changes. Raises ValueError without a pass or a count."""
+    """Measure the host half's service while nothing changes. Raises ValueError if no pass or no process was counted."""
     guest.run(["sh", "-c", READY], timeout=200)
     found = numbers(script(guest, "idle", str(seconds), timeout=seconds + 200))
-    # One pass is known to start a process: if that is not counted, counting does not work.
+    # The script first causes a pass that starts a process. If that is not counted, counting does not work.
     if not found["counted_processes"] or not found["passes"]:
         raise ValueError(f"processes are not counted, or no pass was made: {found}")
     return {

@@ -1,7 +1,7 @@
 """Measure how soon pods with a GPU start, relative to pods without one in the same node.
 
-They get their GPU by NVIDIA's device plugin, or by Dynamic Resource Allocation. Both must not offer the same GPUs, so
-the node moves from one to the other between a few pods and the next few.
+They get their GPU by NVIDIA's device plugin, or by Dynamic Resource Allocation. The two must not offer the same
+GPUs at once, so the node moves from one to the other after every few pods.
 """
 
 import statistics
@@ -29,7 +29,7 @@ def measure_pod_start(cluster: Cluster, rounds: int = ROUNDS, pods: int = PODS) 
     for _ in range(rounds):
         for allocation in (PLUGIN, DRA):
             _offer(cluster, allocation)
-            # The first one waits for whatever follows the move.
+            # Not measured: the first pod also waits for what the move still causes.
             _start(cluster, gpus=1)
             pairs = [(_start(cluster, gpus=0), _start(cluster, gpus=1)) for _ in range(pods)]
             without[allocation].append(statistics.median(pair[0] for pair in pairs))

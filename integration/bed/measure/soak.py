@@ -27,7 +27,7 @@ GPUS = range(2)
 PORT = 2
 """An empty port."""
 ALLOWED = {"resident_kib": 0.1, "bytes_var": 0.01}
-"""Fraction by which a number may grow after the warm-up: Python returns little memory, and directories no blocks."""
+"""Fraction by which a number may grow after the warm-up: Python frees little memory, and directories no blocks."""
 # All machines share one image, and each has its own overlay. Private: otherwise a mount on a machine's root directory
 # would appear on the image as well (shared subtrees).
 ROOTS = """
@@ -41,7 +41,8 @@ for machine in {machines}; do
     mount -t overlay -o lowerdir=/run/image,upperdir=$changes/upper,workdir=$changes/work overlay $root
 done
 """
-# With directories: some names are in two of them. `posix` keeps all digits of the times.
+# The archive has the paths with their directories, because some names are in two of them. Its format `posix` keeps all
+# digits of the times.
 SAVE = """
 cd /
 find {libraries} -name '*.so.{version}' -print0 |
@@ -133,7 +134,7 @@ class Soak:
         self.guest.run(["sh", "-ec", LET_REPORT.format(machines=" ".join(MACHINES))], timeout=600)
 
     def change(self, counts: Mapping[str, int]) -> None:
-        """Make all changes, each kind evenly spread, or as many as time allows."""
+        """Make as many changes of each kind as `counts` says, evenly spread, or fewer if the time is up."""
         changes = {HOTPLUG: self.hotplug, SWITCH: self.switch_driver, REPORT: self.report}
         self.done, began = dict.fromkeys(counts, 0), time.monotonic()
         for number, kind in enumerate(turns(counts), 1):
@@ -158,7 +159,7 @@ class Soak:
 
 
 def turns(counts: Mapping[str, int]) -> list[str]:
-    """Return each kind as often as it counts. A part of the list has all kinds in nearly the same proportions."""
+    """Return each kind as often as `counts` says. Parts of the list have nearly the same proportions."""
     places = [((number + 0.5) / count, kind) for kind, count in counts.items() for number in range(count)]
     return [kind for _, kind in sorted(places)]
 

@@ -44,7 +44,7 @@ def table(*results: Path) -> str:
             raise ValueError(f"{file}: {name} failed: the table is of a run in which all passed")
         skipped = case.find("skipped")
         if skipped is not None and skipped.get("type") == "pytest.xfail":
-            # A host that may fail: the table has it only if it did not.
+            # The test of a host that may fail (xfail) has failed: the table leaves this host out.
             continue
         if skipped is not None:
             raise ValueError(f"{file}: {name} was skipped: the table is of a run in which all ran")

@@ -26,7 +26,7 @@ def qemu_img() -> list[str]:
 
 
 def _program(root: Path, name: str) -> list[str]:
-    # By the tree's own dynamic linker (ld.so(8)): in a chroot, the program would not find disks and sockets.
+    # Started by the tree's own dynamic linker (ld.so(8)). In a chroot, the program would not find disks and sockets.
     linker = root / "usr/lib64/ld-linux-x86-64.so.2"
     return [str(linker), "--library-path", str(root / LIBRARIES), str(root / "usr/bin" / name)]
 

@@ -14,8 +14,8 @@ from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, k
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
 AGENT_ENVIRONMENT = Path("/opt/unbounded-agent/1")
-"""Like an environment that systemd/install has left, so that its next run finds the packages in it: the simulated host
-has no network."""
+"""A Python environment like those that systemd/install makes. When it runs on the simulated host, which has no network,
+it copies the packages from here."""
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Tests start these. nvidia-persistenced would need a real driver.
@@ -78,7 +78,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
     inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
     if wheels is not None:
         inputs += [wheels, REPOSITORY / "requirements.lock"]
-    # Each kind has its own name: otherwise, to build one could remove the others from the cache.
+    # Each kind has its own name: otherwise, building one could remove the others from the cache.
     name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
     return cached(name, inputs, build) / "host.ext4"
 

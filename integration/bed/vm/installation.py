@@ -1,7 +1,7 @@
 """Install the host half on the simulated host by `systemd/install`, as docs/install.md says, with two differences.
 
-The simulated host has no network: the wheel is built outside from this checkout, and the locked dependencies are
-those of an installation without the agent, which is part of the host's image.
+The simulated host has no network. So the agent's wheel is built outside, from this checkout, and the locked
+dependencies come from an environment in the host's image (AGENT_ENVIRONMENT in host_image), which lacks only the agent.
 """
 
 from integration.bed import wheels

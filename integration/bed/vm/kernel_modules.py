@@ -28,7 +28,7 @@ BOOT_MODULES = (
     "kernel/fs/jbd2/jbd2.ko",
     "kernel/fs/ext4/ext4.ko",
 )
-# gpu_identity comes first: no driver and no udev has seen the PCI devices by then.
+# gpu_identity comes first, before any driver and before udev see the PCI devices.
 INIT = """#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
 for module in {modules}; do /bin/busybox insmod /modules/$module || echo "initramfs: cannot load $module"; done

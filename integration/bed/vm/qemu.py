@@ -20,7 +20,7 @@ MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm", "-machine", 
 # clocksource=hpet: QEMU's TSC keeps counting across loadvm. A restored guest would see its clock jump by minutes, and
 # its watchdogs would kill what runs.
 # no5lvl: QEMU walks the page tables in software, and a fifth level made everything 20 % slower.
-# The last line turns off what costs a real processor little, and an emulated one a third of its time: hardening, waits.
+# The last line turns off hardening and waits: little work for a real processor, a third of an emulated one's time.
 KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet no5lvl"
     " init_on_alloc=0 randomize_kstack_offset=off audit=0 nowatchdog rcupdate.rcu_expedited=1"
@@ -28,9 +28,9 @@ KERNEL_ARGUMENTS = (
 
 
 def processors() -> int:
-    """Return how many processors a virtual machine has: one for each of pytest-xdist's workers, otherwise two.
+    """Return how many processors a virtual machine has: one if a worker of pytest-xdist starts it, otherwise two.
 
-    A second processor makes most tests only a sixth faster. A second virtual machine runs other tests meanwhile.
+    A second processor makes most tests only a sixth faster. With workers, a second virtual machine uses it better.
     """
     return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
@@ -44,7 +44,7 @@ def gpu_id(port: int) -> str:
 
 
 class Qemu:
-    """Starts on construction; `close` stops and reaps the process. `disks` are qcow2 files for vda, vdb, ..."""
+    """The process starts on construction; `close` stops and reaps it. `disks` are qcow2 files for vda, vdb, ..."""
 
     def __init__(
         self, directory: Path, boot: Path, disks: Iterable[Path], ports: Iterable[int], *,
@@ -129,7 +129,8 @@ class Qemu:
     def evidence(self) -> str:
         """Return the end of the serial console and of QEMU's own messages, for error messages.
 
-        A crash of the guest's kernel since the start or the last restored snapshot is named first: traces are long.
+        If the guest's kernel has crashed since the start or the last restored snapshot, the line that says so comes
+        first: the trace after it may be longer than the part of the console that is returned.
         """
         serial = self.serial_log.read_bytes()[self._serial_start :] if self.serial_log.exists() else b""
         console = serial.decode(errors="replace")

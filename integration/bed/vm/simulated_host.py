@@ -27,8 +27,8 @@ class SimulatedHost(Lifetime):
     """A host on copies of images: `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
 
     Neither image is written to: overlays of this host take the changes, and are removed with it. `saved` is a directory
-    that `save` has filled: the host continues from its last snapshot. With `one_processor`, it has one in any case: in
-    hours, QEMU loses the timer of an emulated second processor.
+    that `save` has filled: the host continues from its last snapshot. With `one_processor`, the host has only one:
+    within hours, QEMU loses the timer of an emulated second processor.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SimulatedHost(Lifetime):
         self.qemu.execute("stop")
 
     def restore(self, name: str) -> None:
-        """Return to a snapshot of this host, also to its time. Starts a new QEMU if the set of plugged GPUs differs."""
+        """Return to a snapshot of this host, and to its time. Starts a new QEMU if the set of plugged GPUs differs."""
         ports = self._snapshots[name]
         self.guest.close()
         if ports == self.qemu.plugged:

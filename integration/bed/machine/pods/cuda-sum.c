@@ -1,8 +1,8 @@
 /*
  * cuda-sum [SECONDS | fault]: add numbers on every visible GPU, once or again and again for so many seconds, and print
- * the UUID of each GPU whose sums are right. With `fault`, a kernel writes to memory that it does not have (Xid 31).
- * Only NVIDIA's real driver can run this: the kernel is PTX, which the driver compiles. It needs no CUDA headers: types
- * and numbers are those of the driver API (cuda.h).
+ * the UUID of each GPU whose sums are right. With `fault`, the CUDA kernel writes to an unmapped address (Xid 31).
+ * Only NVIDIA's real driver can run this: the CUDA kernel is PTX, which the driver compiles. It needs no CUDA headers:
+ * the types and numbers are those of the driver API (cuda.h).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
