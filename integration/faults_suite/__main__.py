@@ -24,7 +24,7 @@ from integration.faults_suite.stories import PLACES, STEADY, STORIES
 INPUTS, QUICK_INPUTS = 20_000, 200
 """Mutated inputs for each parser."""
 QUICK_CRASHES, QUICK_FAULTS, QUICK_DAMAGE = 11, 101, 23
-"""A quick run tries one in so many. Prime: another step could always leave out the same part of a repeated sequence."""
+"""A quick run tries one in this many. Prime numbers: others could always skip the same part of a repeated sequence."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ def summary(totals: Totals) -> str:
 def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
     """Run everything, and report each scenario with its findings."""
     totals = Totals()
-    # More processes than processors: a host's scenarios sleep half of their time. Fork before anything here starts a
-    # thread: threads do not survive a fork.
+    # More processes than processors, because the host half's scenarios sleep half of the time. The fork comes before
+    # anything here starts a thread: threads do not survive a fork.
     with multiprocessing.get_context("fork").Pool(2 * (os.cpu_count() or 1)) as pool:
         for name in STORIES:
             _crashes_and_faults(pool, totals, report, name, *((QUICK_CRASHES, QUICK_FAULTS) if quick else (1, 1)))

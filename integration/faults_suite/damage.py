@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO":
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 UNRECOGNISED = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
-"""Damage after which a file is not recognised as ours: a settings file is then an administrator's, and stays."""
+"""Damage after which the agent does not recognise its file. A settings file then counts as foreign, and stays."""
 REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
 
 
@@ -89,14 +89,14 @@ class Damage:
 
 
 def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> list[Damage]:
-    """Return every damage to every one of our files; with `every`, a sample of one in so many."""
+    """Return every damage to every file of `state` below `places`; with `every`, a sample of one in so many."""
     files = [path for path, text in sorted(state.items()) if path.startswith(places) and FILE.match(text)]
     found = [Damage(path, how) for path in files for how in (*CONTENTS, *KINDS)]
     return [each for each in found if int(hashlib.sha256(repr(each).encode()).hexdigest(), 16) % every == 0]
 
 
 def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
-    """Run the story's work on a world with that damage and no other change.
+    """Run the story's work on a world with that damage and no other change, and return what is wrong afterwards.
 
     The state is not compared, because it is a cache that is filled again: a driver root may get another index.
     """

@@ -27,7 +27,10 @@ READING = (EIO, EACCES)
 
 
 def faults(baseline: Baseline, every: int = 1) -> list[Strike]:
-    """Return each writing call with each of its errors, and each distinct reading call, once, with each of READING."""
+    """Return a strike for each error of each writing call, and for each of READING at each distinct reading call.
+
+    With `every`, return one in so many of them.
+    """
     strikes = [
         Strike(number, code, torn=call.name in TORN and code != EIO)
         for number, call in enumerate(baseline.writing)

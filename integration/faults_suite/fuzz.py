@@ -1,4 +1,4 @@
-"""Mutate the input of parsers, which may only raise our own errors, and take linear time at most."""
+"""Mutate the input of parsers, which may raise only AgentError and OSError, and take linear time at most."""
 
 import json
 import random

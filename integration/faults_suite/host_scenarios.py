@@ -25,7 +25,7 @@ class Scenario:
     before: Callable[[HostWorld], None]
     change: Callable[[HostWorld], None]
     work: Callable[[HostWorld], None] = HostWorld.converge
-    """The work in which a call is killed or fails."""
+    """The work during which the agent is killed at a call, or a call fails."""
     again: Callable[[HostWorld], None] = HostWorld.converge
     """The next work of the service or an administrator after `work`."""
 

@@ -27,7 +27,7 @@ class Site(Protocol):
 
 
 class Bus(ScriptedBus):
-    """PID 1 and machined; the world applies their calls."""
+    """PID 1 and machined, on the bus. The world applies what calls change."""
 
     def __init__(self, world: Site) -> None:
         super().__init__()

@@ -273,7 +273,7 @@ class HostWorld(HostDevices):
         found = numbered(snapshot(self.tree) | {"mounts": mounts}, MANIFESTS)
         for path in [*found]:
             # Leave out the settings that the machine started with: they differ if a start was killed. Leave out the
-            # record of driver roots too: only a start begins it, and without it none is removed until the next start.
+            # record of handed driver roots too: only a start begins it, and until then no driver root is removed.
             if "/started." in path or path == handed_roots_file(MACHINE):
                 del found[path]
         if (live := live_file(MACHINE)) in found:
@@ -289,7 +289,7 @@ class HostWorld(HostDevices):
 def _unordered(text: str) -> str:
     """Return the record of a machine's devices sorted, and without the generation of the last repeated binds.
 
-    Of the time since which permissions are kept, only whether there is one.
+    The time since which permissions are kept is replaced by whether there is one.
     """
     mode, _, content = text.partition(" ")
     try:

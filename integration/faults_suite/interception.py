@@ -74,7 +74,7 @@ class Watch:
     paused: int = 0
 
     def before_write(self, name: str, what: str) -> bool:
-        """Count a writing call that the agent is about to make; return whether to tear it. Raises Killed or OSError."""
+        """Count a writing call that the agent is about to make. Return whether to tear it. Raises Killed or OSError."""
         if self.paused:
             return False
         if self.dead:
@@ -108,7 +108,7 @@ class Watch:
         raise OSError(self.strike.code, os.strerror(self.strike.code), self.struck.what)
 
     def below(self, where: object) -> str | None:
-        """Return the path in the tree that an argument denotes, or None."""
+        """Return the path in the tree that an argument denotes; None if it is elsewhere, or no path."""
         if isinstance(where, int) and not isinstance(where, bool):
             where = f"/proc/self/fd/{where}"
         if not isinstance(where, str | os.PathLike):
@@ -139,7 +139,7 @@ REAL_THREAD: dict[str, Attribute] = {name: getattr(threading.Thread, name) for n
 
 
 class _Writer:
-    """A file open for writing without a buffer: a kill would lose the buffer, or Python would write it at exit."""
+    """A file open for writing, without a buffer. Python could write a buffer even after a simulated kill."""
 
     def __init__(self, watch: Watch, raw: Attribute) -> None:
         self._watch, self._raw = watch, raw
@@ -165,7 +165,7 @@ class _Writer:
 
 
 def _resolves() -> bool:
-    """Return whether the caller resolves links below a test's tree, as the kernel does on a real host."""
+    """Return whether the caller resolves links below a test's tree. On a real host, that is not the agent's work."""
     caller = sys._getframe(2).f_code
     return caller.co_name == "_resolve" and caller.co_filename.endswith("rooted.py")
 
@@ -186,7 +186,7 @@ def _writing(watch: Watch, name: str) -> Callable[..., Attribute]:
             directory = watch.below(options["dir_fd"])
             path = None if directory is None else f"{directory}/{arguments[0]}"
         if name in ("unlink", "remove") and path is not None and not _exists(*arguments, **options):
-            # The caller makes sure that the file does not exist; this call changes nothing.
+            # There is no such file, and the caller only makes sure of that: this call changes nothing.
             path = None
         if path is not None and watch.before_write(name, path):
             if name == "copy_file_range":
@@ -268,7 +268,7 @@ def watched(watch: Watch, *, in_order: bool = False) -> Iterator[Watch]:
 
 
 def _start(thread: threading.Thread) -> None:
-    # A daemon thread makes calls for others until the process exits.
+    # A daemon thread works for other threads until the process exits, so that its run() would not return here.
     if thread.daemon:
         REAL_THREAD["start"](thread)
     else:

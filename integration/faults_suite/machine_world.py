@@ -17,11 +17,11 @@ from integration.faults_suite.trees import normal, snapshot, temporary
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, nvidia_ctk, systemctl
 
 RUNS = 3
-"""Runs of the machine half: one by the path unit, then by the timer."""
+"""Runs of the machine half: one that the path unit starts, and two that the timer starts."""
 READS = ("-p", "show", "--version", "dump", "list", "get")
 READERS = ("nvidia-smi", "open_nodes")
 COMPARED = ("granted-", "char-links-", "withdrawn")
-"""Notes whose content is compared; the others only save work, and have times and inode numbers."""
+"""Notes whose content is compared; the others only save work, and contain times and inode numbers."""
 
 
 class MachineWorld:

@@ -65,7 +65,7 @@ def _no_program(argv: tuple[str, ...], timeout: float) -> NoReturn:
 
 
 def _spec(data: bytes) -> object:
-    """Check a specification as nvidia-ctk writes it: at least JSON."""
+    """Check a specification. Other text than JSON is not checked: nvidia-ctk writes JSON."""
     try:
         spec = json.loads(data)
     except (ValueError, RecursionError):

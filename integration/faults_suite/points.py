@@ -126,7 +126,7 @@ def _unfounded(world: World, baseline: Baseline, how: Strike) -> list[str]:
 
 
 def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
-    """Run the scenario with a strike, then without; return None if the result is the baseline's."""
+    """Run the scenario with a strike, then without one. Return a finding, or None if the result is the baseline's."""
     what: list[str] = []
     with directory() as place, silence():
         world = story.begin(Path(place))

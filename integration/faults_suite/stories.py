@@ -81,4 +81,4 @@ PLACES = {
         "/etc/containerd/conf.d/",
     ),
 }
-"""How the paths of our files begin that the suite damages."""
+"""For each story in STEADY, how the paths of the files begin that the suite damages."""

@@ -26,7 +26,7 @@ VARYING = (
 def snapshot(tree: Path) -> dict[str, str]:
     """Return type, mode and content of everything, by path.
 
-    Without the ages of files: each run has its own, also of files that only a killed run had seen.
+    Leaves out the record of files' ages: it differs from run to run, and also has files that only a killed run saw.
     """
     found = {}
     for directory, directories, files in os.walk(tree):
@@ -68,7 +68,7 @@ def numbered(found: dict[str, str], manifests: str) -> dict[str, str]:
     def rank(text: str) -> str:
         return INDEX.sub(lambda match: re.sub(r"\d+$", lambda one: ranks.get(one[0], one[0]), match[0]), text)
 
-    # Without the directory for removals: the first removal makes it, and it stays, empty.
+    # Leave out the directory for removals: the first removal makes it, and it stays there, empty.
     kept = {path: text for path, text in found.items() if path != REMOVED}
     return {rank(path): GENERATION.sub("GENERATION", rank(text)) for path, text in kept.items()}
 
