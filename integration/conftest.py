@@ -70,9 +70,9 @@ class Bed:
         return {each["type"]: each for each in found["machines"][MACHINE]["conditions"]}
 
     def last_conditions(self) -> dict[str, dict[str, Any]]:
-        """Return the conditions by type as the last pass kept them; without any, an unknown Ready.
+        """Return by type the conditions that the last pass wrote; if there are none, only Ready with status Unknown.
 
-        Reading the file costs nothing. To run `status` again and again takes a processor from what is waited for.
+        Reading the file costs nothing. Running `status` again and again takes a processor from what is waited for.
         """
         try:
             found = json.loads(self.guest.read(CONDITIONS)).get(MACHINE, [])
@@ -81,7 +81,7 @@ class Bed:
         return {each["type"]: each for each in found} or {"Ready": {"status": "Unknown"}}
 
     def wait_ready(self, seconds: float = 400) -> dict[str, dict[str, Any]]:
-        """Wait until Ready is True, and return all conditions; fail with them otherwise."""
+        """Wait until Ready is True, and return all conditions. Raises NotReachedError with `evidence`."""
         return wait("the machine is ready", self._conditions_if_ready, seconds, self.evidence)
 
     def _conditions_if_ready(self) -> dict[str, dict[str, Any]]:
@@ -214,7 +214,7 @@ def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
 def shared_host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> Iterator[SimulatedHost]:
     """A ready host that a module's tests share: none of them changes what another one checks.
 
-    After each restore, QEMU has to translate the guest's programs again.
+    So it is restored once, not for each test: after each restore, QEMU has to translate the guest's programs again.
     """
     simulated_host.restore(READY)
     yield simulated_host
@@ -236,7 +236,7 @@ def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
     Its tests run without a restored snapshot in between: the API server outside the guest could not go back with it.
     """
     simulated_host.restore(READY)
-    # For the certificates. The last report is outdated then.
+    # The certificates are not valid yet at the snapshot's time. With the new time, the last report is outdated.
     simulated_host.guest.set_clock()
     Bed(simulated_host).node.run("systemctl", "start", "unbounded-agent-gpu.service")
     with Cluster(simulated_host) as cluster:
