@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Simulation: devices other than GPUs that need hardware or a driver outside the kernel, by their real drivers' names:
- * GDRCopy's and NVSwitch's without a device class, so that user space makes the nodes; GPUDirect Storage's with one; an
- * NPU through the kernel's own accel subsystem. The nodes can be opened, but there is nothing behind them.
+ * Simulation: devices other than GPUs that need hardware or a driver outside the kernel. They have the names of their
+ * real drivers. GDRCopy and NVSwitch have no device class, so user space makes their nodes; GPUDirect Storage has one.
+ * An NPU uses the kernel's own accel subsystem. The nodes can be opened, but there is nothing behind them.
  */
 #include <drm/drm_accel.h>
 #include <drm/drm_drv.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Simulation: makes QEMU's "pci-testdev" devices GPUs of other vendors, with real DRM devices and PCI drivers that have
- * the real ones' names. They drive no hardware; user space sees the nodes, attributes and uevents of a GPU.
- * The parameter next_vendor is the PCI vendor of devices that are added from now on.
+ * Simulation: presents QEMU's "pci-testdev" devices as GPUs of other vendors, with real DRM devices. Its PCI drivers
+ * have the names of the real ones. They drive no hardware; user space sees the nodes, attributes and uevents of a GPU.
+ * The parameter next_vendor is the PCI vendor of devices that are added after it is set.
  */
 #include <drm/drm_drv.h>
 #include <drm/drm_file.h>
@@ -17,7 +17,7 @@
 #define TESTDEV_VENDOR 0x1b36 /* hw/misc/pci-testdev.c of QEMU */
 #define TESTDEV_DEVICE 0x0005
 #define ASPEED_VENDOR 0x1a03
-#define STAND_IN_DEVICE 0xfffe /* of no vendor: the real drivers' aliases do not match it */
+#define STAND_IN_DEVICE 0xfffe /* no vendor uses it: the real drivers' aliases do not match it */
 
 static ushort next_vendor = PCI_VENDOR_ID_INTEL;
 module_param(next_vendor, ushort, 0644);

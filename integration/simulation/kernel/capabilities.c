@@ -13,7 +13,7 @@
 #define CAP_MINORS 8192
 #define CONFIG_MINOR 1
 #define MONITOR_MINOR 2
-/* The numbers run through every possible GPU, GPU instance and compute instance: 4323 on real machines too. */
+/* The numbers run through every possible GPU, GPU instance and compute instance; this one is 4323, as on real hosts. */
 #define FABRIC_IMEX_MINOR (3 + NVIDIA_MIG_GPUS * NVIDIA_MIG_GIS * (1 + NVIDIA_MIG_CIS))
 
 /* Older branches have no IMEX channels. */

@@ -44,7 +44,7 @@ struct region {
 	const char *name;
 };
 
-/* Since 545, GPUs and control have their own names in /proc/devices; before, one front end had all minors. */
+/* Since driver 545, GPUs and nvidiactl have their own names in /proc/devices. Before, one front end had all minors. */
 static struct region regions[] = {
 #if NVIDIA_BRANCH >= 545
 	{ .first = 0, .count = NVIDIA_GPU_MINORS, .name = "nvidia" },

@@ -18,7 +18,7 @@ struct gpu_drm {
 	struct drm_device *device;
 };
 
-/* The notifier of nvidia.ko runs under its lock, which guards this list too. */
+/* nvidia.ko calls its notifiers under its own lock, which guards this list too. */
 static LIST_HEAD(devices);
 
 DEFINE_DRM_GEM_FOPS(file_operations);

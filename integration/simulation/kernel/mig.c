@@ -92,7 +92,7 @@ static int change(struct mig *mig, const char *verb, unsigned int gpu, unsigned 
 	return -EINVAL;
 }
 
-/* The last number of create-gi and create-ci is the slices, and create-gi has no CI before it. */
+/* create-gi has SLICES where the other verbs have CI: it needs no CI. */
 static int step(const char *words)
 {
 	unsigned int gpu, gi = 0, ci = 0, slices = 0;

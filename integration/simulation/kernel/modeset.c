@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Simulation: stand-in for NVIDIA's nvidia-modeset.ko. Since 545 it registers minor 254 under its own name;
- * before, nvidia.ko's front end owns the minor, and this module registers with it.
+ * Simulation: stand-in for NVIDIA's nvidia-modeset.ko. Since driver 545, it registers minor 254 under its own
+ * name. Before 545, nvidia.ko's front end owns the minor, and this module registers with it.
  */
 #include <linux/cdev.h>
 #include <linux/fs.h>

@@ -39,7 +39,7 @@ void nvidia_gpu_unnotify(struct notifier_block *block);
 
 int nvidia_chardev_register(void);
 void nvidia_chardev_unregister(void);
-/* Before 545 minor 254 belongs to nvidia.ko's front end, and opens only while nvidia-modeset is loaded. */
+/* Before driver 545, minor 254 belongs to nvidia.ko's front end, and opens only while nvidia-modeset is loaded. */
 void nvidia_modeset_present(bool present);
 
 int nvidia_procfs_register(void);

@@ -11,7 +11,7 @@
 static dev_t first;
 static struct cdev cdev;
 
-/* A no-op that, like the real module's symbols, makes this module depend on nvidia.ko. */
+/* Does nothing, but makes this module depend on nvidia.ko, as the real one does by the symbols that it uses. */
 static struct notifier_block gpu_events;
 
 static int on_gpu(struct notifier_block *block, unsigned long event, void *pdev)

@@ -2,7 +2,7 @@
 /*
  * Simulation: event sets of the stand-in NVML. A simulated GPU has one event, an Xid that somebody raises by
  *   echo MINOR XID >/sys/module/nvidia/parameters/simulated_xid
- * which every process sees, like all processes that watch a real GPU. A wait checks for it twice a second.
+ * As with a real GPU, every process that watches the GPU sees the event. A wait checks for it twice a second.
  */
 #include <errno.h>
 #include <stdio.h>

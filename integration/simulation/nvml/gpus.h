@@ -9,8 +9,8 @@
 
 #define PROC "/proc/driver/nvidia"
 #define MAX_GPUS 64
-#define MIG_GIS 15 /* instances of a GPU, and compute instances of one: nv-caps.c */
-#define MIG_CIS 8
+#define MIG_GIS 15 /* GPU instances of a GPU: nv-caps.c */
+#define MIG_CIS 8 /* compute instances of a GPU instance */
 
 struct gpu {
 	struct gpu *parent; /* the GPU of a MIG device; NULL for a whole GPU */
@@ -26,7 +26,7 @@ nvmlReturn_t gpus_open(void);
 void gpus_close(void);
 unsigned int gpus_count(void);
 struct gpu *gpus_at(unsigned int index);
-/* Returns the position in the list, for a MIG device that of its GPU; MAX_GPUS for an unknown handle. */
+/* Returns a GPU's position in the list; for a MIG device, that of its GPU; for an unknown handle, MAX_GPUS. */
 unsigned int gpus_index(const struct gpu *gpu);
 int gpus_is_whole(const struct gpu *device);
 /* Reads "Key: value" from a file in procfs; without the key, `value` is empty. */
@@ -34,7 +34,7 @@ void gpus_field(const char *path, const char *key, char *value, size_t size);
 
 /* Returns whether a handle belongs to a MIG device. */
 int mig_is_device(const struct gpu *device);
-/* Returns the MIG device of that number, among those of a GPU whose nodes this process has; NULL after the last. */
+/* Returns MIG device `index` of a GPU, counting only those whose nodes this process may open; NULL after the last. */
 struct gpu *mig_at(struct gpu *gpu, unsigned int index);
 /* Returns the name of the profile with that many slices, such as "1g.10gb"; NULL if there is none. */
 const char *mig_profile(unsigned int slices);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Simulation: the MIG devices that the stand-in NVML sees: compute instances that the stand-in kernel module lists, if
- * this process may open the nodes of both capabilities. That is why a pod sees only its own.
+ * this process may open the nodes of the GPU instance and of the compute instance. So a pod sees only its own.
  */
 #include <fcntl.h>
 #include <stdio.h>

@@ -6,7 +6,7 @@
 
 #define SLICE_PROCESSORS 16
 
-/* An H100 80GB's, as `nvidia-smi mig -lgip` and `-lcip` list them; `profile` is NVML_GPU_INSTANCE_PROFILE_*. */
+/* Those of an H100 80GB, as `nvidia-smi mig -lgip` and `-lcip` list them; `profile` is NVML_GPU_INSTANCE_PROFILE_*. */
 static const struct profile {
 	unsigned int slices, profile, gi_id, ci_id, memory_mib;
 	const char *name;
@@ -57,7 +57,7 @@ NVML_API nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDevice
 	return NVML_SUCCESS;
 }
 
-/* NVML_ERROR_NOT_SUPPORTED means a profile that this GPU lacks, such as those with media extensions only. */
+/* Returns NVML_ERROR_NOT_SUPPORTED for a profile that this GPU lacks, such as one with media extensions. */
 NVML_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t device, unsigned int profile,
 							  nvmlGpuInstanceProfileInfo_t *info)
 {
