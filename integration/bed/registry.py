@@ -13,7 +13,7 @@ from pathlib import Path
 from integration.bed import debian
 from integration.bed.cache import cached
 from integration.bed.cluster.certificates import Certificates
-from integration.bed.cluster.control_plane import free_ports
+from integration.bed.free_ports import free_ports
 from integration.bed.lifetime import Lifetime
 from integration.bed.machine.buildah import buildah
 from integration.bed.process import run

@@ -31,7 +31,7 @@ from agent.model.reasons import Reason
 from integration.faults_suite.host_devices import HostDevices
 from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch
-from integration.faults_suite.trees import numbered, snapshot, temporary
+from integration.faults_suite.trees import numbered, snapshot, temporary, unordered
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
@@ -272,32 +272,18 @@ class HostWorld(HostDevices):
         mounts = " ".join(sorted((*self.mounts, *self.host.bus.mounts.mounted.values())))
         found = numbered(snapshot(self.tree) | {"mounts": mounts}, MANIFESTS)
         for path in [*found]:
-            # Leave out the settings that the machine started with: they differ if a start was killed. Leave out the
-            # record of handed driver roots too: only a start begins it, and until then no driver root is removed.
+            # Leave out the settings that the machine started with, which differ if a start was killed, and the record
+            # of handed driver roots: only a start begins it, and until then no driver root is removed.
             if "/started." in path or path == handed_roots_file(MACHINE):
                 del found[path]
         if (live := live_file(MACHINE)) in found:
-            found[live] = _unordered(found[live])
+            found[live] = unordered(found[live])
         found |= {
             "machine": f"active {self.running}",
             "machine nodes": json.dumps({path: each[-1] for path, each in sorted(self.nodes.items())}),
             "machine permissions": " ".join(sorted(self.allowed)),
         }
         return found
-
-
-def _unordered(text: str) -> str:
-    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds.
-
-    The time since which permissions are kept is replaced by whether there is one.
-    """
-    mode, _, content = text.partition(" ")
-    try:
-        live = json.loads(content)
-    except ValueError:
-        return text
-    kept = {key: sorted(value) if isinstance(value, list) else value for key, value in live.items() if key != "rebound"}
-    return f"{mode} {json.dumps(kept | {'kept_since': bool(live.get('kept_since'))}, sort_keys=True)}"
 
 
 def _describe(outcome: Outcome) -> str:

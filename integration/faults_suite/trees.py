@@ -1,5 +1,6 @@
 """The result of a run, in a form that makes two runs comparable."""
 
+import json
 import os
 import re
 import stat
@@ -96,3 +97,17 @@ def _short(before: str | None, after: str | None) -> str:
 def temporary(tree: Path) -> list[str]:
     """Return lines that name temporary files of a killed writer."""
     return [f"{path.relative_to(tree)}: a temporary file is left" for path in tree.rglob(f"*{NEW}")]
+
+
+def unordered(text: str) -> str:
+    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds.
+
+    The time since which permissions are kept is replaced by whether there is one.
+    """
+    mode, _, content = text.partition(" ")
+    try:
+        live = json.loads(content)
+    except ValueError:
+        return text
+    kept = {key: sorted(value) if isinstance(value, list) else value for key, value in live.items() if key != "rebound"}
+    return f"{mode} {json.dumps(kept | {'kept_since': bool(live.get('kept_since'))}, sort_keys=True)}"

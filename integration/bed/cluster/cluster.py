@@ -9,8 +9,9 @@ import yaml
 
 from agent.cli.allocation_steps import CHECKPOINT
 from integration.bed.cache import REPOSITORY, step
-from integration.bed.cluster.control_plane import ControlPlane, free_ports, node_user
+from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.cluster.kubernetes import RELEASE
+from integration.bed.free_ports import free_ports
 from integration.bed.lifetime import Lifetime
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.machine.pod_images import CUDA_TEST, DEVICE_PLUGIN, device_plugin_image

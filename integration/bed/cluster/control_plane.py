@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from integration.bed.cache import step
 from integration.bed.cluster.certificates import Certificates
 from integration.bed.cluster.kubernetes import RELEASE, kubernetes
+from integration.bed.free_ports import free_ports
 from integration.bed.lifetime import Lifetime
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.run_directory import run_directory
@@ -285,15 +285,6 @@ def _role_binding(name: str, role: str, group: str) -> dict[str, object]:
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
         "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}],
     }
-
-
-def free_ports(count: int) -> list[int]:
-    """Return TCP ports of 127.0.0.1 on which nothing listens now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _write_private(path: Path, text: str) -> None:

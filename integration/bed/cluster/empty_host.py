@@ -18,9 +18,10 @@ import yaml
 from integration.bed import debian, wheels
 from integration.bed.cache import step
 from integration.bed.cluster.cluster import RESOURCE, Administered, manifest, pod
-from integration.bed.cluster.control_plane import ControlPlane, free_ports
+from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import KUBERNETES, MODULE
 from integration.bed.drivers.host_roots import PYTHON
+from integration.bed.free_ports import free_ports
 from integration.bed.lifetime import Lifetime
 from integration.bed.machine.machine_image import CONTAINERFILE, empty_disk, machine_image
 from integration.bed.machine.node import MACHINE

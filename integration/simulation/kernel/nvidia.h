@@ -30,8 +30,6 @@ enum { NVIDIA_GPU_ADDED, NVIDIA_GPU_REMOVED };
 
 int nvidia_gpu_open(unsigned int minor);
 void nvidia_gpu_release(unsigned int minor);
-int nvidia_gpus_register(void);
-void nvidia_gpus_unregister(void);
 
 /* Announces every bound GPU to the notifier before it returns, and later ones when they are bound. */
 int nvidia_gpu_notify(struct notifier_block *block);
