@@ -13,6 +13,7 @@ from agent.dra.kubeconfig import Kubeconfig, Material, read_kubeconfig
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError
 from agent.system.files import System
+from agent.system.tls import client_context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +67,8 @@ class Credentials:
 
     def _make(self, kubeconfig: Kubeconfig) -> Session:
         try:
-            # TLS 1.2 is the oldest version that the API server accepts by default (tls-min-version).
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context = client_context(self._content(kubeconfig.ca) if kubeconfig.ca else None)
             context.set_alpn_protocols(["http/1.1"])
-            if kubeconfig.ca:
-                context.load_verify_locations(cadata=self._content(kubeconfig.ca).decode("ascii"))
-            else:
-                context.load_default_certs()
             if kubeconfig.certificate and kubeconfig.key:
                 self._load_certificate(context, kubeconfig)
             token = self._token(kubeconfig.token)

@@ -10,6 +10,7 @@ import urllib.parse
 from dataclasses import dataclass
 
 from agent.system.deadlines import bounded
+from agent.system.tls import client_context
 
 TIME_LIMIT = 10.0
 """Seconds for each operation on the connection."""
@@ -51,10 +52,7 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
     try:
-        if not ca:
-            # Given no certificate, the library would accept the host's CAs.
-            raise ValueError("empty")
-        context = ssl.create_default_context(cadata=ca.decode("ascii"))
+        context = client_context(ca)
     except (ssl.SSLError, ValueError) as error:
         raise ValueError("no certificate in PEM format") from error
     return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)

@@ -21,6 +21,7 @@ from agent.model.errors import AgentError
 from agent.model.reasons import Reason
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
 from tests.fakes.dra_machine import KUBECONFIG, NODE, DraMachine
+from tests.fakes.web_server import certificate_of_an_intermediate_ca
 
 pytestmark = pytest.mark.processes
 HERE = f"{NODES}/{NODE}"
@@ -64,6 +65,21 @@ def test_another_certificate_authority_is_not_trusted(api: ApiServer, joined: Dr
         ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
     assert caught.value.reason == Reason.API_UNREACHABLE
     assert api.requests == []
+
+
+def test_a_certificate_authority_that_the_kubelet_trusts_is_trusted(
+    api: ApiServer, joined: DraMachine, tmp_path: Path
+) -> None:
+    """The cluster's CA may be an intermediate one of a company, without key identifiers."""
+    certificate, ca = certificate_of_an_intermediate_ca(tmp_path)
+    api.stop()
+    api.certificate.write_bytes(certificate.read_bytes())
+    (api.directory / "api.key").write_bytes(certificate.with_name("key").read_bytes())
+    api.start()
+    joined.put("/etc/ca.crt", ca)
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+    client.close()
 
 
 def test_another_name_is_not_trusted(api: ApiServer, joined: DraMachine) -> None:

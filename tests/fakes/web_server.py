@@ -19,6 +19,26 @@ def certificate(directory: Path) -> Path:
     return made
 
 
+def certificate_of_an_intermediate_ca(directory: Path) -> tuple[Path, bytes]:
+    """Make a certificate for 127.0.0.1, with its key next to it, and return it with its CA. Starts processes.
+
+    The CA is not a root, and no certificate has key identifiers. Clients in Go, such as kubectl, accept that.
+    """
+    config = directory / "openssl.cnf"
+    config.write_text("[req]\ndistinguished_name=dn\n[dn]\n")
+    new = ("-config", config, "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    bare = ("-addext", "subjectKeyIdentifier=none", "-addext", "authorityKeyIdentifier=none")
+    for name, key, issuer, extension in (
+        ("root", "root.key", (), "basicConstraints=critical,CA:TRUE"),
+        ("ca", "ca.key", ("root", "root.key"), "basicConstraints=critical,CA:TRUE"),
+        ("crt", "key", ("ca", "ca.key"), "subjectAltName=IP:127.0.0.1"),
+    ):
+        by = ("-CA", directory / issuer[0], "-CAkey", directory / issuer[1]) if issuer else ()
+        what = ("-subj", f"/CN={name}", "-addext", extension, "-keyout", directory / key, "-out", directory / name)
+        subprocess.run(["openssl", "req", "-x509", *new, *bare, *what, *by], check=True, capture_output=True)
+    return directory / "crt", (directory / "ca").read_bytes()
+
+
 @contextlib.contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], certificate: Path | None = None) -> Iterator[int]:
     """Serve on 127.0.0.1, and yield the port."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.system.https import ask
-from tests.fakes.web_server import certificate, serving
+from tests.fakes.web_server import certificate, certificate_of_an_intermediate_ca, serving
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -45,6 +45,17 @@ def test_the_token_decides_and_the_clock_is_read(server: tuple[str, bytes]) -> N
 def test_a_certificate_of_another_ca_is_refused(server: tuple[str, bytes], tmp_path: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         ask(server[0], ca=certificate(tmp_path).read_bytes())
+
+
+@pytest.mark.processes
+def test_what_kubernetes_clients_accept_is_accepted(tmp_path: Path) -> None:
+    """A CA that is not a root, certificates without key identifiers, and comments in any language between them.
+
+    By default, Python 3.11 refuses the first, and Python 3.13 the second.
+    """
+    made, ca = certificate_of_an_intermediate_ca(tmp_path)
+    with serving(Handler, made) as port:
+        assert ask(f"https://127.0.0.1:{port}/api", ca="# F\u0151tan\xfas\xedtv\xe1ny\n".encode() + ca).status == 401
 
 
 @pytest.mark.processes
