@@ -25,6 +25,7 @@ from agent.host.state.locks import machine_locks
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import ConfigError, DocumentError
+from agent.model.extended_resources import gives_gpus
 from agent.model.facts import Facts
 from agent.model.handoff import DRA
 from agent.model.json_document import parse_object
@@ -43,7 +44,7 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     if not options.kubeconfig:
         # The cluster is not observed, so the user must replace NODE and RESOURCE (the device plugin's resource). A
         # count of 0 is not printed.
-        node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": 0}, (), (), ())
+        node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": "0"}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0
     # The name that `up` recorded, not the one that the machine reports: root in the machine could name another node.
@@ -82,6 +83,11 @@ def _listing(steps: tuple[Step, ...]) -> Iterator[str]:
         yield from (f"     {command}" for command in step.commands)
 
 
+def _gives_gpus(resource: str) -> bool:
+    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
+    return any(each and gives_gpus(resource, each.resource_prefix, each.harmless_resources) for each in vendors)
+
+
 class _Move:
     """The move of one node."""
 
@@ -114,7 +120,6 @@ class _Move:
             self._system.remove(note)
 
     def _reconcile_and_list_steps(self) -> tuple[Step, ...]:
-        prefixes = [vendor.resource_prefix for name in VENDOR_NAMES if (vendor := machine_vendor(name))]
         node = self._get("node", self._node)
         pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self._node}")
         claims = self._get("resourceclaims", "--all-namespaces")
@@ -124,9 +129,9 @@ class _Move:
                 self._node,
                 bool(node["spec"].get("unschedulable")),
                 self._system.exists(cordoned_file(self._machine)),
-                parse_counts(node, "allocatable", prefixes),
-                parse_counts(node, "capacity", prefixes),
-                parse_holders(pods, prefixes),
+                parse_counts(node, "allocatable", _gives_gpus),
+                parse_counts(node, "capacity", _gives_gpus),
+                parse_holders(pods, _gives_gpus),
                 parse_claimants(claims, self._node),
                 tuple(each["metadata"]["name"] for each in slices["items"]),
             )

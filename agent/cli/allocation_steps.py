@@ -6,11 +6,12 @@ give the other's GPUs to further pods. Therefore no pod may have a GPU while the
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
 
+from agent.model.extended_resources import is_zero
 from agent.model.handoff import DRA
 from agent.model.paths import DRA_DRIVER
 
@@ -25,9 +26,9 @@ class Node(Struct, frozen=True):
     cordoned: bool
     cordoned_by_agent: bool
     """Whether the agent has cordoned the node."""
-    allocatable: Mapping[str, int]
+    allocatable: Mapping[str, str]
     """The counts that device plugins offer, by resource."""
-    capacity: Mapping[str, int]
+    capacity: Mapping[str, str]
     """The counts that the kubelet has from device plugins, even from those that are gone."""
     holders: tuple[str, ...]
     """Pods that request a device plugin's resource and have no claim for it, as `NAMESPACE/NAME`."""
@@ -50,22 +51,25 @@ class Step(Struct, frozen=True):
     """The arguments of kubectl with which the agent takes the step; empty if only an administrator can take it."""
 
 
-def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) -> dict[str, int]:
-    """Return the nonzero counts of resources with these prefixes in a Node's status.
+def parse_counts(node: Mapping[str, Any], kind: str, wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Return the nonzero counts of wanted resources in a Node's status.
 
-    `kind` is the key of the status: allocatable or capacity. Raises KeyError or ValueError.
+    `kind` is the key of the status: allocatable or capacity. Raises KeyError.
     """
     counts = (node["status"].get(kind) or {}).items()
-    return {name: int(count) for name, count in counts if name.startswith(tuple(prefixes)) and int(count)}
+    return {name: str(count) for name, count in counts if wanted(name) and not is_zero(str(count))}
 
 
-def parse_holders(pods: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return the pods that have GPUs of a device plugin, from a list of the node's pods. Raises KeyError."""
-    metadata = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, prefixes))
+def parse_holders(pods: Mapping[str, Any], wanted: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the pods that have wanted resources of a device plugin, from a list of the node's pods.
+
+    Raises KeyError.
+    """
+    metadata = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, wanted))
     return tuple(sorted(f"{each['namespace']}/{each['name']}" for each in metadata))
 
 
-def _has_plugin_gpu(pod: Mapping[str, Any], prefixes: Sequence[str]) -> bool:
+def _has_plugin_gpu(pod: Mapping[str, Any], wanted: Callable[[str], bool]) -> bool:
     """Return whether a pod has GPUs of a device plugin: it requests them, and the scheduler made no claim for it."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed") or status.get("extendedResourceClaimStatus"):
@@ -76,9 +80,10 @@ def _has_plugin_gpu(pod: Mapping[str, Any], prefixes: Sequence[str]) -> bool:
         name
         for each in containers
         for kind in ("limits", "requests")
-        for name in ((each.get("resources") or {}).get(kind) or {})
+        for name, count in ((each.get("resources") or {}).get(kind) or {}).items()
+        if not is_zero(str(count))
     }
-    return any(name.startswith(tuple(prefixes)) for name in requested)
+    return any(map(wanted, requested))
 
 
 def parse_claimants(claims: Mapping[str, Any], node: str) -> tuple[str, ...]:
@@ -193,6 +198,6 @@ def _configuring(machine: str, wanted: str) -> tuple[str, ...]:
     )
 
 
-def _counts_text(counts: Mapping[str, int]) -> str:
-    listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()) if count)
+def _counts_text(counts: Mapping[str, str]) -> str:
+    listed = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()) if not is_zero(count))
     return f" (the node's status still has {listed})" if listed else ""

@@ -5,9 +5,10 @@ pods. Therefore no GPU of a vendor is offered while the node's status has a non-
 plugin. A count of zero does not matter: the kubelet keeps the resource even when the plugin is gone.
 """
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from agent.model.extended_resources import gives_gpus, is_zero
 
 STEPS = (
     "one GPU would go to two pods: remove the device plugin from this node, and see "
@@ -23,16 +24,10 @@ def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[st
     resources = {}
     for key in ("capacity", "allocatable"):
         for name, count in _object(_object(node.get("status")).get(key)).items():
-            offered = name.startswith(prefix) and not any(fnmatch.fnmatchcase(name, each) for each in harmless)
             # While a plugin is down, its allocatable count is zero although pods still have its GPUs.
-            if offered and not is_zero(str(count)):
+            if gives_gpus(name, prefix, harmless) and not is_zero(str(count)):
                 resources[name] = str(count)
     return dict(sorted(resources.items()))
-
-
-def is_zero(count: str) -> bool:
-    """Return whether a quantity such as `0`, `0k` or `8` is zero: whether it has no digit other than 0."""
-    return not any(each in "123456789" for each in count)
 
 
 def blocked_message(resources: Mapping[str, str]) -> str:

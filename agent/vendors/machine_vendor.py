@@ -96,6 +96,8 @@ class MachineVendor(ABC):
     """The keys that `edit_runtime_config` sets in `runtime_config`, by table."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
+    harmless_resources: tuple[str, ...] = ()
+    """Patterns (fnmatch) of resources that have that prefix, but give no pod a GPU of its own."""
     plugin_sockets: str
     """Pattern (fnmatch) of the names of the device plugin's sockets in the kubelet's directory."""
     plugin_rescans = False

@@ -176,6 +176,25 @@ def patches(printed: str) -> list[object]:
     return [json.loads(each.removeprefix("--patch="))["status"] for each in found]
 
 
+@pytest.mark.parametrize("count", ["2k", "1500"])
+def test_shared_gpus_may_have_any_count(cluster: Cluster, capsys: pytest.CaptureFixture[str], count: str) -> None:
+    """The API server writes 2000 as `2k`."""
+    cluster.capacity = cluster.allocatable = {"nvidia.com/gpu.shared": count}
+    assert cluster.run("dra") == 1
+    assert f"(the node's status still has nvidia.com/gpu.shared: {count})" in last_to_do(capsys)
+
+
+def test_what_gives_no_gpu_stays(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """NVIDIA's Network Operator offers network devices. Helm charts ask for 0 GPUs."""
+    zero = pod("zero")
+    zero["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "0"}}
+    cluster.pods = [zero, pod("rdma", "nvidia.com/hostdev")]
+    cluster.capacity = cluster.allocatable = {"nvidia.com/gpu": "0", "nvidia.com/hostdev": "4"}
+    cluster.allocation = "dra"
+    assert cluster.run("dra") == 1
+    assert "GPUsAdvertised" in last_to_do(capsys)
+
+
 def test_a_node_that_somebody_else_cordoned_stays_so(cluster: Cluster) -> None:
     cluster.cordoned, cluster.capacity, cluster.allocatable, cluster.allocation = True, {}, {}, "dra"
     cluster.advertised = "Advertised"

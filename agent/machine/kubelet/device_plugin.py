@@ -17,6 +17,7 @@ from agent.machine.context import Context
 from agent.machine.notes import Notes, noted_ages
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.errors import DocumentError
+from agent.model.extended_resources import gives_gpus
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
 from agent.model.text import first_of
@@ -34,8 +35,6 @@ NAMES_SHOWN = 16
 """How many names a message shows."""
 FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
 """Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet.plugin_spec."""
-MONITORING_ID = "all"
-"""Id of the device with which a pod monitors all GPUs, in `gpu.intel.com/i915_monitoring`. It is not a GPU."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -48,7 +47,7 @@ class Plugin(NamedTuple):
     dead: tuple[str, ...] = ()
     """Sockets that nobody listens on."""
     registered: Mapping[str, tuple[str, ...]] | None = None
-    """Ids of the registered devices by resource, according to the checkpoint; None without a checkpoint."""
+    """Ids of the vendor's registered devices by resource, according to the checkpoint; None without a checkpoint."""
     begun: int = 0
     """When the plugin began to serve: the time of its newest socket, in nanoseconds since the epoch."""
     begun_at: float = -math.inf
@@ -114,6 +113,10 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
     return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
 
 
+def _gives_gpus(vendor: MachineVendor, resource: str) -> bool:
+    return gives_gpus(resource, vendor.resource_prefix, vendor.harmless_resources)
+
+
 def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
     """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
@@ -134,7 +137,7 @@ def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
         return Plugin(serving, dead)
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
-    by_resource = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
+    by_resource = {name: ids for name, ids in registered.items() if _gives_gpus(vendor, name)}
     # Not compared directly: the wall clock may have been set between two of these times.
     begun = [(ages.changed_at(path, mtime_ns / 1e9), mtime_ns) for path, mtime_ns in times.items()]
     begun_at, newest = max(begun, default=(-math.inf, 0))
@@ -208,9 +211,7 @@ def _compare(
     """
     gpus = _gpus(vendor, request, registered)
     pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
-    foreign = {
-        f"{resource} {each}" for resource, each in pairs if each != MONITORING_ID and not vendor.gpu_of(each, request)
-    }
+    foreign = {f"{resource} {each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
     if request.gpus and not in_spec:
         return unknown(

@@ -8,6 +8,7 @@ from agent.model.device import DeviceKind
 from agent.model.handoff import Request
 from agent.model.pci_address import PCI_ADDRESS
 from agent.vendors.drm.machine import DrmMachine
+from agent.vendors.intel.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
 """An id of Intel's device plugin (cmd/gpu_plugin): the card, and the number of the share if pods can share it."""
@@ -19,8 +20,8 @@ class IntelMachine(DrmMachine):
     name = "intel"
     spec_kind = "intel.com/gpu"
     mounts_links = True
-    resource_prefix = "gpu.intel.com/"
-    """The resources are `gpu.intel.com/i915` and `gpu.intel.com/xe`, named after the kernel driver."""
+    resource_prefix = RESOURCE_PREFIX
+    harmless_resources = HARMLESS_RESOURCES
     plugin_sockets = "gpu.intel.com-*.sock"
     """See pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
     plugin_rescans = True

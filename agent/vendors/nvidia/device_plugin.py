@@ -9,6 +9,8 @@ import re
 RESOURCE_PREFIX = "nvidia.com/"
 """Prefix of the resources `nvidia.com/gpu`, `nvidia.com/gpu.shared`, `nvidia.com/mig-1g.10gb` and so on. The plugin's
 settings can change the rest of the names."""
+HARMLESS_RESOURCES = ("nvidia.com/hostdev*",)
+"""Network devices, which NVIDIA's Network Operator gives to pods."""
 SOCKETS = "nvidia*.sock"
 SPEC_KIND = "k8s.device-plugin.nvidia.com/gpu"
 SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"

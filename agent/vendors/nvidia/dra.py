@@ -11,7 +11,7 @@ from agent.model.errors import AgentError, ExitCodeError
 from agent.model.pci_address import as_in_sysfs
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
-from agent.vendors.nvidia.device_plugin import RESOURCE_PREFIX, gpu_of
+from agent.vendors.nvidia.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX, gpu_of
 from agent.vendors.nvidia.nvidia_smi import NVIDIA_SMI, list_profiles
 
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
@@ -29,8 +29,7 @@ class NvidiaDra(DraVendor):
 
     name = "nvidia"
     resource_prefix = RESOURCE_PREFIX
-    harmless_resources = ("nvidia.com/hostdev*",)
-    """Network devices, which NVIDIA's Network Operator gives to pods."""
+    harmless_resources = HARMLESS_RESOURCES
 
     def read_facts(
         self, system: System, devices: Sequence[AllocatableDevice], driver_version: str

@@ -46,6 +46,7 @@ class NvidiaMachine(MachineVendor):
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     runtime_settings = RUNTIME_SETTINGS
     resource_prefix = device_plugin.RESOURCE_PREFIX
+    harmless_resources = device_plugin.HARMLESS_RESOURCES
     plugin_sockets = device_plugin.SOCKETS
     # Without the first path, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
     kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")

@@ -54,6 +54,15 @@ def test_a_gpu_added_after_the_plugins_start_needs_its_restart(serving: Kubelet)
     assert serving.condition() == ("False", "GPUsMissing")
 
 
+def test_network_devices_with_the_same_prefix_are_no_gpus(kubelet: Kubelet) -> None:
+    """NVIDIA's Network Operator offers `nvidia.com/hostdev`. That shows nothing about a device plugin for GPUs."""
+    kubelet.serve()
+    kubelet.advertise(gpu=list(UUIDS[:1]), hostdev=["0000:3b:00.0"])
+    kubelet.publish_later()
+    assert kubelet.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "hostdev" not in kubelet.message()
+
+
 def test_a_removed_gpu_needs_the_plugins_restart(serving: Kubelet) -> None:
     """Apart from its health checks, the plugin continues to offer a removed GPU."""
     serving.advertise(gpu=[*UUIDS, OTHER])
