@@ -1,8 +1,10 @@
 """Watches objects at the API server. It reports only that something has changed: the caller reads the objects again."""
 
 import logging
+import math
 import random
 import threading
+import time
 from collections.abc import Callable
 
 from agent.dra.api_client import ApiClient
@@ -12,7 +14,10 @@ from agent.model.errors import AgentError
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
-"""Seconds from the end of one attempt to the next. After each failure the pause doubles, up to the longest."""
+"""Seconds from the end of one attempt to the next. After each failure, and after each watch that ends before it has
+settled, the pause doubles, up to the longest."""
+SETTLED = 10.0
+"""Seconds after which a watch has settled. Some proxies end each watch at once, others cut it when it is idle."""
 
 LOGGED_FAILURE = 2
 """How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
@@ -28,17 +33,24 @@ class Watcher(threading.Thread):
         self._stopped = threading.Event()
         self._failures = 0
         """Attempts that have failed since the watch last began."""
+        self._began = math.inf
+        """When the watch of the current attempt began, by time.monotonic(); infinity before it has begun."""
 
     def run(self) -> None:
         pause = FIRST_PAUSE
         while not self._stopped.is_set():
+            self._began, failed = math.inf, False
             try:
                 self._watch()
-                pause = FIRST_PAUSE
             except AgentError as error:
+                failed = True
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
                     log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
+            settled = time.monotonic() - self._began >= SETTLED
+            if settled:
+                pause = FIRST_PAUSE
+            if failed or not settled:
                 pause = min(2 * pause, LONGEST_PAUSE)
             # All nodes lose the API server at the same moment. They should not all return at the same moment.
             self._stopped.wait(pause * random.uniform(0.5, 1.0))
@@ -60,6 +72,7 @@ class Watcher(threading.Thread):
             if self._failures >= LOGGED_FAILURE:
                 log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
+            self._began = min(self._began, time.monotonic())
             # A bookmark is no change: it only has a newer resourceVersion.
             if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
                 self._changed()

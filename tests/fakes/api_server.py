@@ -6,10 +6,12 @@ real one accepts is tested with the real one (integration/tests/kubernetes/test_
 
 import http.server
 import json
+import math
 import socket
 import ssl
 import subprocess
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from http import HTTPStatus
@@ -55,8 +57,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.api.announces_close:
             self.send_header("Connection", "close")
         self.end_headers()
-        api, sent = self.api, version
-        while not api.stopped.is_set():
+        api, sent, end = self.api, version, time.monotonic() + self.api.watch_seconds
+        while not api.stopped.is_set() and time.monotonic() < end:
             with api.changed:
                 events = [(number, event) for number, where, event in api.events if where == path and number > sent]
                 if not events:
@@ -65,6 +67,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 line = json.dumps(event).encode() + b"\n"
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
                 sent = number
+        if not api.stopped.is_set():
+            self.wfile.write(b"0\r\n\r\n")
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
@@ -105,6 +109,8 @@ class ApiServer:
         """What the server makes of a slice that it stores."""
         self.announces_close = False
         """Whether answers to watches say `Connection: close`, as those of a server that is about to stop do."""
+        self.watch_seconds = math.inf
+        """After how many seconds the server ends a watch."""
         self.changed, self.stopped = threading.Condition(), threading.Event()
         self._version = 10
         self._server: Listening | None = None

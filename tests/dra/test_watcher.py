@@ -1,0 +1,46 @@
+"""How soon a watch begins again after its end. tests/dra/test_service.py has what it is for."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from agent.dra import watcher
+from agent.dra.api_client import ApiClient
+from agent.dra.watcher import Watcher
+from tests.fakes.api_server import NODES, ApiServer
+from tests.fakes.dra_machine import NODE
+
+pytestmark = pytest.mark.processes
+
+
+@contextmanager
+def watching(client: ApiClient) -> Iterator[list[float]]:
+    """Watch the node, and yield the times of all changes, of which each begun watch is one."""
+    changes: list[float] = []
+    thread = Watcher(client, NODES, f"metadata.name={NODE}", lambda: changes.append(time.monotonic()))
+    thread.start()
+    yield changes
+    thread.stop()
+
+
+def test_a_watch_that_always_ends_at_once_is_begun_ever_less_often(api: ApiServer, client: ApiClient) -> None:
+    """As behind a proxy that keeps no connection open: each watch costs the API server four requests."""
+    api.watch_seconds = 0.0
+    with watching(client) as changes:
+        time.sleep(2.5)
+        assert 1 <= len(changes) <= 5
+
+
+def test_a_watch_that_worked_for_a_while_is_begun_again_soon(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a load balancer that cuts what is idle, and at the server, which ends each watch after minutes."""
+    monkeypatch.setattr(watcher, "SETTLED", 0.1)
+    api.watch_seconds = 0.2
+    with watching(client) as changes:
+        deadline = time.monotonic() + 5
+        while len(changes) < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
