@@ -55,8 +55,8 @@ class NodeClaims:
     @property
     def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
         """The prepared claims with their devices."""
-        with self._lock:
-            return dict(self._prepared)
+        # Without the lock, which `prepare` may hold while it asks the API server. Each change makes a new dictionary.
+        return dict(self._prepared)
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
         """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""

@@ -6,12 +6,14 @@ Kubernetes evicts pods that got a tainted (NoExecute) device through a claim (pk
 plugin/pkg/admission/noderestriction). An eviction respects disruption budgets and grace periods.
 """
 
+import contextlib
 import logging
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agent.dra.api_errors import ApiError
 from agent.dra.devices import Device
 from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.model.errors import AgentError, DocumentError
@@ -50,7 +52,8 @@ class Evictions:
     ) -> tuple[Pod, ...]:
         """Ask for the eviction of pods that got a device with a NoExecute taint as an extended resource.
 
-        Return these pods.
+        Return these pods. The attempt ends at the first request that the API server does not answer: each further one
+        could take many seconds too.
         """
         names = {each.name for each in devices if any(taint.effect is Effect.NO_EXECUTE for taint in each.taints)}
         held = [
@@ -58,10 +61,15 @@ class Evictions:
             for claim, claimed in prepared.items()
             if any(each.device in names and not each.admin for each in claimed)
         ]
-        pods = sorted({pod for claim in held for pod in self._pods(claim)})
-        for pod in pods:
-            self._evict(pod)
-        return tuple(pods)
+        pods: set[Pod] = set()
+        # The error is logged already.
+        with contextlib.suppress(ApiError):
+            for claim in held:
+                for pod in self._pods(claim):
+                    if pod not in pods:
+                        pods.add(pod)
+                        self._evict(pod)
+        return tuple(sorted(pods))
 
     def _pods(self, claim: ClaimReference) -> tuple[Pod, ...]:
         try:
@@ -69,6 +77,7 @@ class Evictions:
         except AgentError as error:
             # If the claim is gone, so is its pod. If the API server does not answer, the next attempt finds the pod.
             log.info("cannot tell which pods have claim %s: %s", claim, one_line(str(error)))
+            _raise_if_unanswered(error)
             return ()
 
     def _evict(self, pod: Pod) -> None:
@@ -82,11 +91,17 @@ class Evictions:
             self._log(pod, "is evicted: its GPU is being detached")
         except AgentError as error:
             self._log(pod, f"cannot be evicted yet: {one_line(str(error))}")
+            _raise_if_unanswered(error)
 
     def _log(self, pod: Pod, what: str) -> None:
         if (pod, what) not in self._logged:
             self._logged = {each for each in self._logged if each[0] != pod} | {(pod, what)}
             log.warning("pod %s/%s %s", pod.namespace, pod.name, what)
+
+
+def _raise_if_unanswered(error: AgentError) -> None:
+    if isinstance(error, ApiError) and not error.status:
+        raise error
 
 
 def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ...]:

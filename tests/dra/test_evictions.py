@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from agent.dra.api_errors import ApiError
 from agent.dra.devices import Device, Taint
 from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
 from agent.dra.messages import ClaimReference, PreparedDevice
@@ -90,6 +91,27 @@ def test_a_refusal_is_logged_once_and_tried_again(cluster: Cluster, caplog: pyte
     cluster.refusal = None
     found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
     assert caplog.records[-1].message == "pod team/train is evicted: its GPU is being detached"
+
+
+def test_an_api_server_that_is_away_is_asked_once(cluster: Cluster) -> None:
+    """Each request may take many seconds, in which no slice and no status is written. A next attempt follows soon."""
+    claims = {ClaimReference("team", f"train-{number}", f"c{number}"): prepared("gpu-1") for number in range(9)}
+    asked: list[ClaimReference] = []
+
+    def fetch(claim: ClaimReference) -> dict[str, Any]:
+        asked.append(claim)
+        if len(asked) > 2:
+            raise ApiError("GET claim", "no answer")
+        consumers = [{"resource": "pods", "name": claim.name, "uid": f"p-{claim.uid}"}]
+        return document(claim.uid, reservedFor=consumers)
+
+    assert len(Evictions(fetch, cluster.send).make([device("gpu-1", EVICT)], claims)) == 2
+    assert (len(asked), len(cluster.sent)) == (3, 2)
+    asked.clear()
+    cluster.sent.clear()
+    cluster.refusal = ApiError("POST eviction", "no answer")
+    Evictions(lambda claim: fetch(claim) if len(asked) < 2 else {}, cluster.send).make([device("gpu-1", EVICT)], claims)
+    assert len(cluster.sent) == 1
 
 
 def test_a_claim_that_is_gone_or_was_made_again_evicts_nobody(cluster: Cluster) -> None:
