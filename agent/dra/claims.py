@@ -8,6 +8,7 @@ first one, or if the first one is gone.
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agent.dra.allocation import Allocated, NotAllocatedError, allocated_devices
@@ -89,7 +90,10 @@ class NodeClaims:
         return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
 
     def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Forget another claim that has a wanted device. Raises AgentError unless that claim is gone."""
+        """Forget another claim that has a wanted device, or note that it only monitors that device.
+
+        Raises AgentError if it does not, and is not gone.
+        """
         device = _conflicting_device(self._prepared[other], wanted)
         try:
             in_kubelet_record = mentions(self._kubelet_record(), other)
@@ -97,6 +101,10 @@ class NodeClaims:
             log.warning("the kubelet's record of claims is not readable: %s", error)
             in_kubelet_record = True
         if in_kubelet_record:
+            monitoring = self._with_admin_access(other)
+            if not _conflicting_device(monitoring, wanted):
+                self._save({**self._prepared, other: monitoring})
+                return
             raise AgentError(
                 f"claim {claim} cannot have {device} yet: the kubelet has not given it back for claim {other}",
                 "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
@@ -108,6 +116,21 @@ class NodeClaims:
             )
         log.warning("claim %s was never given back, and is gone: claim %s gets %s", other, claim, device)
         self._save({each: devices for each, devices in self._prepared.items() if each != other})
+
+    def _with_admin_access(self, other: ClaimReference) -> tuple[PreparedDevice, ...]:
+        """Return another claim's devices, each with adminAccess if the API server says so.
+
+        The kubelet's record has no adminAccess. Claims are from there if this driver's own record was lost.
+        """
+        held = self._prepared[other]
+        try:
+            allocated = allocated_devices(other, self._fetch(other), self._node)
+        except AgentError as error:
+            log.info("cannot tell whether claim %s only monitors its devices: %s", other, error)
+            return held
+        admin = {each.device for each in allocated if each.admin}
+        admin -= {each.device for each in allocated if not each.admin}
+        return tuple(replace(each, admin=each.admin or each.device in admin) for each in held)
 
     def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
         """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""

@@ -1,5 +1,6 @@
 """Claims are prepared as the API server has them, of devices that are there, and no device for two claims."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,68 @@ def test_shares_of_a_device_go_to_several_claims(node: Node) -> None:
     for name in ("c", "d"):
         with pytest.raises(AgentError, match="cannot have"):
             node.claims.prepare(reference(name))
+
+
+def test_a_monitor_in_the_kubelets_record_keeps_no_device(node: Node) -> None:
+    """The kubelet does not note adminAccess. Its record is used if ours is lost, and the monitor's pod goes on."""
+    node.api["a"], node.api["b"] = claim("a", GPUS[0], adminAccess=True), claim("b", GPUS[0])
+    node.api["c"] = claim("c", GPUS[0])
+    node.kubelet_has(reference("a"))
+    restarted = node.restarted()
+    assert set(restarted.prepared) == {reference("a")}
+    assert restarted.prepare(reference("b"))
+    node.kubelet_has(reference("a"), reference("b"))
+    with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/b"):
+        node.restarted().prepare(reference("c"))
+    assert set(node.restarted().prepared) == {reference("a"), reference("b")}
+
+
+@pytest.mark.parametrize(
+    "now", [None, claim("a", GPUS[0], adminAccess=True, uid="new"), claim("a", GPUS[1], adminAccess=True), claim("a")]
+)
+def test_a_claim_in_the_kubelets_record_is_a_monitor_only_by_its_own_word(
+    node: Node, now: dict[str, Any] | None
+) -> None:
+    if now is not None:
+        node.api["a"] = now
+    node.api["b"] = claim("b", GPUS[0])
+    node.kubelet_has(reference("a"))
+    with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/a"):
+        node.restarted().prepare(reference("b"))
+
+
+def test_what_is_prepared_can_be_read_while_the_api_server_is_asked(node: Node) -> None:
+    """Passes read it: no slice would be published while a claim waits for the API server."""
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    asked, answer = threading.Event(), threading.Event()
+    fetch = node.fetch
+
+    def slow(claim: ClaimReference) -> Mapping[str, Any]:
+        if claim.name == "a":
+            asked.set()
+            assert answer.wait(20)
+            raise AgentError("no answer")
+        return fetch(claim)
+
+    node.fetch = slow  # type: ignore[method-assign]
+    claims = node.restarted()
+    seen: list[set[ClaimReference]] = []
+
+    def prepare() -> None:
+        with pytest.raises(AgentError, match="no answer"):
+            claims.prepare(reference("b"))
+
+    preparing = threading.Thread(target=prepare)
+    reading = threading.Thread(target=lambda: seen.append(set(claims.prepared)), daemon=True)
+    preparing.start()
+    assert asked.wait(10)
+    reading.start()
+    reading.join(2)
+    in_time = list(seen)
+    answer.set()
+    preparing.join()
+    assert in_time == [{reference("a")}]
 
 
 def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
