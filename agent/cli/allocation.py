@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from agent.cli.allocation_steps import (
+    CLAIM_LINES,
     Node,
     Step,
     parse_claimants,
@@ -122,7 +123,7 @@ class _Move:
     def _reconcile_and_list_steps(self) -> tuple[Step, ...]:
         node = self._get("node", self._node)
         pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self._node}")
-        claims = self._get("resourceclaims", "--all-namespaces")
+        claims = self._kubectl("get", f"--output={CLAIM_LINES}", "resourceclaims", "--all-namespaces")
         slices = self._get("resourceslices", f"--field-selector=spec.nodeName={self._node},spec.driver={DRA_DRIVER}")
         try:
             observed = Node(

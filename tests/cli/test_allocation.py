@@ -9,7 +9,7 @@ import pytest
 
 from agent import __version__
 from agent.cli.allocation import allocation
-from agent.cli.allocation_steps import Node, to_dra
+from agent.cli.allocation_steps import CLAIM_LINES, Node, to_dra
 from agent.cli.kube import DIRECTORY
 from agent.cli.parser import make_parser
 from agent.config.settings import Config
@@ -53,7 +53,8 @@ class Cluster:
         everywhere, here = "--all-namespaces", f"--field-selector=spec.nodeName={NODE}"
         host.command(*GET, "node", NODE, stdout=json.dumps(node))
         host.command(*GET, "pods", everywhere, here, stdout=json.dumps({"items": self.pods}))
-        host.command(*GET, "resourceclaims", everywhere, stdout=json.dumps({"items": self.claims}))
+        claims = "".join(map(as_line, self.claims))
+        host.command(*KUBECTL, "get", f"--output={CLAIM_LINES}", "resourceclaims", everywhere, stdout=claims)
         driver = f"{here},spec.driver=gpu.unbounded-agent.io"
         host.command(*GET, "resourceslices", driver, stdout=json.dumps(slices))
         for verb in ("cordon", "uncordon"):
@@ -103,6 +104,15 @@ def claim(node: str, driver: str = "gpu.unbounded-agent.io") -> dict[str, Any]:
         "metadata": {"namespace": "team", "name": "one"},
         "status": {"allocation": {"devices": {"results": results}}, "reservedFor": [{"resource": "pods", "name": "p"}]},
     }
+
+
+def as_line(claim: dict[str, Any]) -> str:
+    """Return a claim in the form of CLAIM_LINES, as kubectl prints it: a missing key is empty."""
+    status = claim.get("status", {})
+    results = status.get("allocation", {}).get("devices", {}).get("results", [])
+    columns = [[each[key] for each in results] for key in ("driver", "pool")]
+    columns.append([each["name"] for each in status.get("reservedFor", [])])
+    return "\t".join([claim["metadata"]["namespace"], *map(" ".join, columns)]) + "\n"
 
 
 @pytest.fixture
@@ -218,6 +228,16 @@ def test_a_node_is_moved_back(cluster: Cluster, capsys: pytest.CaptureFixture[st
     assert "deploy" in last_to_do(capsys)
     cluster.allocatable = {"nvidia.com/gpu": "2"}
     assert cluster.run("device-plugin") == 0
+
+
+def test_a_large_cluster_has_many_claims(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON, those of a thousand nodes are longer than the output of a program may be."""
+    cluster.cordoned, cluster.allocation = True, "dra"
+    waiting: dict[str, Any] = {"metadata": {"namespace": "team", "name": "new"}, "status": {}}
+    text = {"metadata": {"namespace": "a", "name": "b", "annotations": {"x": "y" * 2500}}, "status": {}}
+    cluster.claims = [waiting, *([claim("other") | text] * 8000), claim(NODE)]
+    assert cluster.run("device-plugin") == 1
+    assert "kubectl --namespace=team delete pod p" in last_to_do(capsys)
 
 
 def test_the_machine_and_its_node_must_be_known(cluster: Cluster) -> None:
