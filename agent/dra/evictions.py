@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.dra.api_errors import ApiError
+from agent.dra.api_errors import ApiError, NotFoundError
 from agent.dra.devices import Device
 from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.model.errors import AgentError, DocumentError
@@ -89,6 +89,9 @@ class Evictions:
         try:
             self._send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", eviction)
             self._log(pod, "is evicted: its GPU is being detached")
+        except NotFoundError:
+            # It has ended. The kubelet gives its claim back a little later.
+            pass
         except AgentError as error:
             self._log(pod, f"cannot be evicted yet: {one_line(str(error))}")
             _raise_if_unanswered(error)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.api_errors import ApiError
+from agent.dra.api_errors import ApiError, NotFoundError
 from agent.dra.devices import Device, Taint
 from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
 from agent.dra.messages import ClaimReference, PreparedDevice
@@ -112,6 +112,13 @@ def test_an_api_server_that_is_away_is_asked_once(cluster: Cluster) -> None:
     cluster.refusal = ApiError("POST eviction", "no answer")
     Evictions(lambda claim: fetch(claim) if len(asked) < 2 else {}, cluster.send).make([device("gpu-1", EVICT)], claims)
     assert len(cluster.sent) == 1
+
+
+def test_a_pod_that_has_ended_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The kubelet gives the claim back a little later."""
+    cluster.refusal = NotFoundError("POST eviction", '404 Not Found: pods "train" not found', 404)
+    Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+    assert caplog.records == []
 
 
 def test_a_claim_that_is_gone_or_was_made_again_evicts_nobody(cluster: Cluster) -> None:
