@@ -194,7 +194,8 @@ def _event(what: str, line: bytes) -> dict[str, Any]:
 
 def _no_answer(what: str, session: Session, error: Exception) -> AgentError:
     kubeconfig = session.kubeconfig
-    where = f"https://{kubeconfig.host}:{kubeconfig.port}"
+    host = f"[{kubeconfig.host}]" if ":" in kubeconfig.host else kubeconfig.host
+    where = f"https://{host}:{kubeconfig.port}"
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = f"the certificate of {where} is not accepted: {error.verify_message}"
         return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")

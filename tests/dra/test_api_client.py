@@ -229,6 +229,14 @@ def test_a_server_that_is_away_or_silent_is_an_error_in_time(
         assert time.monotonic() - begun < 5
 
 
+def test_an_ipv6_address_is_shown_as_in_a_url(api: ApiServer, joined: DraMachine) -> None:
+    content = json.loads(api.kubeconfig())
+    content["clusters"][0]["cluster"]["server"] = "https://[::1]:1"
+    joined.put(KUBECONFIG, json.dumps(content))
+    with pytest.raises(ApiError, match=r"no answer from https://\[::1\]:1: "):
+        ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
+
+
 def test_a_watch_tells_of_each_change(api: ApiServer, client: ApiClient) -> None:
     version = client.get(NODES, fieldSelector=f"metadata.name={NODE}")["metadata"]["resourceVersion"]
     events = client.watch(NODES, version, fieldSelector=f"metadata.name={NODE}")
