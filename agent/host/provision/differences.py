@@ -3,6 +3,13 @@
 from agent.model.node import HostState
 
 
+def needs_restoring(found: HostState, now: HostState) -> bool:
+    """Return whether there is something to restore: a difference, or a module or directory that `up` may have added."""
+    modules = any(now.modules.get(module) for module, loaded in found.modules.items() if not loaded)
+    directories = not {*found.absent_directories} <= {*now.absent_directories}
+    return modules or directories or bool(since_found(found, now))
+
+
 def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     """Return what differs from the host as it was found, one sentence each.
 

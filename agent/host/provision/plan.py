@@ -25,7 +25,7 @@ from agent.host.provision.actions import (
     StageRoot,
     StopMachine,
 )
-from agent.host.provision.differences import since_found
+from agent.host.provision.differences import needs_restoring
 from agent.host.provision.leftovers import Leftovers
 from agent.host.provision.observe import NodeFacts
 from agent.host.provision.record import NodeRecord
@@ -181,7 +181,7 @@ def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | 
         return _unknown_host(facts.found.why)
     found = facts.found
     units = [DisableUnit(unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
-    settings = [RestoreHost(found.host, facts.state)] if since_found(found.host, facts.state) else []
+    settings = [RestoreHost(found.host, facts.state)] if needs_restoring(found.host, facts.state) else []
     return (*units, *settings, *(RemoveLeftover(each) for each in left.remove))
 
 

@@ -201,6 +201,16 @@ def test_reset_restores_the_host_after_the_last_node() -> None:
     assert plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
 
 
+@pytest.mark.parametrize("now", [{"modules": {"overlay": True}}, {"absent_directories": ()}])
+def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dict[str, Any]) -> None:
+    """No setting differs yet, but a module is loaded, or a file's directory exists."""
+    found = dataclasses.replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
+    began = dataclasses.replace(found, **now)
+    facts = replace(HOST, found=dataclasses.replace(FOUND, host=found), state=began)
+    assert plan_restoration(facts, Leftovers((), ())) == (RestoreHost(found, began),)
+    assert plan_restoration(replace(facts, state=found), Leftovers((), ())) == ()
+
+
 def test_reset_refuses_to_guess_how_the_host_was() -> None:
     for found in (Broken("damaged"), Unseen("no permission")):
         assert isinstance(plan_restoration(replace(HOST, found=found), Leftovers((), ())), Problem)
