@@ -73,6 +73,8 @@ WAKE = f"{RUNTIME}/wake"
 """`gpus forget` writes this file, so that the service makes a pass and stops reporting the lost GPU."""
 
 MACHINE_ROOTS = "/var/lib/machines"
+PARTIAL = ".partial"
+"""Added to the path of a staged root file system: the directory in which its image is pulled and unpacked."""
 LOADER_CACHE = "/etc/ld.so.cache"
 """The cache of the dynamic loader, ld.so(8), on the host and in a machine."""
 NSPAWN = "/etc/systemd/nspawn"

@@ -19,6 +19,7 @@ from agent.model.node_files import parse_node_files
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,
+    MACHINE_ROOTS,
     NODE_FILES,
     STATE,
     machine_root,
@@ -383,6 +384,18 @@ def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytes
     assert undo(host) == 0
     assert host.network.removed == [Link("cni0", "bridge")]
     assert "interface wg0 (wireguard) is new" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", range(5, 15))
+def test_reset_removes_what_an_interrupted_up_left(host: NodeHost, place: int) -> None:
+    before = tree(host)
+    kill_at(host, place)
+    with suppress(Killed):
+        run(host)
+    host.tools.before = lambda argv: None
+    assert undo(host) == 0
+    assert tree(host) == before
+    assert not host.exists(MACHINE_ROOTS) or host.entries(MACHINE_ROOTS) == ()
 
 
 @pytest.mark.parametrize("place", range(10))

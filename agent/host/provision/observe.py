@@ -11,7 +11,7 @@ from agent.host.provision.durable import Durable
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.as_found import AsFound
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, UNITS, machine_root, staged_prefix, token_file
+from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, PARTIAL, UNITS, machine_root, staged_prefix, token_file
 from agent.system.files import System
 from agent.system.seen import read_seen
 
@@ -29,7 +29,8 @@ class NodeFacts(Struct, frozen=True):
     """Inode number of its root directory; Broken if something else is in its place."""
     record: Seen[NodeRecord]
     staged: tuple[str, ...]
-    """Root file systems that are not the machine's yet (complete or not), and those that are being removed."""
+    """Root file systems that are not the machine's yet (complete or not), those that are being removed, and directories
+    in which an interrupted attempt pulled or unpacked an image."""
     enabled: Mapping[str, bool]
     """Whether the host starts the units at each boot."""
     joined: str
@@ -96,5 +97,5 @@ def _staged(machine: str, system: System) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
-    # With a further dot, it belongs to a machine whose name begins like this prefix.
-    return tuple(path for path in paths if "." not in path.removeprefix(prefix))
+    # With another dot, it belongs to a machine whose name begins like this prefix.
+    return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))

@@ -15,6 +15,7 @@ from agent.host.provision.image import UNPACKED, access_options
 from agent.host.provision.image_errors import explained
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import NodeImage
+from agent.model.paths import PARTIAL
 from agent.system.files import System
 from agent.system.root_writer import RootWriter
 
@@ -44,7 +45,7 @@ def unpack(
 
     The directory must not exist yet. It appears only once it is complete.
     """
-    partial = f"{root}.partial"
+    partial = f"{root}{PARTIAL}"
     if system.exists(root):
         raise ApplyError(f"{root} exists already", "remove it, or use another name")
     _make_private(os.path.dirname(root), system)

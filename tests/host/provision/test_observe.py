@@ -7,7 +7,7 @@ import pytest
 from agent.host.provision.observe import made_nodes, observe_node
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.node import NodeImage
-from agent.model.paths import cordoned_file, staged_root
+from agent.model.paths import PARTIAL, cordoned_file, staged_root
 from tests.fakes.host import Host
 
 NAMES = ("x", "x.copy", "x.copy.copy", "x.cordoned", "x.json", "x.unbounded-agent-y")
@@ -46,3 +46,11 @@ def test_each_machine_has_its_own_unfinished_files(host: Host) -> None:
     for path in staged.values():
         host.make_directory(path)
     assert {name: observe_node(name, host).staged for name in NAMES} == {name: (staged[name],) for name in NAMES}
+
+
+def test_what_an_interrupted_pull_left_is_seen(host: Host) -> None:
+    """Even if the next attempt makes the machine from another image, or there is none."""
+    partial = {name: staged_root(name, "sha256:" + "a1" * 32) + PARTIAL for name in NAMES}
+    for path in partial.values():
+        host.make_directory(f"{path}/image/blobs")
+    assert {name: observe_node(name, host).staged for name in NAMES} == {name: (partial[name],) for name in NAMES}
