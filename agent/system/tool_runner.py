@@ -19,6 +19,9 @@ from agent.system.process import ENVIRONMENT, Completed, TimeLimitError
 
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Environment variables that a tool inherits."""
+UMASK = 0o022
+"""With umask 077, which root may have, only root could enter the root of a file system that umoci unpacks, and no other
+user's program in the machine would start."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
@@ -107,6 +110,7 @@ def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGKILL)
         # Python ignores this signal, and programs would inherit that.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.umask(UMASK)
         os.write(pid_file.fileno(), b"%d" % os.getpid())
 
     return begin

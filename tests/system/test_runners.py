@@ -94,6 +94,15 @@ def test_a_tool_writes_large_files_and_uses_the_proxy(tmp_path: Path, monkeypatc
     assert host_runner(("sh", "-c", f"sleep 0.2; printf y >>{place}"), 20).status != 0
 
 
+def test_a_tool_that_unpacks_makes_directories_that_other_users_can_enter() -> None:
+    """Even if root's umask is 077: umoci makes the root of a root file system with mode 0755, minus the umask."""
+    before = os.umask(0o077)
+    try:
+        assert tool_runner(("sh", "-c", "umask"), 20).stdout == b"0022\n"
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [("tool_runner", signal.SIGKILL), ("tool_runner", signal.SIGINT), ("host_runner", signal.SIGINT)],
