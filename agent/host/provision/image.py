@@ -21,6 +21,8 @@ LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
 """An image in an OCI layout. Its own name, after the directory, may have slashes and colons, as a registry's has."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's names by the kernel's."""
+BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
+"""The variants of an architecture that all its processors run. None means that the index names none."""
 SAFE_UMOCI = (0, 4, 7)
 """In earlier versions, an image can make umoci write anywhere on the host (CVE-2021-29136)."""
 ASK_LIMIT = 60.0
@@ -142,15 +144,19 @@ def _mirrored(repository: str, settings: ImageSettings) -> str:
 def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     """Return the digest of the image for an architecture, from an index of images for several architectures."""
 
-    def entry(where: str, document: dict[str, Any]) -> tuple[object, object, str]:
+    def entry(where: str, document: dict[str, Any]) -> tuple[object, object, object, str]:
         platform = require_object(f"{where}: platform", document.get("platform", {}))
-        return platform.get("os"), platform.get("architecture"), get(where, document, "digest", str)
+        digest = get(where, document, "digest", str)
+        return platform.get("os"), platform.get("architecture"), platform.get("variant"), digest
 
     found = objects(name, index, "manifests", entry)
-    digest = next((digest for *platform, digest in found if platform == ["linux", architecture]), "")
+    fitting = [(variant, digest) for *platform, variant, digest in found if platform == ["linux", architecture]]
+    # As containerd and skopeo, prefer what runs on every processor, wherever it is in the list.
+    baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
+    digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         # BuildKit lists attestations with the platform unknown/unknown.
-        listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, _ in found if cpu and cpu != "unknown"}))
+        listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, *_ in found if cpu and cpu != "unknown"}))
         raise ObservationError(
             f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}",
             "use an image for this host's architecture",

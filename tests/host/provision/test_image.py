@@ -97,6 +97,22 @@ def test_the_hosts_architecture_of_an_index(source: Host) -> None:
         inspect(NODES, NAME, source)
 
 
+@pytest.mark.parametrize("variant", [{}, {"variant": ""}, {"variant": "v1"}])
+def test_the_variant_of_an_index_that_every_processor_runs(source: Host, variant: dict[str, str]) -> None:
+    """Others, such as amd64/v3, are used only if there is nothing else: older processors do not run their programs."""
+    newer = {"digest": digest("v3"), "platform": {"os": "linux", "architecture": "amd64", "variant": "v3"}}
+    usual = {"digest": digest(MANIFEST), "platform": {"os": "linux", "architecture": "amd64", **variant}}
+    for entries in ((newer, usual), (usual, newer)):
+        index = json.dumps({"manifests": entries})
+        answer(source, NAME, index)
+        answer(source, f"{PLACE}@{digest(index)}", index)
+        assert inspect(NODES, NAME, source).digest == digest(MANIFEST)
+    index = json.dumps({"manifests": [{**newer, "digest": digest(MANIFEST)}]})
+    answer(source, NAME, index)
+    answer(source, f"{PLACE}@{digest(index)}", index)
+    assert inspect(NODES, NAME, source).digest == digest(MANIFEST)
+
+
 @pytest.mark.parametrize("image", ["", ":node", ":registry.example.com:5000/nodes/agent:1"])
 def test_an_index_in_a_layout(source: Host, image: str) -> None:
     """The path ends at the first colon, and the image's name may have slashes and further colons."""
