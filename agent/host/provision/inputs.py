@@ -12,6 +12,9 @@ from agent.system.default_route import default_address
 from agent.system.files import System
 
 HOST_NAME = "/proc/sys/kernel/hostname"
+NAME_LIMIT = 63
+"""Characters of a Node's name. The API allows more, but the kubelet also writes it into the label
+kubernetes.io/hostname, whose value may have only so many."""
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 
 
@@ -35,12 +38,21 @@ def node_inputs(
 
 
 def node_names(config: Config, system: System) -> dict[str, str]:
-    """Return the name of the Node object of each machine that is a node. Raises ConfigError if two have the same."""
+    """Return the name of the Node object of each machine that is a node. Raises ConfigError.
+
+    No two may have the same name.
+    """
     names: dict[str, str] = {}
     for machine, settings in config.machines.items():
         if not settings.node:
             continue
         name = settings.node.name or _host_name(machine, system)
+        if len(name) > NAME_LIMIT:
+            whose = f"machines.{machine}.node.name" if settings.node.name else "the name of the host"
+            raise ConfigError(
+                f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
+                f"set machines.{machine}.node.name to a shorter one",
+            )
         if other := next((each for each, taken in names.items() if taken == name), ""):
             raise ConfigError(
                 f"machines {other} and {machine} would both be the node {name}",

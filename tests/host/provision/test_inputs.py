@@ -68,6 +68,18 @@ def test_a_host_name_that_no_node_can_have(ready: Host, name: str) -> None:
         inputs(ready)
 
 
+def test_a_name_that_is_too_long_for_the_label_with_it(ready: Host) -> None:
+    """A host's name may have 64 characters, and each part of a DNS name 63."""
+    name = f"{'a' * 40}.{'b' * 22}"
+    ready.file(HOST_NAME, name)
+    assert inputs(ready).name == name
+    ready.file(HOST_NAME, f"{name}b")
+    with pytest.raises(ConfigError, match=r"the name of the host, .* has 64 characters.*set machines\.a\.node\.name"):
+        inputs(ready)
+    with pytest.raises(ConfigError, match=r"machines\.a\.node\.name, .* has 64 characters"):
+        inputs(ready, name=f"{name}b")
+
+
 def test_a_name_may_not_be_the_hosts_by_chance(ready: Host) -> None:
     with pytest.raises(ConfigError, match="machines a and b would both be the node gpu-host"):
         node_names(config(a={}, b={"name": "gpu-host.example.com"}), ready)
