@@ -11,10 +11,12 @@ from msgspec import Struct
 from agent.model.network import Leftover, Network
 
 NAMES = re.compile(
-    r"(cni|cbr|kube-|cali|tunl0|vxlan|flannel|cilium|lxc|weave|vethwe|antrea|gw0|genev_sys|nodelocaldns|dummy-kube|"
-    r"ip6tnl0|wireguard\.cali|wg-v6\.cali)|veth[0-9a-f]{8}$"
+    r"(kube-|flannel|cilium|weave|vethwe|antrea|genev_sys|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
+    r"((cni|cbr)[0-9]+|veth[0-9a-f]{8}|tunl0|ip6tnl0|cali[0-9a-f]+|vxlan(-v6)?\.calico|vxlan-6784|"
+    r"lxc([0-9a-f]+|_.*))$"
 )
-"""Names of interfaces that CNI plugins and kube-proxy make."""
+"""Names of interfaces that CNI plugins and kube-proxy make, or their beginnings. They do not match the bridges of LXC
+and Podman (lxcbr0, cni-podman0), nor names that administrators choose, such as vxlan100."""
 PROTOCOLS = (0, 3, 4, 12)
 """Origins of a node's routes (rtnetlink(7)): unspecified, boot, static and BIRD. Routes of any other origin belong to
 the host's own daemons, such as DHCP clients and routing daemons."""

@@ -52,3 +52,34 @@ def test_what_others_added_since_stays() -> None:
 def test_what_was_there_before_stays_whatever_its_name() -> None:
     before = plus(Link("cni0", "bridge"), Route(AF_INET, 254, 1, "10.9.0.0/24", "", "cni0", BOOT, 0))
     assert leftovers(before, before).remove == ()
+
+
+OTHERS = (
+    Link("lxcbr0", "bridge"),
+    Link("cni-podman0", "bridge"),
+    Link("vxlan100", "vxlan"),
+    Link("vxlan", "bridge"),
+    Link("calibration", "bridge"),
+    Link("gw0", "bridge"),
+)
+NODES = (
+    Link("lxc0a1b2c3d4e5f", "veth"),
+    Link("lxc_health", "veth"),
+    Link("cali0a1b2c3d4e5", "veth"),
+    Link("vxlan.calico", "vxlan"),
+    Link("vxlan-v6.calico", "vxlan"),
+    Link("vxlan-6784", "vxlan"),
+    Link("cni0", "bridge"),
+    Link("cbr0", "bridge"),
+    Link("kube-ipvs0", "dummy"),
+    Link("kube-bridge", "bridge"),
+    Link("flannel.1", "vxlan"),
+    Link("cilium_host", "veth"),
+)
+
+
+def test_interfaces_of_lxc_podman_and_administrators_only_resemble_a_nodes() -> None:
+    """Their containers or networks would lose them."""
+    assert leftovers(FOUND, plus(*OTHERS)).remove == ()
+    assert set(leftovers(FOUND, plus(*OTHERS)).keep) == {*OTHERS}
+    assert set(leftovers(FOUND, plus(*NODES)).remove) == {*NODES}
