@@ -1,4 +1,4 @@
-"""Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and CNI plugins make.
+"""Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and network plugins make.
 
 The programs of iptables do both, because only they can read their rules in the kernel's nftables.
 """
@@ -18,7 +18,8 @@ FAMILIES = ("iptables", "ip6tables")
 KINDS = ("nft", "legacy")
 """Variants of iptables. Each has rules of its own, and a host may have both. If it has no program of such a name, there
 is only one variant."""
-KUBERNETES = re.compile(r"(KUBE|CNI)-\S+")
+KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-\S+|(OLD_)?CILIUM_\S+|WEAVE(-\S+)?|cali-\S+")
+"""Names of chains that kube-proxy, the kubelet, CNI plugins and network plugins make."""
 CHAIN = re.compile(r":(\S+) ")
 LIMIT = 120.0
 """Seconds for one program to list or change all rules."""

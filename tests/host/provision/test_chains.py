@@ -45,6 +45,15 @@ def test_chains_are_found_by_every_iptables(filtering: Host, host: Host) -> None
     assert observe_chains(filtering) == (NAT, NAT_6)
 
 
+def test_chains_of_network_plugins_are_found_too(host: Host) -> None:
+    ours = ("ANTREA-FORWARD", "CILIUM_FORWARD", "FLANNEL-FWD", "OLD_CILIUM_INPUT", "WEAVE", "WEAVE-NPC", "cali-FORWARD")
+    others = ("DOCKER-USER", "FLANNELS", "LIBVIRT_FWI", "WEAVES", "calibrate", "ufw-before-input")
+    lines = "".join(f":{name} - [0:0]\n" for name in (*ours, *others))
+    host.file("/usr/sbin/iptables-nft-save", executable=True)
+    host.command("iptables-nft-save", stdout=f"*filter\n:FORWARD ACCEPT [0:0]\n{lines}COMMIT\n")
+    assert observe_chains(host) == (Chains("iptables-nft", "filter", ours),)
+
+
 def test_a_host_without_iptables(host: Host) -> None:
     assert observe_chains(host) == ()
 
