@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agent.cli.reset import reset_machine
@@ -30,7 +31,7 @@ from agent.model.paths import (
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.archives import entry, packed
 from tests.fakes.gpu_host import MACHINE, UNITS, units
-from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
+from tests.fakes.node_host import CA_FILE, DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
 ENABLED = (wanted(UNITS[0]), wanted("machines.target"))
@@ -285,6 +286,35 @@ def test_another_api_server_needs_a_rebuild(host: NodeHost, capsys: pytest.Captu
     assert run(host) == 0
     assert run(host, server="https://192.0.2.2:6443") == 0
     assert "was made with other settings: server; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+
+
+def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """No setting differs if the cluster's CA is rotated in the same file, or the host is renamed."""
+    assert run(host) == 0
+    ca = host.read(CA_FILE)
+    capsys.readouterr()
+    host.file(CA_FILE, b"-----BEGIN CERTIFICATE-----\nnew\n-----END CERTIFICATE-----\n" + ca)
+    assert run(host) == 0
+    assert f"node {NODE} was made with other settings: the content of ca_file; run `unb" in capsys.readouterr().err
+    host.file(CA_FILE, ca)
+    host.file("/proc/sys/kernel/hostname", "renamed\n")
+    assert run(host) == 0
+    assert f"node {NODE} was made with other settings: the host's name, now renamed; run" in capsys.readouterr().err
+    host.remove_file(CA_FILE)
+    host.file("/proc/sys/kernel/hostname", "localhost\n")
+    assert run(host) == 0
+    assert "other settings" not in capsys.readouterr().err, "what cannot be known is not reported"
+
+
+def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine asks for an address, and its kubelet has the host's or none, by files in its root."""
+    assert run(host) == 0
+    agent = node_reconciler(host)
+    (machine,) = agent.config.machines.values()
+    own = msgspec.structs.replace(machine, nspawn=msgspec.structs.replace(machine.nspawn, virtual_ethernet=True))
+    agent.config = msgspec.structs.replace(agent.config, machines={MACHINE: own})
+    up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=host.ask)
+    assert "other settings: whether the machine is on the host's network; run" in capsys.readouterr().err
 
 
 def test_a_record_of_an_older_release_lacks_newer_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,16 @@
 """Collects what a node's files contain that is not in its settings: names, addresses, the CA."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from agent.config.kubernetes_names import is_subdomain
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
 from agent.host.plan.nspawn import own_network
-from agent.host.provision.kubelet_files import NodeInputs
-from agent.model.errors import ConfigError
+from agent.host.provision.kubelet_files import CA_FILE, NETWORK_WANTED, NodeInputs
+from agent.host.provision.record import NodeRecord
+from agent.model.digest import sha256
+from agent.model.errors import AgentError, ConfigError
 from agent.system.default_route import default_address
 from agent.system.files import System
 
@@ -35,6 +38,23 @@ def node_inputs(
         ca=_ca(node, system),
         own_network=own,
     )
+
+
+def changed_inputs(record: NodeRecord, machine: str, config: Config, system: System) -> tuple[str, ...]:
+    """Return in words what else than its settings differs from what a node was made with, as far as that is known."""
+    settings = config.machines[machine]
+    node = settings.node
+    assert node, "the machine is a node"
+    changed = []
+    with suppress(AgentError, OSError):
+        if record.files.get(CA_FILE) not in (None, sha256(_ca(node, system))):
+            changed.append("the content of ca_file")
+    with suppress(AgentError, OSError):
+        if not node.name and record.node != (name := _host_name(machine, system)):
+            changed.append(f"the host's name, now {name}")
+    if own_network(settings.nspawn) != (NETWORK_WANTED in record.files):
+        changed.append("whether the machine is on the host's network")
+    return tuple(changed)
 
 
 def node_names(config: Config, system: System) -> dict[str, str]:

@@ -25,6 +25,8 @@ CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
 """The kubelet makes this file when the cluster has issued its certificate."""
 CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
 UNITS = "/etc/systemd/system"
+NETWORK_WANTED = f"{UNITS}/multi-user.target.d/50-network.conf"
+"""Only machines with a network of their own have this file."""
 JOINED = "unbounded-agent-joined"
 
 
@@ -49,7 +51,7 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
         "kubelet.service": UNIT,
         "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
         "multi-user.target.d/50-kubelet.conf": WANTED,
-        **({"multi-user.target.d/50-network.conf": NETWORK} if inputs.own_network else {}),
+        **({NETWORK_WANTED.removeprefix(f"{UNITS}/"): NETWORK} if inputs.own_network else {}),
         f"{JOINED}.path": JOINED_PATH,
         f"{JOINED}.service": JOINED_SERVICE + _report(inputs),
     }

@@ -20,7 +20,7 @@ from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
-from agent.host.provision.inputs import node_inputs
+from agent.host.provision.inputs import changed_inputs, node_inputs
 from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
@@ -205,7 +205,10 @@ class Provisioner(Struct, frozen=True):
 
     def _remarks(self, work: NodeWork) -> Iterator[str]:
         record = work.facts.record
-        if isinstance(record, NodeRecord) and (changed := changed_settings(record, work.settings)):
+        if not isinstance(record, NodeRecord):
+            return
+        others = changed_inputs(record, work.machine, self.config, self.system)
+        if changed := (*changed_settings(record, work.settings), *others):
             again = f"run `unbounded-agent up --rebuild {work.machine}`"
             if not set(OF_REGISTRATION).isdisjoint(changed):
                 again += f", after `kubectl delete node {record.node}`: an existing Node keeps its labels and taints"
