@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import http.client
 import os
+import ssl
+import time
 import urllib.error
 from collections.abc import Iterator
 from typing import BinaryIO, Literal
@@ -169,14 +171,22 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
             yield answer
     except urllib.error.HTTPError as error:
         error.close()
-        raise ApplyError(
-            f"{binary.source}: {error.code} {error.reason}",
-            f"correct {settings_of(binary)}, or use binaries.bundle",
-        ) from error
+        raise ApplyError(f"{binary.source}: {error.code} {error.reason}", _status_hint(error.code, binary)) from error
     except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            hint = f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
+            raise ApplyError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
         raise _unreachable(binary, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise _unreachable(binary, str(error) or type(error).__name__) from error
+
+
+def _status_hint(status: int, binary: NodeBinary) -> str:
+    if status == 407:
+        return "check the proxy, and this command's variables HTTPS_PROXY and NO_PROXY"
+    if status == 429 or status >= 500:
+        return "the mirror refuses for now, or has a fault: wait, then run the command again, or use binaries.bundle"
+    return f"correct {settings_of(binary)}, or use binaries.bundle"
 
 
 def _unreachable(binary: NodeBinary, why: str) -> ApplyError:

@@ -10,10 +10,16 @@ NAME_HINT = "check image.name, or image.repository and image.tag; with image.mir
 CA_HINT = "put the registry's CA as a file *.crt into the directory image.ca_directory"
 DAMAGE_HINT = "the source is damaged or was changed: copy the image there again"
 NETWORK_HINT = "check the network to the registry; without one, use an oci: or docker-archive: image"
+LIMIT_HINT = "the registry limits how much it sends: wait, log in with image.credentials, or use image.mirror"
+FAULT_HINT = "the registry, or a proxy in front of it, has a fault: wait, then run the command again"
+PROXY_HINT = "check the proxy, and this command's variables HTTPS_PROXY and NO_PROXY"
 HINTS = (
     (r"no space left on device", "free up space on the file system of /var/lib/machines"),
     (r"loading tar component|invalid tar header", ARCHIVE_HINT),
     (r"unexpected EOF", "the source is damaged, or the connection broke: run the command again"),
+    (r"toomanyrequests|[Tt]oo [Mm]any [Rr]equests|StatusCode: 429\b", LIMIT_HINT),
+    (r"(HTTP status: |status code |from registry |StatusCode: )5[0-9]{2}\b", FAULT_HINT),
+    (r"proxyconnect|Proxy Authentication Required", PROXY_HINT),
     (r"unauthorized|authentication required|denied|status code 403", LOGIN_HINT),
     (r"manifest unknown|name unknown|not found|no descriptor found|no such (file|image)", NAME_HINT),
     (r"x509: certificate (has expired|is not yet valid)", "check the registry's certificate, and this host's clock"),
@@ -22,7 +28,11 @@ HINTS = (
     (r"rejected|signature", "the signature policy refuses the image: see image.signature_policy"),
     (r"[Dd]igest|[Mm]anifest does not match", DAMAGE_HINT),
     (r"no image found in (manifest list|image index)", "use an image for this host's architecture"),
-    (r"no such host|refused|time(d )?out|deadline exceeded|no route|unreachable|reset by peer|EOF$", NETWORK_HINT),
+    (
+        r"no such host|server misbehaving|name resolution|refused|time(d )?out|deadline exceeded|no route|unreachable|"
+        r"reset by peer|EOF$",
+        NETWORK_HINT,
+    ),
 )
 """What to do, by a pattern for the program's message. The first pattern that matches counts."""
 LOG_LINE = re.compile(r'^time="[^"]*" level=(?P<level>\w+) msg="?(?P<text>.*?)"?\s*$')

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
 from tests.fakes.host import Host
 from tests.fakes.node_settings import node_settings
-from tests.fakes.web_server import serving
+from tests.fakes.web_server import certificate, serving
 
 PROGRAM = b"\x7fELF kubelet" * 200_000
 DIGEST = hashlib.sha256(PROGRAM).hexdigest()
@@ -47,7 +48,7 @@ class Mirror(BaseHTTPRequestHandler):
                     self.wfile.write(b"H")
                     time.sleep(0.1)
         else:
-            self.send_error(404)
+            self.send_error(int(name) if name.isdecimal() else 404)
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -124,6 +125,9 @@ def test_a_program_from_a_bundle(host: Host) -> None:
     ("name", "message", "hint"),
     [
         ("nothing", "404 Not Found", "binaries.version"),
+        ("429", "429 Too Many Requests", "wait, then run the command again, or use binaries.bundle"),
+        ("503", "503 Service Unavailable", "wait, then run the command again, or use binaries.bundle"),
+        ("407", "407 Proxy Authentication Required", "HTTPS_PROXY"),
         ("cut", "the connection broke [0-9]+ bytes before the end", "network"),
     ],
 )
@@ -155,6 +159,16 @@ def test_what_cannot_be_reached(host: Host) -> None:
         fetch(program("http://127.0.0.1:9/kubelet"), CACHE, host)
     with pytest.raises(ApplyError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
         fetch(program("/media/usb/kubelet"), CACHE, host)
+
+
+@pytest.mark.processes
+def test_a_mirror_whose_certificate_the_host_does_not_accept(host: Host, tmp_path: Path) -> None:
+    """The network is all right."""
+    made = certificate(tmp_path)
+    with serving(Mirror, made) as port, pytest.raises(ApplyError, match=r"self-signed certificate") as caught:
+        fetch(program(f"https://localhost:{port}/kubelet"), CACHE, host)
+    assert "update-ca-certificates" in caught.value.hint
+    assert "network" not in caught.value.hint
 
 
 def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:

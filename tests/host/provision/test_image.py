@@ -202,6 +202,28 @@ FATAL = 'time="2026-01-02T03:04:05Z" level=fatal msg="{}"\n'
             "image.ca_directory",
         ),
         (FATAL.format("x509: certificate has expired or is not yet valid"), "image: x509", "this host's clock"),
+        (
+            FATAL.format(
+                "reading manifest 1 in docker.io/x: toomanyrequests: You have reached your pull rate limit. "
+                "You may increase the limit by authenticating and upgrading: https://www.docker.com/increase-rate-limit"
+            ),
+            "image: reading manifest",
+            "limits how much",
+        ),
+        (FATAL.format("received unexpected HTTP status: 429 Too Many Requests"), "image: received", "limits how much"),
+        (FATAL.format("received unexpected HTTP status: 503 Service Unavailable"), "image: received", "has a fault"),
+        (FATAL.format("invalid status code from registry 502 (Bad Gateway)"), "image: invalid", "has a fault"),
+        (
+            FATAL.format(r"Get \"https://r/v2/\": Proxy Authentication Required"),
+            'image: Get "https://r/v2/": Proxy',
+            "HTTPS_PROXY",
+        ),
+        (
+            FATAL.format(r"Get \"https://r/v2/\": proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused"),
+            'image: Get "https://r/v2/": proxyconnect',
+            "HTTPS_PROXY",
+        ),
+        (FATAL.format("dial tcp: lookup r on 10.0.0.1:53: server misbehaving"), "image: dial tcp", "check the network"),
         (FATAL.format("write /x: no space left on device"), "image: write", "free up space"),
         (FATAL.format(r"Source image rejected: Running image x is rejected by policy."), "image: Source", "signature"),
         (
