@@ -1,6 +1,7 @@
 """`unbounded-agent reset`: removes a node from the host and, after the last node, restores the host."""
 
 import argparse
+import re
 
 from msgspec.structs import replace
 
@@ -9,11 +10,11 @@ from agent.cli.printing import progress, report, report_failures, say
 from agent.cli.up import BUSY
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
-from agent.config.settings import Config
+from agent.config.settings import MACHINE_NAME, Config
 from agent.host.provision.reset import Ending, Reset
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import COMMAND_WAIT, locked, machine_locks
-from agent.model.errors import NoMachinesError
+from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import PROVISION_LOCK
 from agent.system.network import HostNetwork, NetworkSource
 
@@ -32,8 +33,10 @@ def reset(options: argparse.Namespace) -> int:
 def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) -> int:
     """Remove the node, and print what is left to do.
 
-    Return 1 if this was the last node and the host still differs from how it was found, otherwise 0.
+    Return 1 if this was the last node and the host still differs from how it was found, otherwise 0. Raises AgentError.
     """
+    if not re.fullmatch(MACHINE_NAME, machine):
+        raise ConfigError(f"{machine!a} is no machine's name", "use the name in its table [machines.NAME]")
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
     without_machine = Reconciler(
         replace(reconciler.config, machines=others),

@@ -17,13 +17,9 @@ from agent.model.pci_address import as_in_sysfs
 
 GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
+MACHINE_NAME = r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*"
 MachineName = Annotated[
-    str,
-    text(
-        r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*",
-        "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
-        longest=64,
-    ),
+    str, text(MACHINE_NAME, "a host name (letters, digits, hyphens and underscores, parts joined by dots)", longest=64)
 ]
 """A host name (machinectl(1)). It becomes part of unit names and paths, so it must not contain a slash."""
 ADDRESS = text(

@@ -14,7 +14,7 @@ import pytest
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.network import Link
 from agent.model.node_files import parse_node_files
 from agent.model.paths import (
@@ -396,6 +396,15 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert undo(host) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert run(host) == 0
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../machines/a", "a/", "-a"])
+def test_reset_of_what_is_no_machines_name(host: NodeHost, name: str) -> None:
+    """A script's variable may be empty. The path of no machine is the directory of all."""
+    assert run(host) == 0
+    with pytest.raises(ConfigError, match="no machine's name") as caught:
+        reset_machine(name, node_reconciler(host), host.network)
+    assert "remove" not in str(caught.value)
 
 
 def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
