@@ -122,6 +122,16 @@ class Rooted:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def birth(self, path: str) -> int:
+        """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
+
+        Links are not followed. A rename does not change it. Raises OSError.
+        """
+        # Imported here: few runs need it, and ctypes slows the machine half's start.
+        from agent.system.statx import birth
+
+        return birth(self._at(path, follow=False))
+
     def link_count(self, path: str) -> int:
         """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
         return os.lstat(self._at(path, follow=False)).st_nlink

@@ -398,6 +398,23 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert run(host) == 0
 
 
+def test_reset_does_not_remove_a_directory_that_somebody_put_in_the_place(host: NodeHost) -> None:
+    assert run(host) == 0
+    units(host, "inactive", stopped_at=1)
+    root = machine_root(MACHINE)
+    record = NODE_RECORDS.read(record_paths(MACHINE), host)
+    assert isinstance(record, NodeRecord)
+    host.remove_tree(root)
+    host.file(f"{root}/data", b"a user's")
+    # As on ext4, whatever the file system of this test does.
+    inode = host.link_inode(root)
+    assert inode is not None
+    NODE_RECORDS.write(record_paths(MACHINE), dataclasses.replace(record, inode=inode), host)
+    with pytest.raises(AgentError, match="was replaced since `up` made it"):
+        undo(host)
+    assert host.read(f"{root}/data") == b"a user's"
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../machines/a", "a/", "-a"])
 def test_reset_of_what_is_no_machines_name(host: NodeHost, name: str) -> None:
     """A script's variable may be empty. The path of no machine is the directory of all."""

@@ -1,6 +1,7 @@
 """The file functions: atomic, within their root, and never blocking."""
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -188,3 +189,21 @@ def test_a_system_below_another(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         system.below("/none")
     assert System(no_process).below(str(tmp_path)).read("/inner/etc/name") == b"inner"
+
+
+def test_a_directory_keeps_its_time_of_birth(tmp_path: Path) -> None:
+    system, before = System(no_process), time.time_ns()
+    place, link = tmp_path / "place", tmp_path / "link"
+    place.mkdir()
+    born = system.birth(str(place))
+    # The kernel's clock for files ticks a hundred times a second or more.
+    assert abs(born - before) < 10**9
+    (place / "file").touch()
+    place.chmod(0o700)
+    place.rename(tmp_path / "renamed")
+    assert system.birth(str(tmp_path / "renamed")) == born
+    time.sleep(0.02)
+    link.symlink_to("renamed")
+    assert system.birth(str(link)) > born
+    with pytest.raises(FileNotFoundError):
+        system.birth(str(place))

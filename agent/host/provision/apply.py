@@ -223,7 +223,8 @@ def _publish(action: PublishRoot, system: System) -> None:
     inode = system.link_inode(action.staged)
     if inode is None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
-    record = dataclasses.replace(action.record, inode=inode, made=time.time())
+    born = system.birth(action.staged)
+    record = dataclasses.replace(action.record, inode=inode, made=time.time(), born=born)
     NODE_RECORDS.write(record_paths(action.machine), record, system)
     system.run("sync", "--file-system", system.full_path(action.staged), timeout=SYNC_LIMIT)
     system.rename(action.staged, machine_root(action.machine))

@@ -174,7 +174,9 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
         raise ApplyError(f"{binary.source}: {error.code} {error.reason}", _status_hint(error.code, binary)) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
-            hint = f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
+            hint = (
+                f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
+            )
             raise ApplyError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
         raise _unreachable(binary, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:

@@ -35,6 +35,8 @@ class NodeFacts(Struct, frozen=True):
     """Whether the host starts the units at each boot."""
     joined: str
     """Name of the machine's Node object; empty if its kubelet has not joined since the machine's last start."""
+    born: int = 0
+    """When its root directory was made, in nanoseconds since the epoch; 0 if unknown."""
     has_token: bool = False
     """Whether the machine has a bootstrap token, which is removed once the kubelet has joined."""
 
@@ -53,6 +55,7 @@ def observe_node(machine: str, system: System) -> NodeFacts:
         staged=_staged(machine, system),
         enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
         joined=observe_joined(machine, system),
+        born=_born(machine, system),
         has_token=system.exists(token_file(machine)),
     )
 
@@ -88,6 +91,13 @@ def _root(machine: str, system: System) -> Seen[int]:
         return Broken(f"{path} is not a directory")
     inode = system.link_inode(path)
     return Absent(f"{path} does not exist") if inode is None else inode
+
+
+def _born(machine: str, system: System) -> int:
+    try:
+        return system.birth(machine_root(machine))
+    except OSError:
+        return 0
 
 
 def _staged(machine: str, system: System) -> tuple[str, ...]:

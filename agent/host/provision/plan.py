@@ -86,7 +86,7 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem
         return True
     if isinstance(record, Broken | Unseen):
         return Problem("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
-    if record.inode != inode:
+    if not record.is_of(inode, facts.born):
         return Problem("root", f"{path} was replaced since `up` made it", again)
     return False
 
@@ -152,7 +152,7 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         return Problem("record", f"it is unknown what `up` made: {facts.record.why}", f"{advice} and run this again")
     if isinstance(facts.record, Absent) and not absent:
         return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
-    if isinstance(facts.record, NodeRecord) and facts.root != facts.record.inode and not absent:
+    if isinstance(facts.record, NodeRecord) and not absent and not facts.record.is_of(facts.root, facts.born):
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)

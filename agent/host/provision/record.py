@@ -9,6 +9,7 @@ from msgspec import to_builtins
 from agent.config.node import NodeSettings
 from agent.host.provision.durable import Durable
 from agent.model.digest import sha256
+from agent.model.facts import Seen
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import node_record
 
@@ -39,7 +40,7 @@ class NodeRecord:
     """Name of the Node object."""
     image: NodeImage
     inode: int
-    """Inode number of the root directory. A directory with another number was not made by `up`."""
+    """Inode number of the root directory. A directory with another number was not made by `up`; see `born`."""
     binaries: dict[str, str]
     """SHA-256 digests of the fetched files, which are programs or archives of programs, by path in the machine."""
     files: dict[str, str]
@@ -48,6 +49,13 @@ class NodeRecord:
     """The settings that the root file system depends on, as JSON by key."""
     made: float
     """When the root file system was complete, in seconds since the epoch."""
+    born: int = 0
+    """When the root directory was made, in nanoseconds since the epoch; 0 if unknown. Another directory, which was made
+    after that one was removed, may have its inode number."""
+
+    def is_of(self, inode: Seen[int], born: int) -> bool:
+        """Return whether a directory with this inode number, made at this time (or 0), is the one that `up` made."""
+        return inode == self.inode and (born == self.born or not born or not self.born)
 
 
 NODE_RECORDS = Durable(NodeRecord)

@@ -219,7 +219,9 @@ FATAL = 'time="2026-01-02T03:04:05Z" level=fatal msg="{}"\n'
             "HTTPS_PROXY",
         ),
         (
-            FATAL.format(r"Get \"https://r/v2/\": proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused"),
+            FATAL.format(
+                r"Get \"https://r/v2/\": proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused"
+            ),
             'image: Get "https://r/v2/": proxyconnect',
             "HTTPS_PROXY",
         ),

@@ -181,6 +181,7 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     [
         replace(NEW, root=77),
         replace(MADE, root=78),
+        replace(MADE, born=2, record=dataclasses.replace(RECORD, born=1)),
         replace(MADE, root=Unseen("no permission")),
         replace(MADE, root=Broken("a symbolic link")),
         replace(MADE, record=Broken("damaged")),
@@ -190,6 +191,17 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
 )
 def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
     assert isinstance(plan_removal(facts, "inactive"), Problem)
+
+
+def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anothers() -> None:
+    """ext4 gives a free number away at once: `rm -rf` and `mkdir` make a directory with the same one."""
+    record = dataclasses.replace(RECORD, born=1)
+    found = must_make_root(replace(MADE, born=2, record=record))
+    assert isinstance(found, Problem)
+    assert "was replaced" in found.message
+    for same in (replace(MADE, born=1, record=record), replace(MADE, born=0, record=record), replace(MADE, born=2)):
+        assert must_make_root(same) is False, "the same, or the file system or an older release did not record the time"
+        assert not isinstance(plan_removal(same, "inactive"), Problem)
 
 
 def test_reset_restores_the_host_after_the_last_node() -> None:
