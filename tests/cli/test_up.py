@@ -106,6 +106,26 @@ def test_a_node_without_a_kubelet_is_not_made(host: NodeHost, capsys: pytest.Cap
     assert sum("copy" in argv for argv in host.runner.calls) == 1, "the image is not pulled again"
 
 
+def test_an_image_that_is_unpacked_needs_no_space_again(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first attempt has used it: otherwise, the user would have to find and remove hidden directories."""
+    host.tools.image.remove("usr/bin/kubelet")
+    assert run(host) == 1
+    host.tools.image.append("usr/bin/kubelet")
+    host.file(f"{machine_root(f'.{MACHINE}')}.unbounded-agent-{DIGEST[7:23]}/usr/bin/kubelet", executable=True)
+    host.free = 1 << 30
+    assert run(host) == 0
+    printed = capsys.readouterr()
+    assert "warning  disk: /var/lib/machines has 1073 MB free, and 2147 MB are needed" in printed.out
+    assert sum("copy" in argv for argv in host.runner.calls) == 1
+
+
+def test_a_full_disk_stops_the_first_attempt(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.free = 1 << 30
+    assert run(host) == 1
+    assert "FAILED  disk: /var/lib/machines has 1073 MB free" in capsys.readouterr().out
+    assert not host.exists(AS_FOUND[0])
+
+
 def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     host.tools.image.remove("usr/bin/kubelet")
     host.file("/srv/kubelet", b"a program")

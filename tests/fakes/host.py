@@ -223,6 +223,8 @@ class Host(WithDeadLinks):
 
         This holds whoever runs the tests. Without a group, it is Debian's staff.
         """
+        self.free: int | None = None
+        """Free bytes of all file systems; None for those of this test's file system."""
         self.acls: set[str] = set()
         """Paths that have an access control list."""
         self._architecture = architecture
@@ -266,6 +268,9 @@ class Host(WithDeadLinks):
         if path.startswith(tuple(self.full)) and not self.exists(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         super().make_directory(path)
+
+    def free_bytes(self, path: str) -> int:
+        return super().free_bytes(path) if self.free is None else self.free
 
     def lines(self, path: str) -> Iterator[bytes]:
         self._fail(path)

@@ -106,7 +106,7 @@ class Provisioner(Struct, frozen=True):
         checks += [Check(each.check, each.message, each.advice) for each in refusals(self.config)]
         size = sum(node.image.size for node in nodes if node.image)
         if makes_root:
-            checks.append(checked("disk", lambda: preflight.check_disk(size, self.system)))
+            checks.append(_disk_check(size, nodes, self.system))
         goal = host_goal(self.config)
         host = self._host_facts(goal, names)
         steps = plan_host(goal, host, time.time(), changes=bool(host_changes(goal, host.state)))
@@ -229,6 +229,19 @@ class Provisioner(Struct, frozen=True):
 
     def _tools(self, settings: NodeSettings | None) -> Tools:
         return Tools(self.system, self.network, settings.image if settings else None)
+
+
+def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check:
+    """Check the space for images, unless it is unknown how much an interrupted attempt has already used of it.
+
+    What that attempt left is used or removed first. The space is checked again before an image is pulled.
+    """
+    check = checked("disk", lambda: preflight.check_disk(size, system))
+    left = [path for node in nodes if node.make for path in node.facts.staged]
+    if check.passed or not left:
+        return check
+    advice = f"{check.advice}, unless this is enough with what `up` uses or removes first: {', '.join(left)}"
+    return replace(check, advice=advice, required=False)
 
 
 def _as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
