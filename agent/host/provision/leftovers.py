@@ -17,9 +17,10 @@ NAMES = re.compile(
 )
 """Names of interfaces that CNI plugins and kube-proxy make, or their beginnings. They do not match the bridges of LXC
 and Podman (lxcbr0, cni-podman0), nor names that administrators choose, such as vxlan100."""
-PROTOCOLS = (0, 3, 4, 12)
-"""Origins of a node's routes (rtnetlink(7)): unspecified, boot, static and BIRD. Routes of any other origin belong to
-the host's own daemons, such as DHCP clients and routing daemons."""
+PROTOCOLS = (0, 3, 12)
+"""Origins of a node's routes (rtnetlink(7)): unspecified, boot (Flannel) and BIRD (Calico). Routes of any other origin
+belong to the host's own daemons, such as DHCP clients and routing daemons, or are static: systemd-networkd and
+NetworkManager set these as an administrator configured them."""
 MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 NO_TABLE = 0

@@ -5,7 +5,7 @@ from socket import AF_INET
 from agent.host.provision.leftovers import leftovers
 from agent.model.network import Link, Network, Route, Rule
 
-BOOT, DHCP, BIRD = 3, 16, 12
+BOOT, STATIC, DHCP, BIRD = 3, 4, 16, 12
 LO, ETH0 = Link("lo", ""), Link("eth0", "")
 DEFAULT = Route(AF_INET, 254, 1, "", "192.0.2.1", "eth0", DHCP, 100)
 LOCAL = Rule(AF_INET, 0, 1, 255)
@@ -42,8 +42,9 @@ def test_what_others_added_since_stays() -> None:
     to_wireguard = Rule(AF_INET, 32764, 1, 51820, mark=0xCA6C, mask=0xFFFFFFFF)
     lease = Route(AF_INET, 254, 1, "", "192.0.2.254", "eth0", DHCP, 100)
     to_main = Rule(AF_INET, 32765, 1, 254)
+    by_networkd = Route(AF_INET, 254, 1, "10.50.0.0/16", "192.0.2.254", "eth0", STATIC, 0)
     unreachable = Rule(AF_INET, 2000, 7, 0)
-    added = (wireguard, docker, hardware, by_wireguard, to_wireguard, lease, to_main, unreachable)
+    added = (wireguard, docker, hardware, by_wireguard, to_wireguard, lease, to_main, by_networkd, unreachable)
     found = leftovers(FOUND, plus(*added))
     assert found.remove == ()
     assert set(found.keep) == {*added} - {by_wireguard}
