@@ -120,7 +120,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
     """Who offers the machine's GPUs to pods: a vendor's device plugin, or with `"dra"` the node itself, by Kubernetes'
-    Dynamic Resource Allocation (docs/dra.md). To move a running node, use `unbounded-agent kube allocation`."""
+    Dynamic Resource Allocation (docs/dra.md). To move a running node, use `kube allocation`."""
     share_gpus: bool = False
     """With `allocation = "dra"`, let pods share a GPU if their claims ask for a part of its memory. Nothing keeps a pod
     from using more than it asked for (docs/dra.md#share-a-gpu)."""
