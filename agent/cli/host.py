@@ -5,6 +5,7 @@ import os
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS
 from agent.cli.printing import progress
+from agent.config.last_good import last_good_identity
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import NoMachinesError, UnsupportedError
@@ -69,6 +70,7 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
     # If the current configuration is invalid, units use the last good one: otherwise a machine would not start, or
     # would get no GPUs.
     if options.command not in UNIT_COMMANDS or not standard:
+        before = last_good_identity(system)
         try:
             config = load_config(system, options.config, save=_name(options) in MAKES_PASSES)
         except NoMachinesError as error:
@@ -76,7 +78,7 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
                 raise
             progress(str(error))
             config = Config(machines={})
-        return Loaded(config, in_force=standard)
+        return Loaded(config, in_force=standard, before=before)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":
         progress(f"the configuration is invalid, using the last good one: {loaded.rejected}")

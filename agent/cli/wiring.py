@@ -19,7 +19,7 @@ def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None
     memory = Memory(ages=read_ages(system))
     reconciler = Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected, memory=memory)
     if loaded.in_force:
-        reconciler.in_force = InForce(loaded.config, system)
+        reconciler.in_force = InForce(loaded.config, system, loaded.before)
     return reconciler
 
 

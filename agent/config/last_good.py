@@ -74,26 +74,40 @@ class InForce(Struct):
     config: Config
     system: System
     checked: FileIdentity | None = None
-    """The identity that the file had at the last check."""
+    """The identity that the file had at the last check, or before `config` was read (`last_good_identity`)."""
 
     def check(self) -> None:
         """Raises ConfigChangedError, once after each change, if another process has put other settings in force.
 
-        A missing or damaged file says nothing about that, so it raises no error, and stops no pass.
+        A missing or damaged file says nothing about that, so it raises no error, and stops no pass. Nor does one that
+        is older than `config`: if a file system is read-only, it can be neither replaced nor removed.
         """
-        try:
-            identity = self.system.identity(LAST_GOOD_CONFIG)
-        except OSError:
-            return
-        if identity == self.checked:
+        identity = last_good_identity(self.system)
+        if identity is None or identity == self.checked:
             return
         settings = _settings(_saved(self.system))
         if settings is None:
             # Read it again at the next check: perhaps only this attempt failed.
             return
         self.checked = identity
-        if settings != self.config:
+        if _compared(settings) != _compared(self.config):
             raise ConfigChangedError("the configuration has changed in the meantime", "run the command again")
+
+
+def last_good_identity(system: System) -> FileIdentity | None:
+    """Return the identity of the last good configuration's file; None if there is none, or it cannot be read."""
+    try:
+        return system.identity(LAST_GOOD_CONFIG)
+    except OSError:
+        return None
+
+
+def _compared(config: Config) -> str:
+    """Return a text that is the same for the same settings, whether or not they have been saved in between.
+
+    TOML has dates, times and NaN: JSON saves a date as a string, and NaN does not equal itself.
+    """
+    return json.dumps(to_builtins(config), default=str, sort_keys=True)
 
 
 def _settings(saved: dict[str, Any]) -> Config | None:

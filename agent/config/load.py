@@ -3,8 +3,9 @@
 from msgspec import Struct
 
 from agent.config.document import read_document
-from agent.config.last_good import known_settings, last_good_document, save_last_good
+from agent.config.last_good import known_settings, last_good_document, last_good_identity, save_last_good
 from agent.config.settings import Config
+from agent.model.device import FileIdentity
 from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE
 from agent.system.files import System
@@ -19,6 +20,8 @@ class Loaded(Struct, frozen=True):
     in_force: bool = True
     """Whether it is the host's configuration, so that each pass checks that it is still in force (InForce); False if
     the user named another file (--config)."""
+    before: FileIdentity | None = None
+    """The identity that the last good configuration's file had before this one was read (agent.config.last_good)."""
 
 
 def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) -> Config:
@@ -45,8 +48,9 @@ def load_or_last_good(system: System) -> Loaded:
     Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no file, or no
     file has a table of machines: the last good one is not used then, because removed machines must not come back.
     """
+    before = last_good_identity(system)
     try:
-        return Loaded(load_config(system, save=True))
+        return Loaded(load_config(system, save=True), before=before)
     except NoMachinesError:
         raise
     except ConfigError as error:
@@ -55,4 +59,4 @@ def load_or_last_good(system: System) -> Loaded:
         last_good = validate_again(last_good_document(system))
         if last_good is None:
             raise
-        return Loaded(last_good, str(error))
+        return Loaded(last_good, str(error), before=before)

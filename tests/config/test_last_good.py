@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from agent.cli.host import load
-from agent.config.load import Loaded, load_config, load_or_last_good
+from agent.cli.wiring import make_reconciler
+from agent.config.load import load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.errors import ConfigChangedError, ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG
 from agent.system.files import NEW, System
 from tests.fakes.host import ScriptedRunner
@@ -42,6 +43,13 @@ class FullDisk(System):
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", path)
+
+
+class ReadOnly(FullDisk):
+    """A system on which nothing can be written or removed."""
+
+    def remove(self, path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
 
 def host(tmp_path: Path, config: bytes) -> System:
@@ -160,7 +168,8 @@ def test_a_deleted_configuration_brings_no_machine_back(tmp_path: Path, left: by
 
 def test_an_empty_table_is_a_good_configuration_without_machines(tmp_path: Path) -> None:
     load_or_last_good(host(tmp_path, RIGHT))
-    assert load_or_last_good(host(tmp_path, b"[machines]\n")) == Loaded(Config(machines={}))
+    found = load_or_last_good(host(tmp_path, b"[machines]\n"))
+    assert (found.config, found.rejected) == (Config(machines={}), "")
     assert not load_or_last_good(host(tmp_path, b"speed = 9\n[machines]\n")).config.machines
 
 
@@ -211,6 +220,29 @@ def test_values_that_json_lacks_stay_what_they_are(tmp_path: Path, value: str) -
     assert node is not None
     assert again is not None
     assert repr(node.kubelet.configuration) == repr(again.kubelet.configuration)
+
+
+@pytest.mark.parametrize("value", ["2026-01-01", "07:32:00", "[2026-01-01T00:00:00Z]", "nan", "[inf]"])
+def test_values_that_json_lacks_are_no_change_of_the_configuration(tmp_path: Path, value: str) -> None:
+    """Otherwise the service would read it again before each pass, without end, and no machine would get a GPU."""
+    system = host(tmp_path, f"{NODE}\n[machines.a.node.kubelet]\nconfiguration.x = {value}\n".encode())
+    for _ in range(2):
+        in_force = make_reconciler(load_or_last_good(system), system).in_force
+        assert in_force is not None
+        in_force.check()
+
+
+def test_a_last_good_configuration_that_can_be_neither_replaced_nor_removed_is_no_change(tmp_path: Path) -> None:
+    """After an error of its disk, the kernel makes a file system read-only."""
+    load_or_last_good(host(tmp_path, RIGHT))
+    host(tmp_path, NODE.encode())
+    system = ReadOnly(ScriptedRunner(), str(tmp_path))
+    in_force = make_reconciler(load_or_last_good(system), system).in_force
+    assert in_force is not None
+    in_force.check()
+    load_or_last_good(host(tmp_path, RIGHT.replace(b'devices = ["kvm"]\n', b"")))
+    with pytest.raises(ConfigChangedError):
+        in_force.check()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class SimulatedReconciler:
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
         self.config, self.rejected, self.progress, self.root = loaded.config, loaded.rejected, progress, root
         self.system = System(host_runner)
-        self.in_force = InForce(loaded.config, System(host_runner, str(root)))
+        self.in_force = InForce(loaded.config, System(host_runner, str(root)), loaded.before)
 
     def _behaviour(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.root / "behaviour.json").read_text())
