@@ -6,7 +6,7 @@ from agent.host.daemon.http import health
 from agent.host.outcome import Outcome
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import AgentError
-from agent.model.faults import in_words
+from agent.model.faults import fault, in_words
 from agent.model.text import one_line
 
 log = logging.getLogger(__name__)
@@ -58,3 +58,8 @@ class EventLog:
         if self.last_failures and not failures:
             log.info("recovered: the last pass had no failure")
         self.last_failures = failures
+
+
+def why_not_read(error: Exception) -> str:
+    """Return why the configuration could not be read or used."""
+    return str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from agent import __version__
 from agent.config.load import Loaded
-from agent.host.daemon.event_log import EventLog
+from agent.host.daemon.event_log import EventLog, why_not_read
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health
 from agent.host.daemon.http.endpoint import Endpoint
@@ -30,8 +30,7 @@ from agent.host.daemon.wakeups.sources import REPORTS, host_sources
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.vendors import HOST_VENDORS
-from agent.model.errors import AgentError, ConfigChangedError, ConfigError
-from agent.model.faults import fault
+from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.damage import discarded
@@ -105,7 +104,8 @@ class Daemon:
         gpu_errors.counted = self._metrics.gpu_error
         self._event_log = EventLog()
         loaded = load()
-        self.config, self._config_loaded = loaded.config, time.time()
+        self.config, self._before = loaded.config, loaded.before
+        self._config_good, self._config_loaded = not loaded.rejected, time.time()
         self._reconciler = self._make(loaded, self._progress)
         self._event_log.rejected(loaded.rejected)
         self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
@@ -144,24 +144,29 @@ class Daemon:
                     self._metrics.convergence.begin(self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. Keep the old one if the new one is invalid, or its address cannot be bound."""
+        """Read the configuration again. Keep the one in use if the files are invalid, and nothing newer was saved."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
-            if loaded.rejected:
+            # The last good one too, if another process has saved it since: machines start with it.
+            if loaded.rejected and loaded.before == self._before:
                 raise ConfigError(loaded.rejected)
-            reconciler = self._make(loaded, self._progress)
-            self._endpoint.move(loaded.config.metrics.address)
+            self._reconciler = self._make(loaded, self._progress)
         except Exception as error:
             # Any: a package that is being upgraded may not even let the modules load that validate the files.
-            why = str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why
-            self._reconciler.rejected = why
-            self._event_log.rejected(why)
+            self._reconciler.rejected = why_not_read(error)
         else:
-            self.config, self._reconciler = loaded.config, reconciler
-            self._config_loaded = time.time()
+            self.config, self._before, self._config_loaded = loaded.config, loaded.before, time.time()
+        self._config_good = not self._reconciler.rejected
+        self._event_log.rejected(self._reconciler.rejected)
+        try:
+            self._endpoint.move(self.config.metrics.address)
+        except Exception as error:
+            self._config_good = False
+            log.error("the pages stay at their former address: %s", one_line(why_not_read(error)))
+        if self._config_good:
             log.info("configuration reloaded")
-        self._metrics.reloaded(not self._reconciler.rejected)
+        self._metrics.reloaded(self._config_good)
 
     def work(self, trigger: str, signals: Signals) -> None:
         """Make one pass and report it."""
@@ -255,7 +260,7 @@ class Daemon:
                 why_stale=self._why_stale,
                 written=time.time(),
                 observed=self._observed,
-                config_good=not self._reconciler.rejected,
+                config_good=self._config_good,
                 config_loaded=self._config_loaded,
                 passes=self._passes,
                 wakeups=self._wakeups.tallies,

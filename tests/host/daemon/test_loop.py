@@ -11,8 +11,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from uuid import uuid4
 import pytest
 
 from agent.config.load import Loaded, load_config, load_or_last_good
+from agent.config.settings import Config
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.loop import Daemon, Timing
 from agent.host.daemon.sd_notify import Notifier
 from agent.host.daemon.wakeups.poller import Wakeups
+from agent.model.device import FileIdentity
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.fakes import reconciler as simulated_reconciler
@@ -317,6 +319,23 @@ def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
     wait_for(lambda: service.metric("config_last_reload_successful") == 1)
 
 
+def test_a_bad_configuration_does_not_keep_out_what_another_process_put_in_force(service: Service) -> None:
+    """Machines that start use the last good configuration. With an older one, the service would undo what they do."""
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    load_or_last_good(System(host_runner, str(service.root)))
+    service.configure("[machines.gpu-node]\n[machines.second]\nspeed = 9")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.notifications("READY=1") >= 2)
+    assert service.get("/readyz/machines/second") == (200, "ok\n")
+    assert service.metric("config_last_reload_successful") == 0
+    service.configure()
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.metric("config_last_reload_successful") == 1)
+    assert service.get("/readyz/machines/second")[0] == 404
+
+
 def test_a_start_with_a_bad_configuration_uses_the_last_good_one(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
@@ -346,18 +365,25 @@ def test_a_new_address_is_served_and_the_old_one_freed(service: Service) -> None
         probe.bind(("127.0.0.1", old))
 
 
-def test_an_unavailable_address_on_reload_changes_nothing(service: Service) -> None:
+def test_an_unavailable_address_on_reload_keeps_no_other_setting_out(service: Service) -> None:
+    """Commands, and machines that start, work with the new configuration: the service would undo what they do."""
     service.start(SLOW)
     wait_for(lambda: ready(service))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        service.configure(address=f"127.0.0.1:{taken.getsockname()[1]}")
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        service.configure("[machines.gpu-node]\n[machines.second]", address)
         service.signal(signal.SIGHUP)
-        # The pass after the reload notices once that other settings are in force, and reloads too.
-        wait_for(lambda: service.notifications("READY=1") == 3)
-    assert service.get("/livez") == (200, "ok\n")
-    assert "metrics.address: cannot listen on" in service.log()
+        wait_for(lambda: service.notifications("READY=1") == 2)
+    assert service.get("/livez") == (200, "ok\n"), "at the former address"
+    assert service.get("/readyz/machines/second") == (200, "ok\n")
+    assert service.metric("config_last_reload_successful") == 0
+    assert f"metrics.address: cannot listen on {address}" in service.log()
+    service.signal(signal.SIGHUP)
+    service.port = int(address.rpartition(":")[2])
+    wait_for(lambda: service.notifications("READY=1") == 3)
+    assert service.metric("config_last_reload_successful") == 1
 
 
 def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(service: Service) -> None:
@@ -582,17 +608,35 @@ def test_a_pause_of_a_minute_is_always_within_the_watchdogs_time(
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "120000000")
     system = System(host_runner, str(service.root))
+    with daemon(service, lambda: Loaded(load_config(system))) as found:
+        assert max(found.next_pass()[1] for _ in range(1000)) + 60 < 120
+
+
+def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service: Service) -> None:
+    """It is older than the one in use, which could not be saved (a file system that is read-only)."""
+    there, saved = (FileIdentity(inode, 1, 1, 1, executable=False) for inode in (1, 2))
+    older, newer = (Config.validated({"machines": {name: {}}}) for name in ("gpu-node", "second"))
+    loads = iter([Loaded(newer, before=there), Loaded(older, "wrong", before=there), Loaded(older, "x", before=saved)])
+    with daemon(service, lambda: next(loads)) as found:
+        found.reload()
+        assert found.config == newer
+        found.reload()
+        assert found.config == older, "another process has saved it meanwhile"
+
+
+@contextmanager
+def daemon(service: Service, load: Callable[[], Loaded]) -> Iterator[Daemon]:
+    """Yield a daemon in this process, whose loop does not run."""
     local = LocalServer(str(service.root), "statusz.sock")
-    daemon = Daemon(
-        lambda: Loaded(load_config(system)),
+    yield Daemon(
+        load,
         lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),
         Notifier(""),
         Timing(),
-        GpuErrors(system),
+        GpuErrors(System(host_runner, str(service.root))),
         Wakeups(),
         local,
     )
-    assert max(daemon.next_pass()[1] for _ in range(1000)) + 60 < 120
     local.stop()
 
 
