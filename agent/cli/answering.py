@@ -9,7 +9,7 @@ from agent.cli.asking import answerable, installation
 from agent.cli.printing import CAPTURED
 from agent.cli.terminal import ASKING_TERMINAL
 from agent.host.daemon.http.server import Page
-from agent.system.damage import discarded
+from agent.system.damage import encounters
 
 DECLINED = Page(HTTPStatus.CONFLICT, b"run the command yourself\n")
 
@@ -43,13 +43,13 @@ class Answers:
                 return DECLINED
         except (KeyError, TypeError, ValueError):
             return DECLINED
-        before = discarded()
+        before = encounters()
         try:
             code, output = copy_context().run(self._run, arguments, width_and_colour)
         except SystemExit:
             # An argument is wrong. In the process that asks, argparse prints the message to the user.
             return DECLINED
-        if discarded() != before:
+        if encounters() != before:
             # A record was damaged. The service would name it only in its journal; the process that asks names it to the
             # user.
             return DECLINED

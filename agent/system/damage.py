@@ -4,23 +4,38 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
+from agent.model.device import FileIdentity
 from agent.system.files import System
 
 _counts: Counter[str] = Counter()
+_encounters: Counter[str] = Counter()
+"""How often damaged files were read, by path."""
+_known: dict[str, FileIdentity | None] = {}
+"""The damaged files that were counted already, by path. Some stay until there is something new to write."""
 
 
-def count(path: str) -> None:
-    """Count a discarded file without a log message, because the caller reports it."""
+def count(path: str, system: System) -> bool:
+    """Count a discarded file without a log message, because the caller reports it.
+
+    A file that stays is counted once. Return whether this one is counted now.
+    """
+    place = system.full_path(path)
+    try:
+        identity = system.identity(path, follow=False)
+    except OSError:
+        identity = None
+    _encounters[place] += 1
+    if place in _known and _known[place] == identity:
+        return False
+    _known[place] = identity
     _counts[os.path.basename(path)] += 1
+    return True
 
 
-def discard(path: str, why: str) -> None:
-    """Count and log a discarded file. The pass continues without its content."""
-    # Imported here, because otherwise every command would load it.
-    import logging
-
-    count(path)
-    logging.getLogger(__name__).warning("discarding %s: %s", path, why)
+def discard(path: str, why: str, system: System) -> None:
+    """Count and log a discarded file, once as long as it stays. The pass continues without its content."""
+    if count(path, system):
+        _warn(path, why)
 
 
 def discarded() -> Mapping[str, int]:
@@ -28,10 +43,23 @@ def discarded() -> Mapping[str, int]:
     return dict(_counts)
 
 
+def encounters() -> int:
+    """Return how often this process has read damaged files, also the same ones again."""
+    return _encounters.total()
+
+
 def write_record(system: System, path: str, content: bytes) -> None:
     """Write a file of the agent as `System.write` does. If there is a directory at `path`, move it aside first."""
     try:
         system.write(path, content)
     except IsADirectoryError:
-        discard(path, f"a directory was in its place; moved it to {system.put_aside(path)}")
+        _counts[os.path.basename(path)] += 1
+        _warn(path, f"a directory was in its place; moved it to {system.put_aside(path)}")
         system.write(path, content)
+
+
+def _warn(path: str, why: str) -> None:
+    # Imported here, because otherwise every command would load it.
+    import logging
+
+    logging.getLogger(__name__).warning("discarding %s: %s", path, why)

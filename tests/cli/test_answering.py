@@ -22,8 +22,8 @@ from agent.cli.gpu_list import list_gpus
 from agent.cli.printing import LISTING, hand_over, report, say
 from agent.cli.status import Request, status
 from agent.host.daemon.http.local_server import LocalServer
-from agent.model.paths import STATUSZ_SOCKET
-from agent.system.damage import count
+from agent.host.state.gpu_faults import observe_faults
+from agent.model.paths import GPU_FAULTS, STATUSZ_SOCKET
 from agent.system.files import System
 from agent.system.open_files import Held, Holder
 from tests.fakes.gpu_host import MACHINE, reconciler
@@ -186,12 +186,16 @@ def test_a_wrong_argument_is_worded_by_the_commands_own_process(capsys: pytest.C
     assert "usage" in capsys.readouterr().err
 
 
-def test_a_damaged_file_is_named_by_the_commands_own_process() -> None:
+def test_a_damaged_file_is_named_by_the_commands_own_process(host: Host) -> None:
+    """Also one that the service has named in its journal long ago."""
+
     def command(arguments: Sequence[str]) -> int:
-        count("live.json")
+        observe_faults(host)
         return 0
 
-    assert Answers(command).page(request("status")) == DECLINED
+    host.file(GPU_FAULTS, "{")
+    for _ in range(2):
+        assert Answers(command).page(request("status")) == DECLINED
 
 
 def test_an_unexpected_error_in_the_service_is_no_answer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from agent.cli.prepare import prepare
+from agent.host.daemon.event_log import EventLog
 from agent.host.state.detached_gpus import observe_detached, record_detached
 from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
 from agent.host.state.remembered_gpus import observe_remembered
@@ -18,6 +19,7 @@ from agent.model.digest import sha256
 from agent.model.paths import (
     CONDITIONS,
     DETACHED_GPUS,
+    GPU_FAULTS,
     KERNEL_LOG_READ,
     LOST_GPUS,
     MANIFESTS,
@@ -84,8 +86,28 @@ def test_a_damaged_record_is_counted_logged_and_recreated(
     after = reconciler(gpu_host).reconcile()
     assert after.failures == ()
     assert not after.facts.problems
-    # The next start writes the record of handed roots.
-    assert discarded() == counted or path == handed_roots_file(MACHINE)
+    assert discarded() == counted
+
+
+@pytest.mark.parametrize(
+    "path",
+    [LOST_GPUS, GPU_FAULTS, DETACHED_GPUS, live_file(MACHINE), handed_roots_file(MACHINE), granted_file(MACHINE)],
+)
+def test_damage_that_stays_is_logged_and_counted_once(
+    gpu_host: Host, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is written there until a machine starts, or a GPU fails. The service makes a pass each minute."""
+    running(gpu_host)
+    units(gpu_host, "inactive", stopped_at=1)
+    agent, log, name = reconciler(gpu_host), EventLog(), os.path.basename(path)
+    for damage in (b"{", b"["):
+        gpu_host.write(path, damage)
+        before = discarded().get(name, 0)
+        caplog.clear()
+        for _ in range(3):
+            log.outcome(agent.reconcile())
+        assert discarded()[name] == before + 1
+        assert len([each for each in caplog.messages if f"{name}: " in each]) == 1
 
 
 @pytest.mark.parametrize("path", [OWNED, CONDITIONS, live_file(MACHINE)])

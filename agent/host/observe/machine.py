@@ -132,7 +132,7 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
     try:
         return GRANTED.parse(GRANTED_NAME, found[0]), ages.of(path, found[1])
     except DocumentError as error:
-        discard(path, str(error))
+        discard(path, str(error), system)
         return Broken(str(error)), 0.0
 
 
@@ -151,14 +151,14 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
     if isinstance(found, Unseen):
         return found, math.inf
     if isinstance(found, Broken):
-        discard(live_file(name), found.why)
+        discard(live_file(name), found.why, system)
     if not isinstance(found, tuple):
         return None, math.inf
     try:
         return parse_live(found[0]), ages.of(live_file(name), found[1])
     except DocumentError as error:
         # The record is a cache: a damaged one counts as missing.
-        discard(live_file(name), str(error))
+        discard(live_file(name), str(error), system)
         return None, math.inf
 
 
@@ -185,5 +185,5 @@ def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
     try:
         return parse_handed(path, data)
     except DocumentError as error:
-        discard(path, str(error))
+        discard(path, str(error), system)
         return Broken(str(error))

@@ -22,7 +22,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
         return found, found.why
     if isinstance(found, Broken):
         # Also log the damage, because this pass replaces the file: the facts at the end of the pass do not show it.
-        discard(OWNED, found.why)
+        discard(OWNED, found.why, system)
         return {}, found.why
     return found.files, ""
 

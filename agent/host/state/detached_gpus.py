@@ -53,7 +53,7 @@ def observe_detached(system: System) -> Detached:
     except OSError as error:
         raise ObservationError(f"{DETACHED_GPUS}: {error.strerror or error}") from error
     if isinstance(notes, Broken):
-        count(DETACHED_GPUS)
+        count(DETACHED_GPUS, system)
         what = f"{notes.why}; discarding the record of detached GPUs"
         return Detached(problem=f"{what}: run `unbounded-agent gpus detach` again for each of them")
     detached = {address: note for address, note in notes.items() if not note.granted}

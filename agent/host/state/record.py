@@ -62,7 +62,7 @@ class Record(Generic[T]):
         if isinstance(found, Unseen):
             raise ObservationError(found.why)
         if isinstance(found, Broken):
-            discard(path, found.why)
+            discard(path, found.why, system)
         return None if isinstance(found, Absent | Broken) else found
 
     def write(self, path: str, value: T, system: System) -> None:

@@ -35,5 +35,5 @@ def _copy(path: str, system: System) -> Seen[Remembered]:
     except DocumentError as error:
         found = Broken(str(error))
     if isinstance(found, Broken):
-        count(path)
+        count(path, system)
     return found
