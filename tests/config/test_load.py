@@ -188,6 +188,26 @@ def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
         load_config(system)
 
 
+@pytest.mark.parametrize("made", ["dangling link", "file"])
+def test_a_directory_that_cannot_be_read_does_not_remove_its_machines(host: Host, made: str) -> None:
+    """It may be a link to a file system that is not mounted."""
+    host.file(CONFIG_FILE, "[machines.a]\n")
+    if made == "file":
+        host.file(CONFIG_DIRECTORY, "[machines.b]\n")
+    else:
+        host.symlink(CONFIG_DIRECTORY, "/srv/shared/config.d")
+    with pytest.raises(ConfigError, match=f"cannot read .*{CONFIG_DIRECTORY}: N"):
+        load_config(host)
+
+
+@pytest.mark.parametrize("name", [".#b.toml", ".ansible_tmpx3kdb.toml"])
+def test_hidden_files_of_editors_and_programs_are_no_settings(host: Host, name: str) -> None:
+    """While somebody edits b.toml, Emacs has a dangling link next to it."""
+    host.file(CONFIG_FILE, "[machines.a]\n")
+    host.symlink(f"{CONFIG_DIRECTORY}/{name}", "root@host.123")
+    assert list(load_config(host).machines) == ["a"]
+
+
 def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:
     """nvidia-smi prints eight digits of domain and capitals, lspci neither."""
     system = system_with(tmp_path, main='[machines.a]\ngpus = ["00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]\n')
