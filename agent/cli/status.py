@@ -18,6 +18,7 @@ from agent.model.conditions import Status
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Facts
 from agent.model.text import rfc3339
+from agent.system.files import System
 
 NOT_READY, UNKNOWN = 3, 4
 """Exit codes of --check and --wait. 1 and 2 mean that the command failed."""
@@ -61,14 +62,27 @@ def status(reconciler: Reconciler, request: Request = Request()) -> int:
 def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
     facts, planned, difference = reconciler.preview()
     machines = reconciler.evaluate(facts, planned, difference)
-    recorded = read_history(reconciler.system)
     requested = (each for each in machines if request.machine in ("", each.name))
-    return facts, tuple(each if each.name in recorded else _undated(each) for each in requested)
+    return facts, as_dated(requested, reconciler.system)
 
 
-def _undated(machine: MachineOutcome) -> MachineOutcome:
-    """Return the machine without the times of its conditions: no pass has recorded them, so they are unknown."""
-    return replace(machine, conditions=tuple(each._replace(last_transition=0.0) for each in machine.conditions))
+def as_dated(machines: Iterable[MachineOutcome], system: System) -> tuple[MachineOutcome, ...]:
+    """Return the machines with only those times of changes that a pass has recorded.
+
+    The others are unknown: if the service does not run, a change may be days old.
+    """
+    history = read_history(system)
+    known = {(name, each.type, each.status) for name, recorded in history.items() for each in recorded}
+    return tuple(
+        replace(
+            machine,
+            conditions=tuple(
+                each if (machine.name, each.type, each.status) in known else each._replace(last_transition=0.0)
+                for each in machine.conditions
+            ),
+        )
+        for machine in machines
+    )
 
 
 def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tuple[MachineOutcome, ...]) -> None:

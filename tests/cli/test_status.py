@@ -66,6 +66,22 @@ def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys
     assert ", for " in printed(agent, capsys).splitlines()[0]
 
 
+def test_the_time_of_a_change_is_unknown_while_no_service_records_it(
+    gpu_host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The change may be days old: a command must not say that it came this second."""
+    agent = reconciler(gpu_host)
+    units(gpu_host, "active")
+    agent.reconcile()
+    units(gpu_host, "failed")
+    found = json.loads(printed(agent, capsys, Request(form="json")))["machines"][MACHINE]["conditions"]
+    dated = {each["type"]: each["lastTransitionTime"] is not None for each in found}
+    assert (dated["DriverLoaded"], dated["MachineRunning"]) == (True, False)
+    assert "MachineRunning  False    -  " in printed(agent, capsys, Request(form="wide"))
+    agent.reconcile()
+    assert "MachineRunning  False    -  " not in printed(agent, capsys, Request(form="wide"))
+
+
 def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed(reconciler(gpu_host), capsys, Request(form="json")))
     assert (found["version"], found["command"], found["problems"]) == (1, "status", [])

@@ -13,7 +13,7 @@ from agent.cli.doctor.redaction import redacted
 from agent.cli.doctor.words import Report, as_object, in_words
 from agent.cli.documents import document
 from agent.cli.parser import VERSION
-from agent.cli.status import as_json
+from agent.cli.status import as_dated, as_json
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import CommandError
@@ -122,7 +122,7 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
     """Yield the files' names, each with a function that returns its text."""
     now, system = time.time(), reconciler.system
     facts, planned, difference = reconciler.preview()
-    machines = reconciler.evaluate(facts, planned, difference)
+    machines = as_dated(reconciler.evaluate(facts, planned, difference), system)
     steps = "".join(f"{each.describe()}\n" for each in difference.actions)
     yield "version.txt", lambda: f"{VERSION}\n"
     yield "doctor.txt", lambda: "\n".join(in_words(report))

@@ -63,7 +63,9 @@ def test_what_is_in_it(seeded: Host, capsys: pytest.CaptureFixture[str]) -> None
     assert {"version.txt", "doctor.txt", "plan.txt", f"machines/{MACHINE}/kubelet.log", f"files{CONFIG_FILE}"} <= set(
         files
     )
-    assert json.loads(files["status.json"])["machines"][MACHINE]["ready"] == "False"
+    machine = json.loads(files["status.json"])["machines"][MACHINE]
+    assert machine["ready"] == "False"
+    assert machine["conditions"][0]["lastTransitionTime"] is None, "no pass has recorded it"
     assert json.loads(files["doctor.json"])["version"] == 1
     assert "registry_token=" in files["files/proc/cmdline"]
     assert "commands/lspci: lspci -Dnnk: not found" in files["left-out.txt"]
