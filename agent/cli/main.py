@@ -99,11 +99,13 @@ def _run_with_reconciler(options: argparse.Namespace) -> int:
 
             return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
         case "status":
+            from agent.cli.host import load
             from agent.cli.status import Request, status
 
             form = "json" if options.json else "wide" if options.wide else ""
             request = Request(options.machine, form, options.check, options.wait, options.watch)
-            return status(reconciler_for(options), request)
+            reconciler = reconciler_for(options)
+            return status(reconciler, request, lambda: load(options, reconciler.system).config)
         case "doctor":
             from agent.cli.doctor.command import doctor
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from agent.cli.documents import document
 from agent.cli.output import print_machines, print_tables, report_problems, style
 from agent.cli.printing import say
 from agent.cli.summary import causes, summaries
+from agent.config.settings import Config
 from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.host.state.condition_history import read_history
@@ -43,13 +44,16 @@ class Request(Struct, frozen=True):
     """Seconds between two prints; None to print once."""
 
 
-def status(reconciler: Reconciler, request: Request = Request()) -> int:
-    """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine."""
+def status(reconciler: Reconciler, request: Request = Request(), load: Callable[[], Config] | None = None) -> int:
+    """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine.
+
+    `load` reads the configuration again. None if it cannot change.
+    """
     if request.machine and request.machine not in reconciler.config.machines:
         known = ", ".join(reconciler.config.machines) or "none"
         raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
     if request.watch is not None:
-        return _watch(reconciler, request, request.watch)
+        return _watch(reconciler, request, request.watch, load or (lambda: reconciler.config))
     if request.wait is not None:
         facts, machines = _wait(reconciler, request, request.wait)
     else:
@@ -114,16 +118,25 @@ def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Fac
         time.sleep(POLL)
 
 
-def _watch(reconciler: Reconciler, request: Request, interval: float) -> int:
-    """Print again and again until interrupted. On a terminal, clear it first; elsewhere, print only after a change."""
+def _watch(reconciler: Reconciler, request: Request, interval: float, load: Callable[[], Config]) -> int:
+    """Print again and again until interrupted. On a terminal, clear it first; elsewhere, print only after a change.
+
+    While the configuration is invalid, show why, and the machines of the one before it.
+    """
     before: Sequence[object] = ()
     while True:
         now = time.time()
         current: Sequence[object]
+        rejected: list[str] = []
+        try:
+            reconciler.config = load()
+        except ConfigError as error:
+            rejected = [str(error)]
         try:
             _, machines = _observe(reconciler, request)
-            current = [(each.name, *causes(each.conditions)) for each in machines]
-            lines = [*summaries(machines, now, style(whole=len(machines) == 1))] or [NO_MACHINES]
+            current = [*rejected, *((each.name, *causes(each.conditions)) for each in machines)]
+            none = f"machine {request.machine} is not configured" if request.machine else NO_MACHINES
+            lines = [*rejected, *(summaries(machines, now, style(whole=len(machines) == 1)) if machines else [none])]
         except AgentError as error:
             current = lines = [str(error)]
         if sys.stdout.isatty():

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,29 @@ def test_a_command_is_interrupted_when_its_terminal_is_gone(
             watching.send_signal(number)
             assert watching.wait(20) == 130
         finally:
+            watching.kill()
+
+
+def test_a_watch_follows_the_configuration(tmp_path: Path) -> None:
+    """It may run for days. It showed machines that had left the configuration, and none that had come."""
+    (config := tmp_path / "config.toml").write_text("[machines.gpu-node]\n")
+    command = (sys.executable, "-m", "agent.cli.main", f"--config={config}", "status", "--watch=0.5")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as watching:
+        limit = threading.Timer(30, watching.kill)
+        limit.start()
+        try:
+            assert watching.stdout
+            for text, expected in (
+                ("[machines.gpu-node]\n", "gpu-node: "),
+                ("[machines.second]\nspeed = 9\n", f"{config}: machines.second.speed: unknown key"),
+                ("[machines.second]\n", "second: "),
+                ("[machines]\n", "no machine is configured"),
+            ):
+                (new := tmp_path / "new").write_text(text)
+                new.rename(config)
+                assert any(line.startswith(expected) for line in watching.stdout)
+        finally:
+            limit.cancel()
             watching.kill()
 
 
