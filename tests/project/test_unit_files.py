@@ -208,6 +208,18 @@ def test_modules_are_checked_only_if_configured(tmp_path: Path, text: str | None
     assert 0 < found.returncode < 255 if status else found.returncode == 0
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("linked", ["config.toml", "config.d"])
+def test_a_configuration_behind_a_link_is_checked_too(tmp_path: Path, linked: str) -> None:
+    """NixOS, among others, has links to the real files."""
+    (directory := tmp_path / "unbounded-agent").mkdir()
+    (target := tmp_path / "store").mkdir()
+    (target / "a.toml").write_text("[driver]\nload_modules = true\n")
+    (directory / linked).symlink_to(target / "a.toml" if linked.endswith("toml") else target)
+    argv = settings(MODULES, "Service")["ExecCondition"].split()
+    assert subprocess.run([*argv[:-1], directory], capture_output=True, timeout=600).returncode == 0
+
+
 def test_the_rule_names_the_unit_and_the_classes_of_gpus() -> None:
     text = (UNITS / "70-unbounded-agent.rules").read_text()
     assert f'ENV{{SYSTEMD_WANTS}}+="{MODULES.name}"' in text
