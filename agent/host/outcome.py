@@ -14,6 +14,8 @@ from agent.model.reasons import Reason
 
 NO_MACHINES = "no machine is configured"
 """What commands and pages show instead of outcomes."""
+NO_METRICS = "no metrics: "
+"""Begins the service's line in `systemctl status` while it cannot serve its pages. The reason follows."""
 NO_ANSWER = "it does not run, or has not answered the latest handoff yet"
 
 

@@ -84,6 +84,11 @@ def inactive_enter(path: str, system: System) -> int:
     return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
 
 
+def status_text(path: str, system: System) -> str:
+    """Return the line that the service last set as its status (STATUS= in sd_notify(3))."""
+    return _property(path, "Service", "StatusText", str, system)
+
+
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
     """Return the unit's DeviceAllow entries in force. systemd lists them in the reverse order of the files."""
     allowed = []

@@ -189,6 +189,7 @@ class ScriptedBus:
         reload: bool = False,
         stopped_at: int = 0,
         device_allow: list[tuple[str, str]] | None = None,
+        status: str = "",
     ) -> None:
         """One unit, with the types that systemd's introspection data gives."""
         path = self.units.setdefault(name, f"{SYSTEMD_OBJECT}/unit/_{len(self.units)}")
@@ -199,6 +200,7 @@ class ScriptedBus:
             (path, unit, "NeedDaemonReload"): ("b", reload),
             (path, unit, "InactiveEnterTimestampMonotonic"): ("t", stopped_at),
             (path, service, "DeviceAllow"): ("a(ss)", device_allow or []),
+            (path, service, "StatusText"): ("s", status),
         }
 
     def version(self, text: str) -> None:

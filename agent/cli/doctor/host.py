@@ -8,10 +8,13 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.observe.units import TEMPLATE, observe_units
+from agent.host.outcome import NO_METRICS
 from agent.host.vendors import host_vendor
+from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.model.finding import Finding
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
+from agent.system import systemd
 from agent.system.files import System
 from agent.system.seen import read_seen
 from agent.vendors.host_vendor import DriverForPods
@@ -86,7 +89,7 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
     log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
     match service.state:
         case "active":
-            yield from _metrics(config, system)
+            yield from _metrics(config, service.path, system)
         case "activating" if service.restarts:
             yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
         case "activating" | "reloading":
@@ -102,14 +105,25 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
             yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))
 
 
-def _metrics(config: Config, system: System) -> Iterator[Finding]:
+def _metrics(config: Config, service: str, system: System) -> Iterator[Finding]:
+    """Yield a finding if the service serves no metrics. `service` is the path of its object on the bus."""
     port = int(config.metrics.address.rpartition(":")[2])
-    if _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
-        yield Finding(
-            "the service runs, but serves no metrics",
-            f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})",
-            ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
-        )
+    try:
+        status = systemd.status_text(service, system)
+    except BusError:
+        status = ""
+    if status.startswith(NO_METRICS):
+        # Another process may listen on the port.
+        evidence = status.removeprefix(NO_METRICS)
+    elif _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
+        evidence = f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})"
+    else:
+        return
+    yield Finding(
+        "the service runs, but serves no metrics",
+        evidence,
+        ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
+    )
 
 
 def _listens(port: int, system: System) -> Seen[bool]:

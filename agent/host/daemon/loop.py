@@ -27,7 +27,7 @@ from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_in
 from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups
 from agent.host.daemon.wakeups.sources import REPORTS, host_sources
-from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.outcome import NO_METRICS, MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import ConfigChangedError, ConfigError
@@ -203,7 +203,7 @@ class Daemon:
         self._publish()
         status = self._why_stale or health.status_line(self._machines())
         unserved = self._endpoint.error
-        self._notifier.status(f"no metrics: {unserved}; {status}" if unserved else status)
+        self._notifier.status(f"{NO_METRICS}{unserved}; {status}" if unserved else status)
         self._notifier.send("WATCHDOG=1")
 
     def next_pass(self) -> tuple[str, float]:

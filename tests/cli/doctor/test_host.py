@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.doctor.command import doctor, examine
-from agent.cli.doctor.host import SOCKET, diagnose_host
+from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.model.facts import PciDevice
@@ -44,6 +44,15 @@ def test_a_service_that_serves_no_metrics(sound: Host, sockets: str) -> None:
     assert "9788" in finding.evidence
     sound.file("/proc/net/tcp6", SOCKETS.format(port=9788, state="0A"))
     assert found(sound) == ()
+
+
+def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
+    """A socket listens on the port, but it is not the service's."""
+    why = "configuration key metrics.address: cannot listen on 127.0.0.1:9788: Address already in use"
+    sound.bus.unit(SERVICE, status=f"no metrics: {why}; {MACHINE}: Ready")
+    (finding,) = found(sound)
+    assert finding.cause == "the service runs, but serves no metrics"
+    assert finding.evidence.startswith(why)
 
 
 def test_systemd_may_listen_elsewhere(sound: Host) -> None:
