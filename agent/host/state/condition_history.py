@@ -7,8 +7,9 @@ start overdue.
 
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
 from agent.host.state.record import Record
@@ -22,6 +23,10 @@ History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
 
 
+Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
+"""Seconds since the epoch. Others, from a damaged file, could not be shown as a date."""
+
+
 class _Condition(Struct, frozen=True):
     """A Condition without `advertised`. Unknown keys are ignored: another release may have written them."""
 
@@ -29,10 +34,10 @@ class _Condition(Struct, frozen=True):
     status: Status
     reason: str
     message: str
-    last_transition: float = 0.0
-    losses: tuple[float, ...] = ()
-    good_since: float = 0.0
-    booted: float | None = None
+    last_transition: Time = 0.0
+    losses: tuple[Time, ...] = ()
+    good_since: Time = 0.0
+    booted: Time | None = None
     """When the host booted, by the wall clock as it was at the other times; None in the files of earlier releases."""
 
 

@@ -43,6 +43,18 @@ def test_the_file_of_another_release(tmp_path: Path) -> None:
     assert read_history(host) == {"a": (READY,), "b": (READY._replace(last_transition=0.0, losses=(), good_since=0.0),)}
 
 
+@pytest.mark.parametrize(
+    "damage", [{"last_transition": 1e18}, {"losses": [-1e18]}, {"good_since": 1e300}, {"booted": 1e18}]
+)
+def test_a_time_that_is_no_date_is_damage(tmp_path: Path, damage: dict[str, object]) -> None:
+    """Neither the pages nor `status --json` could be made of it: the service would end again and again."""
+    host = Host(tmp_path)
+    host.write(CONDITIONS, json.dumps({"gpu-node": [{**RECORD, **damage}]}).encode())
+    assert read_history(host) == {}
+    assert write_history(host, {"gpu-node": (READY,)}) == ()
+    assert read_history(host) == {"gpu-node": (READY,)}
+
+
 def test_times_from_before_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without a battery boots in 1970. `status` said "ready, for 20717 d" once the network had the time."""
     host, real = Host(tmp_path), time.time
