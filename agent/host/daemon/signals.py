@@ -61,6 +61,9 @@ class Signals:
         self.reload = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            # The grace period has begun.
+            return
         self.stop = True
         self._notifier.send("STOPPING=1")
         signal.setitimer(signal.ITIMER_REAL, self._grace)

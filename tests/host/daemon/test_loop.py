@@ -211,6 +211,21 @@ def test_sigterm_interrupts_a_pass_that_does_not_end(service: Service) -> None:
     assert "<4>interrupted during a pass" in service.log()
 
 
+def test_a_second_signal_does_not_prolong_the_grace_period(service: Service) -> None:
+    """Who presses Ctrl-C again is in a hurry."""
+    service.behave(hold=True)
+    service.start(SLOW | {"grace": 3.0})
+    wait_for(lambda: service.passes())
+    deadline = time.monotonic() + 60
+    assert service.child is not None
+    while service.child.is_alive() and time.monotonic() < deadline:
+        service.signal(signal.SIGINT)
+        service.child.join(1)
+    assert service.ended() == 0
+    assert time.monotonic() < deadline
+    assert service.notifications("STOPPING=1") == 1
+
+
 def test_sigterm_lets_a_pass_end_within_the_grace_period(service: Service) -> None:
     service.behave(hold=True)
     service.start(SLOW | {"grace": 60.0})
