@@ -113,7 +113,8 @@ def _compared(config: Config) -> str:
 def _settings(saved: dict[str, Any]) -> Config | None:
     try:
         return convert(saved.get("settings"), Config)
-    except ValidationError:
+    except (ValidationError, UnicodeError):
+        # JSON can have half a surrogate pair, for which msgspec raises UnicodeEncodeError.
         return None
 
 

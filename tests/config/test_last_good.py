@@ -197,6 +197,7 @@ def test_what_was_valid_is_not_validated_again(tmp_path: Path) -> None:
         {"document": {"machines": {}}},
         {"settings": {"machines": {"a": {"later": 1}}}},
         {"settings": None},
+        {"settings": {"\ud800": 1}},
     ],
 )
 def test_saved_settings_of_something_else_are_not_used(tmp_path: Path, saved: dict[str, object]) -> None:
