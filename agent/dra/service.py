@@ -207,7 +207,8 @@ class Service:
             return
         self._not_written = ""
         before, self._status, self._written = self._status, status, now
-        # Not before the kubelet runs: the unit runs at boot anyway, and the kubelet's start would wait for another run.
+        # Not before the kubelet runs: SETUP runs at boot anyway. The kubelet waits for it, and would also wait for a
+        # second run.
         if status.node and _advertised_part(status) != _advertised_part(before):
             try:
                 self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)

@@ -19,7 +19,7 @@ class AsFound:
     """When the record was first made, in seconds since the epoch."""
 
     def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
-        """Return the record with the values that making another node will change.
+        """Return the record, extended by the current values of what `up` will change for another node.
 
         A value that is already in the record stays, because it is the original one.
         """

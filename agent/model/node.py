@@ -84,7 +84,7 @@ class HostState:
     sysctls: Mapping[str, str | None]
     """None for a parameter that the kernel does not have, perhaps because its module is not loaded."""
     modules: Mapping[str, bool] = field(compare=False)
-    """Whether a module is loaded, or built in. Not compared: once other programs use a module, it must stay loaded."""
+    """Whether a module is loaded, or built in. `==` ignores modules: `reset` cannot unload one that others use."""
     swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
     """None for a file that does not exist."""

@@ -124,7 +124,7 @@ class HostVendor(ABC):
         return ()
 
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
-        """Return the driver whose user space pods get from the host; None if they get none, or if that is unknown."""
+        """Return the driver whose user space the host gives to pods; None if it gives them none, or if unknown."""
         return None
 
     def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Checks, before anything is changed, what would keep a node from being made. Writes nothing.
 
-Each check returns a sentence if all is well, and otherwise raises an error with advice. That prevents only those checks
-that need what it checked: if the bootstrap token cannot be read, for example, the API server is not asked.
+Each check returns a sentence if all is well, and otherwise raises an error with advice. After an error, only the checks
+that need what failed are left out: if the bootstrap token cannot be read, for example, the API server is not asked.
 """
 
 import ssl

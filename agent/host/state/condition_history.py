@@ -38,7 +38,9 @@ class _Condition(Struct, frozen=True):
     losses: tuple[Time, ...] = ()
     good_since: Time = 0.0
     booted: Time | None = None
-    """When the host booted, by the wall clock as it was at the other times; None in the files of earlier releases."""
+    """When the host booted, by the clock that the times above were read from, before anybody set it again.
+
+    None in the files of earlier releases."""
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])

@@ -27,7 +27,7 @@ class Rule(Struct, frozen=True):
 
     kind: DeviceKind
     pattern: re.Pattern[str]
-    """Pattern of the name in the directory. Its group, if any, is the minor number."""
+    """Matches the node's name, without the directory. The group, if there is one, is the minor number."""
     registered: tuple[str, ...]
     """Names in /proc/devices. The first one that is registered is used."""
     minor: int | None = None

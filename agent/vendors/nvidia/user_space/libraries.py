@@ -59,12 +59,12 @@ class FoundLibraries(Struct):
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # A real file with the name of a development link (libcuda.so), or with the soname of a library whose real
-            # file has the version in its name (libcuda.so.1), may be a stub of CUDA's toolkit.
+            # This may be a stub of CUDA's toolkit: a real file that has the name of a development link (libcuda.so), or
+            # only a soname (libcuda.so.1) although another file of that library has the version in its name.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
-            # A file without a version of its own belongs to the version in its directory. EGL's platforms may be in a
-            # directory without any, because distributions package them separately.
+            # A file without a version in its name belongs to the versions that other files in its directory have. EGL's
+            # platforms may be in a directory where no file has one, because distributions package them separately.
             directory_versions = by_directory[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
