@@ -100,7 +100,9 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
     match facts.found:
         case AsFound() as found:
             recorded = found.extended(facts.state, facts.units)
-            steps += [RecordHost(recorded)] if recorded != found else []
+            # Comparing two states leaves out their modules.
+            more = recorded != found or recorded.host.modules != found.host.modules
+            steps += [RecordHost(recorded)] if more else []
         case Absent() if not facts.others:
             steps.append(RecordHost(AsFound(facts.state, facts.units, facts.network, now)))
         case Absent():

@@ -141,6 +141,11 @@ def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
     assert steps == (RecordHost(FOUND.extended(state, FOUND.units)),)
     assert plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
+    # `reset` unloads only modules that are in the record.
+    state = dataclasses.replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
+    steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
+    assert isinstance(steps, tuple)
+    assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, RecordHost)] == [False]
 
 
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
