@@ -1,0 +1,64 @@
+"""`systemd/install --rollback` after a run that was killed. The real installation is in the tests of packages."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILES = ("a.service", "a.socket", "a.target", "70-unbounded-agent.rules", "unbounded-agent.conf")
+KILLING = '#!/bin/sh\nif rm "$0.kill" 2>/dev/null; then kill -9 "$PPID"; fi\n'
+"""A systemd-tmpfiles that kills the installer once, after the links and before the services."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Installations 1, 2 and 3, and an installer that works below this directory."""
+    script = (REPOSITORY / "systemd/install").read_text()
+    for path in ("/opt/", "/usr/bin/", "/usr/local/lib/", "/usr/lib/", "/run/systemd/system"):
+        script = script.replace(path, f"{tmp_path}{path}")
+    (tmp_path / "install").write_text(script)
+    for directory in ("bin", "usr/bin", "usr/lib"):
+        (tmp_path / directory).mkdir(parents=True)
+    for number in "123":
+        installation = tmp_path / "opt/unbounded-agent" / number
+        (installation / "bin").mkdir(parents=True)
+        (installation / "bin/unbounded-agent").write_text(f"#!/bin/sh\necho release {number}\n")
+        (installation / "bin/unbounded-agent").chmod(0o755)
+        (installation / "host").mkdir()
+        for name in FILES:
+            (installation / "host" / name).touch()
+    (tmp_path / "bin/systemd-tmpfiles").write_text(KILLING)
+    (tmp_path / "bin/systemd-tmpfiles").chmod(0o755)
+    return tmp_path
+
+
+def link(root: Path, **links: str) -> None:
+    for name, target in links.items():
+        (root / "opt/unbounded-agent" / name.replace("former", ".former")).symlink_to(target)
+
+
+def roll_back(root: Path) -> int:
+    environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
+    return subprocess.run(["bash", root / "install", "--rollback"], env=environment, check=False).returncode
+
+
+def installed(root: Path) -> dict[str, str]:
+    return {each.name: os.readlink(each) for each in (root / "opt/unbounded-agent").iterdir() if each.is_symlink()}
+
+
+def test_a_killed_rollback_is_finished_by_another_one(root: Path) -> None:
+    link(root, current="2", previous="1")
+    (root / "bin/systemd-tmpfiles.kill").touch()
+    assert roll_back(root) == -signal.SIGKILL
+    assert installed(root) == {"current": "1", "previous": "1", ".former": "2"}
+    assert roll_back(root) == 0
+    assert installed(root) == {"current": "1", "previous": "2"}
+
+
+def test_a_killed_upgrade_is_undone(root: Path) -> None:
+    link(root, current="3", previous="1", former="2")
+    assert roll_back(root) == 0
+    assert installed(root) == {"current": "2", "previous": "1"}
