@@ -2,5 +2,6 @@
 
 RESOURCE_PREFIX = "gpu.intel.com/"
 """The resources are `gpu.intel.com/i915` and `gpu.intel.com/xe`, named after the kernel driver."""
-HARMLESS_RESOURCES = ("gpu.intel.com/*_monitoring",)
-"""Resources with which a pod can monitor all GPUs."""
+HARMLESS_RESOURCES = ("gpu.intel.com/monitoring", "gpu.intel.com/*_monitoring")
+"""Resources with which a pod can monitor all GPUs. The plugin offers the first one; earlier ones, and
+`-monitoring-mode=split`, one for each kernel driver."""

@@ -652,6 +652,20 @@ def test_what_intels_plugin_advertises(
         assert message in kubelet.message()
 
 
+@pytest.mark.parametrize("resource", ["gpu.intel.com/i915_monitoring", "gpu.intel.com/monitoring"])
+def test_the_monitoring_device_is_no_gpu_of_unknown_id(machine: Machine, resource: str) -> None:
+    """With such an id, it would be unknown whether the missing GPUs are advertised."""
+    add_nodes(machine, INTEL)
+    machine.hand(INTEL, EMPTY)
+    with ExitStack() as stack:
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        kubelet.listen(f"{PLUGINS}/gpu.intel.com-i915.sock")
+        registered = {"gpu.intel.com/i915": ["card0-0"], resource: ["all"]}
+        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": registered}}))
+        assert kubelet.condition() == ("False", "GPUsMissing")
+
+
 def test_an_unused_plugin_says_nothing_against_another(machine: Machine) -> None:
     add_nodes(machine, AMD)
     machine.hand(AMD, INTEL, EMPTY)
