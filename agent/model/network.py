@@ -89,3 +89,5 @@ class Network:
     routes: tuple[Route, ...] = ()
     rules: tuple[Rule, ...] = ()
     chains: tuple[Chains, ...] = ()
+    plugin_chains: bool = False
+    """Whether `chains` would have those of network plugins. Records of earlier releases have only KUBE-* and CNI-*."""

@@ -27,7 +27,7 @@ LIMIT = 120.0
 
 def observe_network(network: NetworkSource, system: System) -> Network:
     """Return the host's network, with Kubernetes' chains. Raises OSError."""
-    return dataclasses.replace(network.observe(), chains=observe_chains(system))
+    return dataclasses.replace(network.observe(), chains=observe_chains(system), plugin_chains=True)
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:

@@ -5,10 +5,12 @@ virtual and have a name that CNI plugins or kube-proxy use; other new ones are o
 """
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from msgspec import Struct
 
-from agent.model.network import Leftover, Network
+from agent.model.network import Chains, Leftover, Network
 
 NAMES = re.compile(
     r"(kube-|flannel|cilium|weave|vethwe|antrea|genev_sys|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
@@ -17,6 +19,8 @@ NAMES = re.compile(
 )
 """Names of interfaces that CNI plugins and kube-proxy make, or their beginnings. They do not match the bridges of LXC
 and Podman (lxcbr0, cni-podman0), nor names that administrators choose, such as vxlan100."""
+RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
+"""Names of chains that the record of the network as it was found has, whichever release made it."""
 PROTOCOLS = (0, 3, 12)
 """Origins of a node's routes (rtnetlink(7)): unspecified, boot (Flannel) and BIRD (Calico). Routes of any other origin
 belong to the host's own daemons, such as DHCP clients and routing daemons, or are static: systemd-networkd and
@@ -59,4 +63,15 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     chains = [each for each in now.chains if each.table and each not in found.chains]
     kept += [each for each in chains if each.program in had_chains]
     node_chains = [each for each in chains if each.program not in had_chains]
+    if not found.plugin_chains:
+        # Those of network plugins may have been there before.
+        kept += _named(node_chains, recorded=False)
+        node_chains = [*_named(node_chains, recorded=True)]
     return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))
+
+
+def _named(chains: Iterable[Chains], *, recorded: bool) -> Iterator[Chains]:
+    """Yield those of the chains whose names match RECORDED_ALWAYS, or the others."""
+    for each in chains:
+        if names := tuple(name for name in each.names if bool(RECORDED_ALWAYS.fullmatch(name)) is recorded):
+            yield replace(each, names=names)

@@ -76,6 +76,17 @@ def test_only_new_chains_are_removed() -> None:
     assert NAT.describe() == "chain CNI-0123 and 1 more (iptables-nft, table nat)"
 
 
+def test_chains_that_an_earlier_release_did_not_record_stay() -> None:
+    """Its record has no chains of network plugins, even if another cluster's plugin had some on the host before."""
+    mixed = Chains("iptables-nft", "nat", ("FLANNEL-POSTRTG", "KUBE-SERVICES"))
+    calico = Chains("iptables-nft", "raw", ("cali-PREROUTING",))
+    left = leftovers(Network(), Network(chains=(mixed, calico)))
+    flannel, kubernetes = (Chains("iptables-nft", "nat", (name,)) for name in mixed.names)
+    assert (left.remove, left.keep) == ((kubernetes,), (flannel, calico))
+    left = leftovers(Network(plugin_chains=True), Network(chains=(mixed, calico)))
+    assert (left.remove, left.keep) == ((mixed, calico), ())
+
+
 def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) -> None:
     written: list[str] = []
 
