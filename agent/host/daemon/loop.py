@@ -148,8 +148,8 @@ class Daemon:
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
-            # The last good one too, if another process has saved it since: machines start with it.
-            if loaded.rejected and loaded.before == self._before:
+            # The last good one too, if another process has saved other settings since: machines start with them.
+            if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
         except Exception as error:

@@ -639,6 +639,19 @@ def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service:
         assert found.config == older, "another process has saved it meanwhile"
 
 
+def test_a_bad_configuration_does_not_count_as_read(service: Service) -> None:
+    """The service itself has saved the last good configuration since its start: nothing newer is in it."""
+    there, saved = (FileIdentity(inode, 1, 1, 1, executable=False) for inode in (1, 2))
+    config, same = (Config.validated({"machines": {"gpu-node": {}}}) for _ in range(2))
+    loads = iter([Loaded(config, before=there), Loaded(same, "wrong", before=saved)])
+    with daemon(service, lambda: next(loads)) as found:
+        read, reconciler = found._config_loaded, found._reconciler
+        found.reload()
+        assert found._config_loaded == read
+        assert found._reconciler is reconciler
+        assert reconciler.rejected == "wrong"
+
+
 @contextmanager
 def daemon(service: Service, load: Callable[[], Loaded]) -> Iterator[Daemon]:
     """Yield a daemon in this process, whose loop does not run."""
