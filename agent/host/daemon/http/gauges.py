@@ -48,7 +48,8 @@ def _service_families(view: View) -> Iterator[Metric]:
     yield discarded
     yield value(
         "config_last_reload_successful",
-        "0 if the last attempt to read the configuration failed, so that the previous one is in force.",
+        "0 if the configuration was invalid when it was last read, so that the last good one is in force, or if its "
+        "metrics.address could not be bound.",
         view.config_good,
     )
     yield value(
