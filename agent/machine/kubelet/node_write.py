@@ -42,6 +42,9 @@ UNAVAILABLE = (
 
 The first one is for an answer with the HTTP status 500 and no reason, as after an error of etcd.
 """
+DENIED = "denied the request"
+"""What the API server says of an admission webhook that refuses (ToStatusErr of k8s.io/apiserver). Such an answer may
+have no reason either."""
 
 
 def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
@@ -101,7 +104,7 @@ def _failure(identity: Identity, answer: str) -> Condition:
     if "Error from server (NotFound)" in answer:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
         return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
-    unavailable = any(each in answer for each in UNAVAILABLE)
+    unavailable = DENIED not in answer and any(each in answer for each in UNAVAILABLE)
     if not unavailable and ("Error from server" in answer or "Unauthorized" in answer):
         return false(
             KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"

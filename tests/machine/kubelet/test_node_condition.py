@@ -315,6 +315,7 @@ def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[st
             'Error from server (Forbidden): User "a" cannot update resource "nodes/status"',
             "Refused",
         ),
+        ('Error from server: admission webhook "nodes.example.com" denied the request: no', "Refused"),
         ("error: You must be logged in to the server (Unauthorized)", "Refused"),
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
         ("Error from server: etcdserver: request timed out", "APIUnreachable"),
