@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Literal
 
 from agent.config.node import NodeSettings
+from agent.host.provision.image_errors import PROXY_HINT
 from agent.model.errors import ApplyError
 from agent.model.node import Archive, NodeBinary
 from agent.system import opening
@@ -38,6 +39,8 @@ FETCH_LIMIT = 1800.0
 SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
+TUNNEL = "Tunnel connection failed"
+"""Begins the error of http.client if a proxy refuses CONNECT, which precedes each request by HTTPS."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
@@ -178,6 +181,8 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
                 f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
             )
             raise ApplyError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
+        if TUNNEL in str(error.reason):
+            raise ApplyError(f"{binary.source}: {error.reason}", PROXY_HINT) from error
         raise _unreachable(binary, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise _unreachable(binary, str(error) or type(error).__name__) from error
@@ -185,7 +190,7 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
 
 def _status_hint(status: int, binary: NodeBinary) -> str:
     if status == 407:
-        return "check the proxy, and this command's variables HTTPS_PROXY and NO_PROXY"
+        return PROXY_HINT
     if status == 429 or status >= 500:
         return "the mirror refuses for now, or has a fault: wait, then run the command again, or use binaries.bundle"
     return f"correct {settings_of(binary)}, or use binaries.bundle"

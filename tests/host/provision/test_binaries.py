@@ -52,6 +52,9 @@ class Mirror(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
+    def do_CONNECT(self) -> None:
+        self.send_error(407)
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -137,6 +140,14 @@ def test_what_goes_wrong_with_a_mirror(host: Host, mirror: str, name: str, messa
     assert f"{mirror}/{name}" in caught.value.message
     assert hint in caught.value.hint
     assert host.entries(CACHE) == ()
+
+
+def test_a_proxy_that_refuses(host: Host, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For HTTPS, which most mirrors have, the answer is the proxy's to CONNECT, and no HTTPError."""
+    monkeypatch.setenv("https_proxy", mirror)
+    with pytest.raises(ApplyError, match=r"mirror.example/kubelet: .*407 Proxy Authentication Required") as caught:
+        fetch(program("https://mirror.example/kubelet"), CACHE, host)
+    assert "HTTPS_PROXY" in caught.value.hint
 
 
 def test_another_digest(host: Host, mirror: str) -> None:
