@@ -46,6 +46,8 @@ class Evictions:
         """`fetch` returns a claim as the API server has it, or raises AgentError."""
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
+        self._unanswered: ClaimReference | None = None
+        """The claim at which the last attempt ended. The next one begins after it, and has it last."""
 
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
@@ -61,14 +63,17 @@ class Evictions:
             for claim, claimed in prepared.items()
             if any(each.device in names and not each.admin for each in claimed)
         ]
+        first = held.index(self._unanswered) + 1 if self._unanswered in held else 0
         pods: set[Pod] = set()
         # The error is logged already.
         with contextlib.suppress(ApiError):
-            for claim in held:
+            for claim in (*held[first:], *held[:first]):
+                self._unanswered = claim
                 for pod in self._pods(claim):
                     if pod not in pods:
                         pods.add(pod)
                         self._evict(pod)
+            self._unanswered = None
         return tuple(sorted(pods))
 
     def _pods(self, claim: ClaimReference) -> tuple[Pod, ...]:

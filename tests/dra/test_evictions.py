@@ -114,6 +114,20 @@ def test_an_api_server_that_is_away_is_asked_once(cluster: Cluster) -> None:
     assert len(cluster.sent) == 1
 
 
+def test_one_pod_without_an_answer_keeps_no_other(cluster: Cluster) -> None:
+    """An admission webhook may hold up the eviction of one pod each time, until the request has lasted too long."""
+    second = ClaimReference("team", "train-more", "c3")
+    consumers = [{"resource": "pods", "name": "more", "uid": "p3"}]
+    cluster.claims[second] = document("c3", reservedFor=consumers)
+    claims = {CLAIM: prepared("gpu-1"), second: prepared("gpu-1")}
+    evictions = Evictions(cluster.fetch, cluster.send)
+    cluster.refusal = ApiError("POST eviction", "no answer")
+    for _ in range(3):
+        evictions.make([device("gpu-1", EVICT)], claims)
+    names = [path.split("/")[-2] for _, path, _ in cluster.sent]
+    assert names == ["train", "more", "train"]
+
+
 def test_a_pod_that_has_ended_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """The kubelet gives the claim back a little later."""
     cluster.refusal = NotFoundError("POST eviction", '404 Not Found: pods "train" not found', 404)
