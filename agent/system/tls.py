@@ -1,7 +1,7 @@
 """Makes the TLS settings of clients of an API server.
 
-They accept what Kubernetes' own clients accept: those are written in Go, whose verification (crypto/x509) is less
-strict than Python's default.
+They accept what Kubernetes' own clients accept: those are written in Go, whose verification (crypto/x509) is mostly
+less strict than Python's default.
 """
 
 import ssl
@@ -18,6 +18,8 @@ def client_context(ca: bytes | None) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # A CA need not be a root: that of a cluster may be an intermediate one of a company.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    # Go looks for the server's name only in subjectAltName.
+    context.hostname_checks_common_name = False
     if ca is None:
         context.load_default_certs()
     else:

@@ -9,10 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
-def certificate(directory: Path) -> Path:
-    """Make a certificate for 127.0.0.1 and localhost, with its key next to it. Starts a process."""
+def certificate(directory: Path, *name: str) -> Path:
+    """Make a certificate for 127.0.0.1 and localhost, with its key next to it. Starts a process.
+
+    `name` are options of openssl that name the server otherwise.
+    """
     made, key = directory / "crt", directory / "key"
-    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    name = name or ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
     out = ("-keyout", str(key), "-out", str(made))
     subprocess.run(["openssl", "req", "-x509", *new, *name, *out], check=True, capture_output=True)

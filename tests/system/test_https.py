@@ -59,6 +59,14 @@ def test_what_kubernetes_clients_accept_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_certificate_that_names_the_server_in_the_subject_only_is_refused(tmp_path: Path) -> None:
+    """As by Go ("relies on legacy Common Name field"): the kubelet could not join through this server."""
+    made = certificate(tmp_path, "-subj", "/CN=localhost")
+    with serving(Handler, made) as port, pytest.raises(ssl.SSLCertVerificationError):
+        ask(f"https://localhost:{port}/api", ca=made.read_bytes())
+
+
+@pytest.mark.processes
 def test_attack_no_ca_at_all_does_not_mean_the_hosts(
     server: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
