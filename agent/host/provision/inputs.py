@@ -31,9 +31,15 @@ def node_inputs(
     settings = config.machines[machine]
     node = settings.node
     assert node, "the machine is a node"
-    own = own_network(settings.nspawn)
+    own, name = own_network(settings.nspawn), node_names(config, system)[machine]
+    if len(name) > NAME_LIMIT:
+        whose = f"machines.{machine}.node.name" if node.name else "the name of the host"
+        raise ConfigError(
+            f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
+            f"set machines.{machine}.node.name to a shorter one",
+        )
     return NodeInputs(
-        name=node_names(config, system)[machine],
+        name=name,
         address=node.kubelet.node_ip or ("" if own else address()),
         ca=_ca(node, system),
         own_network=own,
@@ -67,12 +73,6 @@ def node_names(config: Config, system: System) -> dict[str, str]:
         if not settings.node:
             continue
         name = settings.node.name or _host_name(machine, system)
-        if len(name) > NAME_LIMIT:
-            whose = f"machines.{machine}.node.name" if settings.node.name else "the name of the host"
-            raise ConfigError(
-                f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
-                f"set machines.{machine}.node.name to a shorter one",
-            )
         if other := next((each for each, taken in names.items() if taken == name), ""):
             raise ConfigError(
                 f"machines {other} and {machine} would both be the node {name}",

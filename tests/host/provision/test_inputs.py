@@ -80,6 +80,13 @@ def test_a_name_that_is_too_long_for_the_label_with_it(ready: Host) -> None:
         inputs(ready, name=f"{name}b")
 
 
+def test_another_machines_name_that_is_too_long_keeps_no_node(ready: Host) -> None:
+    wanted = config(a={"name": "gpu-1"}, b={"name": "b" * 40 + "." + "b" * 40})
+    assert node_inputs("a", wanted, ready, lambda: "10.0.0.7").name == "gpu-1"
+    with pytest.raises(ConfigError, match=r"machines\.b\.node\.name, .* has 81 characters"):
+        node_inputs("b", wanted, ready, lambda: "10.0.0.7")
+
+
 def test_a_name_may_not_be_the_hosts_by_chance(ready: Host) -> None:
     with pytest.raises(ConfigError, match="machines a and b would both be the node gpu-host"):
         node_names(config(a={}, b={"name": "gpu-host.example.com"}), ready)
