@@ -130,7 +130,8 @@ def _watch(reconciler: Reconciler, request: Request, interval: float, load: Call
         rejected: list[str] = []
         try:
             reconciler.config = load()
-        except ConfigError as error:
+        except (ConfigError, ImportError) as error:
+            # ImportError: the agent is being upgraded.
             rejected = [str(error)]
         try:
             _, machines = _observe(reconciler, request)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from agent.model.network import Chains, Leftover, Network
 
 NAMES = re.compile(
-    r"(kube-|flannel|cilium|weave|vethwe|antrea|genev_sys|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
+    r"(kube-|flannel|cilium|weave|vethwe|antrea|(genev|vxlan)_sys_|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
     r"((cni|cbr)[0-9]+|veth[0-9a-f]{8}|tunl0|ip6tnl0|cali[0-9a-f]+|vxlan(-v6)?\.calico|vxlan-6784|"
     r"lxc([0-9a-f]+|_.*))$"
 )

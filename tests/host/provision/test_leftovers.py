@@ -70,6 +70,7 @@ NODES = (
     Link("vxlan.calico", "vxlan"),
     Link("vxlan-v6.calico", "vxlan"),
     Link("vxlan-6784", "vxlan"),
+    Link("vxlan_sys_4789", "vxlan"),
     Link("cni0", "bridge"),
     Link("cbr0", "bridge"),
     Link("kube-ipvs0", "dummy"),

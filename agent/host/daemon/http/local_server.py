@@ -1,11 +1,12 @@
 """Serves /statusz and answers commands, on a Unix socket for root on this host."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable
 
-from agent.host.daemon.http.server import Limits, Page, Server
+from agent.host.daemon.http.server import NO_THREAD_ADVICE, Limits, Page, Server
 from agent.model.errors import AgentError
 from agent.model.paths import COMMAND_PAGE
 from agent.system import opening
@@ -32,9 +33,10 @@ class LocalServer(Server):
             finally:
                 os.close(descriptor)
         except OSError as error:
+            writable = f"check that {directory} is a directory that the agent can write to"
             raise AgentError(
                 f"{directory}/{name}: cannot listen: {error.strerror}",
-                f"check that {directory} is a directory that the agent can write to",
+                NO_THREAD_ADVICE if error.errno == errno.EAGAIN else writable,
             ) from error
 
     def custom_page(self, path: str, query: str) -> Page | None:

@@ -24,6 +24,8 @@ ACCEPT_PAUSE = 0.1
 POLL = 3600.0
 """Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
+NO_THREAD_ADVICE = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent`"
+"""What to do after EAGAIN, with which a server fails if it gets no thread."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
@@ -172,7 +174,7 @@ class Server(ThreadingMixIn, TCPServer):
             advice = {
                 errno.EADDRINUSE: "configure another address or port, or stop the process that holds it:"
                 f" `ss -lntp 'sport = :{port}'`",
-                errno.EAGAIN: "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent`",
+                errno.EAGAIN: NO_THREAD_ADVICE,
             }
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
