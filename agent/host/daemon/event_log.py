@@ -21,7 +21,7 @@ class EventLog:
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
 
     def rejected(self, why: str) -> None:
-        """Log why the configuration is invalid. Log nothing if the text is empty: the configuration is valid then."""
+        """Log why the configuration is invalid. If it is valid, `why` is empty, and nothing is logged."""
         for line in why.splitlines():
             log.error("configuration rejected, using the last good one: %s", one_line(line))
 

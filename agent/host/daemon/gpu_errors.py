@@ -29,14 +29,14 @@ Counted: TypeAlias = Callable[[str, int, int], None]
 
 
 class _Unrecorded(Struct):
-    """When and how a fatal error came that is not recorded yet."""
+    """What is known about the occurrence of a fatal error that is not recorded yet."""
 
     binding: int | None
-    """The GPU's binding (agent.host.state.lost_gpus) then."""
+    """The GPU's binding (agent.host.state.lost_gpus) when the error came; None without a driver, or if unknown."""
     since: float
-    """In seconds since the epoch."""
+    """When the error was read, in seconds since the epoch."""
     reported: bool = False
-    """A failed attempt to record it was logged."""
+    """Whether a failed attempt to record the error was logged."""
 
 
 class GpuErrors:
@@ -125,9 +125,9 @@ class GpuErrors:
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
         if self._sequence is None or self._unrecorded:
-            # The next start of the service reads errors again that are not recorded yet.
+            # Keep the old position, so that the next start of the service reads the unrecorded errors again.
             return
-        # Unread records may be older than the current bindings.
+        # Until all old records are read, keep the earlier bindings: the current ones may be newer than those records.
         keep = self._log is None or self._log.behind
         last = self._last_saved.bindings if self._last_saved else {}
         try:
@@ -147,7 +147,7 @@ class GpuErrors:
             self._unsaved = True
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
-        """Count and log an error. A fatal one is to be recorded.
+        """Count and log an error. If it is fatal, note it for `_record`.
 
         `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
         driver again since, so the error is recorded only if the binding is still the one that was saved.
@@ -168,12 +168,15 @@ class GpuErrors:
         self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
 
     def _record(self) -> bool:
-        """Record fatal errors of GPUs that are still bound as they were then. Return whether a record changed."""
+        """Record the noted errors, and return whether a record changed.
+
+        An error is dropped if the GPU's binding has changed since the error came.
+        """
         changed, failed = False, set()
         for error, then in tuple(self._unrecorded.items()):
             address = error.pci_address
             if address in failed:
-                # The record keeps a GPU's last error, so a later one must not be recorded first.
+                # The record keeps only a GPU's last error: recorded after this one, the earlier error would replace it.
                 continue
             try:
                 if then.binding == binding(self._system, address):

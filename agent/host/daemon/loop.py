@@ -45,8 +45,8 @@ Progress = Callable[[str], None]
 PROGRESS_INTERVAL = 1.0
 """Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, before jitter, as a share of the watchdog's interval. More than a minute remains,
-so systemd does not kill a process that was suspended for a minute."""
+"""The longest delay between passes, before jitter, as a share of the watchdog's interval. The rest of the interval
+is more than a minute, so systemd does not kill a process that was suspended for a minute."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's interval is equally long."""
 
@@ -144,16 +144,16 @@ class Daemon:
                     self._metrics.convergence.begin(self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. Keep the one in use if the files are invalid, and nothing newer was saved."""
+        """Read the configuration again. If the files are invalid, keep the one in use, unless a newer one was saved."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
-            # The last good one too, if another process has saved other settings since: machines start with them.
+            # If another process has saved other settings since, use the last good configuration: machines start with it.
             if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
         except Exception as error:
-            # Any: a package that is being upgraded may not even let the modules load that validate the files.
+            # Any error: while the package is being upgraded, even the import of the validating modules may fail.
             self._reconciler.rejected = why_not_read(error)
         else:
             self.config, self._before, self._config_loaded = loaded.config, loaded.before, time.time()
@@ -191,7 +191,7 @@ class Daemon:
             self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
-            # With the GPUs' addresses, because the position is saved with the driver to which each GPU is bound.
+            # This needs the GPUs' addresses, because each GPU's binding to a driver is saved with the position.
             self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._event_log.outcome(outcome)
             actions = outcome.sentences

@@ -47,9 +47,9 @@ class Signals:
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """During the block, a stop raises PassInterruptedError after the grace period.
+        """While the block runs, raise PassInterruptedError when the grace period ends.
 
-        This leaves no half-written file, because files are written atomically.
+        The interruption leaves no half-written file, because files are written atomically.
         """
         self._in_pass = True
         try:

@@ -82,7 +82,7 @@ def _heading(view: View) -> Iterator[str]:
 
 def _machine(machine: MachineOutcome) -> Iterator[str]:
     yield f"<h2>Machine {_text(machine.name)}: {_ready(machine)}</h2>\n"
-    # Without evidence, nothing is known about them.
+    # Without fresh evidence, the number of granted GPUs is unknown.
     stale = machine.conditions and machine.ready.reason == Reason.STALE_EVIDENCE
     counts = [] if stale else [f"{len(machine.gpus)} of {machine.expected} GPUs granted"]
     counts += [f"{machine.advertised} advertised"] if machine.advertised is not None else []

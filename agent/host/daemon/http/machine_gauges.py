@@ -1,6 +1,7 @@
-"""Makes the metrics of machines. Root in a machine writes its report, so values from it that become labels are bounded.
+"""Makes the metrics of machines. The number of values that a label takes from machines' reports is limited.
 
-Each new value of a label begins a new series, which Prometheus keeps for weeks.
+Root in a machine can report any value, and each new value of a label begins a new series, which Prometheus keeps for
+weeks.
 """
 
 import re
@@ -15,7 +16,7 @@ from agent.model.reasons import Reason
 
 REASONS = frozenset(Reason)
 OTHER = "other"
-"""The label's value instead of a reported value that is not shown."""
+"""Replaces, as a label's value, a reported value that is not shown."""
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
 VERSIONS = 16
 """How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""

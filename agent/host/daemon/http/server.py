@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(page.body)
 
     def _hang_up_after(self, seconds: float) -> None:
-        # A socket's own timeout restarts with each byte, so it cannot bound a connection.
+        # A socket's own timeout restarts with each byte, so it cannot limit the time of a whole connection.
         self._timer = threading.Timer(seconds, self._hang_up)
         self._timer.daemon = True
         self._timer.start()
@@ -144,10 +144,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingMixIn, TCPServer):
-    """A server that listens as soon as it is created. The loop replaces `site` by one assignment."""
+    """A server that listens as soon as it is created. The loop replaces `site` by one assignment, without a lock."""
 
     allow_reuse_address = True
-    # A burst overflows socketserver's queue of 5, and a SYN that the kernel drops costs the peer a second.
+    # A burst of peers overflows socketserver's queue of 5, and a SYN that the kernel drops costs the peer a second.
     request_queue_size = 128
     daemon_threads = True
     block_on_close = False

@@ -1,7 +1,7 @@
 """Watches directories for names that appear, disappear or change, with inotify(7).
 
-inotify_simple only wraps the system calls. pyroute2's Inotify is not used, because it has no non-blocking read, takes a
-failed inotify_add_watch(2) for a watch, and exits when events overflow.
+inotify_simple only wraps the system calls. pyroute2's Inotify is not used, because it has no non-blocking read, treats
+a failed inotify_add_watch(2) as a success, and exits when events overflow.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ class Directories:
     ) -> None:
         """Set what is watched: the directories that `where` returns.
 
-        `matters` gets a directory and a name in it, or ANY, and decides whether a change there needs a pass. `mounts`
-        means that file systems may be mounted over the directories.
+        `matters` gets a directory and a name in it, or ANY, and decides whether a change there needs a pass. With
+        `mounts`, changes of mounts are noticed too, because file systems may be mounted over the directories.
         """
         self.name = name
         self._system, self._where, self._matters = system, where, matters
@@ -47,7 +47,7 @@ class Directories:
         self._inotify: INotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
-        """Watch descriptors by path. Paths of the same directory share one, and its events count for one of them."""
+        """Watch descriptors by path. Paths to the same directory share one; its events count for one of these paths."""
 
     def open(self) -> None:
         self._inotify = INotify(nonblocking=True)
@@ -84,7 +84,7 @@ class Directories:
                 if event.mask & flags.IGNORED:
                     self._watched.pop(path, None)
         touched |= {(path, ANY) for path in self._watch(self._inotify)}
-        # A list, so that `matters` is called for each name: it may keep state.
+        # A list, not a generator: `matters` may keep state, so it must be called for each name.
         return any([self._matters(path, name) for path, name in sorted(touched)])
 
     def _watch(self, inotify: INotify) -> list[str]:

@@ -18,13 +18,18 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 BACK_OFF = 60.0
-"""Maximum seconds between two attempts to open a lost source. A source that has worked for longer counts as healthy."""
+"""Maximum seconds between two attempts to open a lost source. After a source has worked for longer than that, its
+earlier failures no longer count."""
 GONE = select.POLLHUP | select.POLLNVAL
 """Events of a dead descriptor. POLLERR is not one of them: it may also mean an overflow."""
 
 
 class Source(Protocol):
-    """Reports changes of one kind on the host. After any exception, even one from a library, the source is lost."""
+    """Reports changes of one kind on the host.
+
+    If `open` or `needs_pass` raises any exception, even one from a library, the source is lost: it is closed, and
+    opened again later.
+    """
 
     name: str
 
@@ -104,8 +109,8 @@ class Wakeups:
     settling: Settling = field(default_factory=Settling)
     _tracked: list[_Tracked] = field(init=False)
     _spaced: float = field(init=False, default=-math.inf)
-    """When the next pass would begin if all passes for events kept their distance, by time.monotonic(). It may begin
-    earlier by one `spacing`."""
+    """When the next pass would begin, by time.monotonic(), if passes for events always began at least `spacing` apart.
+    The next pass may begin up to one `spacing` earlier."""
     first: float = field(init=False, default=-math.inf)
     """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
     end of the pass."""

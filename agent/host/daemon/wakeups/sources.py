@@ -1,4 +1,4 @@
-"""Makes the event sources of a real host. Vendors name what to watch for them."""
+"""Makes the event sources of a real host. Each vendor names what to watch for it."""
 
 import time
 from collections import defaultdict, deque
@@ -21,7 +21,7 @@ HEARTBEAT = 90.0
 """Seconds of silence after which a report needs a pass even if its content is unchanged. A report is due every 60 s."""
 MANY, PERIOD = 40, 60.0
 """One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass.
-Each of sixteen GPUs that come one after another may cause two."""
+Sixteen GPUs that come one after another may each cause two passes."""
 
 NONE = ""
 """Stands for the digest of a missing report."""
@@ -46,7 +46,7 @@ def host_sources(
 def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
     """Return a source that watches vendors' device nodes, and the directories of their daemons' sockets.
 
-    udev has no events for nodes without a sysfs device.
+    The source is needed because udev has no events for nodes without a sysfs device.
     """
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))

@@ -49,7 +49,8 @@ class Udev:
             try:
                 device = self._monitor.poll(0)
             except OSError as error:
-                # pyudev's error for POLLERR has no errno, but the socket has one.
+                # ENOBUFS: events were lost, so a pass is needed. pyudev's error for POLLERR has no errno, but the
+                # socket has one.
                 if errno.ENOBUFS not in (error.errno, self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                     raise
                 break
@@ -81,9 +82,9 @@ def matters(event: Event, modules: tuple[str, ...]) -> bool:
         # HOTPLUG=1: a display was plugged in or out (drivers/gpu/drm/drm_sysfs.c), which does not affect the nodes.
         return event.properties.get("HOTPLUG") != "1"
     if event.subsystem == "drivers":
-        # libudev uses this subsystem for the drivers of all buses.
+        # libudev uses this subsystem for the drivers of all buses; only those of PCI matter.
         return event.device_path.startswith("/bus/pci/drivers/")
     if event.subsystem == "module":
-        # The start of a Kubernetes node loads dozens of other modules.
+        # Only the vendors' modules matter: the start of a Kubernetes node loads dozens of others.
         return any(fnmatchcase(event.device_path.removeprefix("/module/"), pattern) for pattern in modules)
     return True
