@@ -86,7 +86,8 @@ class ApiClient:
         connection = _Connection(session)
         try:
             connection.connect()
-            # Kept: http.client gives up the connection's socket at once if the answer says `Connection: close`.
+            # Keep the socket for settimeout: http.client removes it from the connection at once if the answer says
+            # `Connection: close`.
             connected = connection.sock
             response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:

@@ -35,7 +35,7 @@ class Checkpoint:
     """The file with the prepared claims. Only one process can have it open."""
 
     def __init__(self, system: System, kubelet: str) -> None:
-        """`kubelet` is the kubelet's root directory. Raises AgentError, for example if another process has it open."""
+        """`kubelet` is the kubelet's root directory. Raises AgentError, as when another process has the file open."""
         self._system, self._kubelet = system, kubelet
         self._durable = threading.Event()
         self._durable.set()

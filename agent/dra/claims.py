@@ -2,7 +2,7 @@
 
 The scheduler allocates devices. This module is a second guard: only devices that are granted and in a verified CDI
 specification are handed out, and a device of one claim goes to another claim only after the kubelet has unprepared the
-first one, or if the first one is gone.
+first claim, or if the first claim is gone.
 """
 
 import logging
@@ -22,7 +22,7 @@ from agent.model.paths import ALLOCATABLE, DRA_DRIVER
 log = logging.getLogger(__name__)
 
 PARTITION_INFIX = "-mig-"
-"""Between a GPU's name and the numbers of its partition (agent.dra.devices.device_name)."""
+"""Separates a GPU's name from the numbers of its partition (agent.dra.devices.device_name)."""
 
 Fetch = Callable[[ClaimReference], Mapping[str, Any]]
 
@@ -56,7 +56,8 @@ class NodeClaims:
     @property
     def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
         """The prepared claims with their devices."""
-        # Without the lock, which `prepare` may hold while it asks the API server. Each change makes a new dictionary.
+        # Each change makes a new dictionary, so this need not wait for the lock, which `prepare` may hold while it asks
+        # the API server.
         return dict(self._prepared)
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
@@ -86,13 +87,13 @@ class NodeClaims:
         self._prepared = prepared
 
     def _holders(self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> list[ClaimReference]:
-        """Return the other claims that have one of these devices, and do not share it."""
+        """Return the other claims that have a device that conflicts with a wanted one."""
         return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
 
     def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Forget another claim that has a wanted device, or note that it only monitors that device.
+        """Forget another claim with a wanted device if that claim is gone, or note that it only monitors the device.
 
-        Raises AgentError if it does not, and is not gone.
+        Raises AgentError if the other claim still has the device, or if that is unknown.
         """
         device = _conflicting_device(self._prepared[other], wanted)
         try:
@@ -120,7 +121,7 @@ class NodeClaims:
     def _with_admin_access(self, other: ClaimReference) -> tuple[PreparedDevice, ...]:
         """Return another claim's devices, each with adminAccess if the API server says so.
 
-        The kubelet's record has no adminAccess. Claims are from there if this driver's own record was lost.
+        If this driver's own record was lost, its claims are from the kubelet's record, which has no adminAccess.
         """
         held = self._prepared[other]
         try:

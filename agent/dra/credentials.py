@@ -35,7 +35,7 @@ class Credentials:
         self._kubeconfig: Kubeconfig | None = None
         self._session: Session | None = None
         self._seen: dict[str, FileIdentity | None] = {}
-        """The kubeconfig and the files that it names, as they were when they were last read."""
+        """The identities, by path, of the kubeconfig and of the files that it names, when they were last read."""
 
     def session(self) -> Session:
         """Return the session for a new connection or request. Raises AgentError, which names the unusable file."""
@@ -82,7 +82,7 @@ class Credentials:
         return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
 
     def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
-        """Load certificate and key from files in memory: OpenSSL reads only files, and could block on others."""
+        """Load certificate and key from files in memory: OpenSSL reads only files, and could block on other files."""
         descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
         try:
             for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):

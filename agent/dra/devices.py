@@ -72,7 +72,8 @@ def make_devices(
 ) -> dict[str, Device]:
     """Return the devices by name. `states` is by PCI address.
 
-    Of a GPU with partitions, only the partitions are devices: a claim for the whole GPU would get what others have.
+    Of a GPU with partitions, only the partitions are devices: a claim for the whole GPU would get what other claims
+    have.
     """
     devices = {}
     for vendor in vendors:

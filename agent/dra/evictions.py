@@ -95,7 +95,7 @@ class Evictions:
             self._send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", eviction)
             self._log(pod, "is evicted: its GPU is being detached")
         except NotFoundError:
-            # It has ended. The kubelet gives its claim back a little later.
+            # The pod has ended. The kubelet gives the pod's claim back a little later.
             pass
         except AgentError as error:
             self._log(pod, f"cannot be evicted yet: {one_line(str(error))}")

@@ -12,7 +12,7 @@ from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 log = logging.getLogger(__name__)
 
 Post = Callable[[Connection, Callable[[], None]], None]
-"""Has the server's thread run an action for a connection. Other threads must not use connections."""
+"""Makes the server's thread run an action for a connection. Other threads must not use connections."""
 
 
 class _Job:
@@ -28,7 +28,7 @@ class _Job:
 
 
 class Calls:
-    """The running calls of one server. Its methods are called in the server's thread."""
+    """The running calls of one server. The public methods are called in the server's thread."""
 
     def __init__(self, limit: int, post: Post) -> None:
         self.stopping = False
@@ -85,7 +85,7 @@ class Calls:
             self._work.put(None)
 
     def _work_on(self, call: Callable[[], None] | None) -> None:
-        """Run a call, and then the calls from the queue, until it has None."""
+        """Run a call, and then the calls from the queue, until the queue yields None."""
         while call is not None:
             call()
             call = self._work.get()
@@ -109,8 +109,8 @@ class Calls:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Before the response is sent, because the client's next call may follow at once. `_idle` comes first:
-            # otherwise, there could be more than `limit` threads.
+            # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
+            # first: otherwise, there could be more than `limit` threads.
             self._idle.release()
             self._unused.release()
 

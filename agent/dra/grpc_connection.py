@@ -50,7 +50,7 @@ class ConnectionLostError(Exception):
 
 
 class _Http2(H2Connection):
-    """h2's connection with lower limits, because each connection serves one kubelet, until the kubelet stops."""
+    """h2's connection with lower limits on memory. One kubelet uses a connection for as long as that kubelet runs."""
 
     DEFAULT_MAX_HEADER_LIST_SIZE = 1 << 14
     MAX_CLOSED_STREAMS = 1 << 10

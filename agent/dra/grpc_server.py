@@ -28,7 +28,7 @@ READ = 1 << 16
 LINGER = 0.5
 """Seconds that clients have to hang up after the server has announced that it stops."""
 LONGEST_WAIT = 3600.0
-"""Seconds of one wait for events. Clients may set time limits that are too long for a system call (10 000 years)."""
+"""Most seconds of one wait for events. Clients may set time limits too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 
@@ -144,7 +144,7 @@ class Server:
         return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
 
     def _run_guarded(self, connection: Connection, action: Callable[[], None]) -> None:
-        """Run an action for a connection, unless it is closed. An error closes it."""
+        """Run an action for a connection that is still open. If the action fails, close the connection."""
         if connection not in self._peers:
             return
         try:

@@ -24,7 +24,8 @@ def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[st
     resources = {}
     for key in ("capacity", "allocatable"):
         for name, count in _object(_object(node.get("status")).get(key)).items():
-            # While a plugin is down, its allocatable count is zero although pods still have its GPUs.
+            # Capacity counts too: while a plugin is down, its allocatable count is zero although pods still have its
+            # GPUs.
             if gives_gpus(name, prefix, harmless) and not is_zero(str(count)):
                 resources[name] = str(count)
     return dict(sorted(resources.items()))

@@ -166,7 +166,7 @@ class Inventory:
         if GPU_STATES not in problems:
             documents = replace(documents, states=states)
         if documents == before:
-            # A document still cannot be read.
+            # Nothing is new. For example, a document still cannot be read.
             return
         for why in problems.values():
             log.error("%s", why)
@@ -181,7 +181,7 @@ class Inventory:
         self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 
     def _read(self, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
-        """Return the parsed document; None if it does not exist or cannot be used, which is added to `problems`."""
+        """Return the parsed document; None if it is missing or unusable. Add why it is unusable to `problems`."""
         try:
             return parse(self._system.read(path, limit))
         except FileNotFoundError:

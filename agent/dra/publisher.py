@@ -30,7 +30,7 @@ SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
 ATTEMPTS = 3
 """How often to try to publish if others write the slices at the same time."""
 TAINTS_CHECK = 300.0
-"""Seconds after which to check whether an API server that has dropped taints keeps them, as after its upgrade."""
+"""Seconds after which to check whether an API server that dropped taints keeps them now, as it may after an upgrade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Publisher:
         """When the API server was last seen to drop taints, by time.monotonic()."""
         self._newest = 0
         self._suffix = ""
-        """The end of new slices' names. Not empty after a name was taken: any other node may have taken it."""
+        """The end of new slices' names; empty until a name proves to be taken, perhaps by another node."""
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
         """Make the slices offer these devices. Raises AgentError; ConflictError if somebody else keeps writing them."""
@@ -131,8 +131,8 @@ class Publisher:
     def _create(self, item: Object) -> Object:
         """Create a slice. If its name is taken, raise ConflictError; the next attempt uses another name.
 
-        Only an own slice can be listed, and so renewed. But NodeRestriction lets a node create its slices under any
-        name: without this, one node could keep another one from offering its GPUs.
+        A node can list, and so replace, only its own slices. But NodeRestriction lets a node create its slices under
+        any name. If there were no other name to use, one node could keep another one from offering its GPUs.
         """
         try:
             return self._client.request("POST", COLLECTION, item)

@@ -53,7 +53,8 @@ SETUP_AGAIN = "unbounded-agent-gpu-again.service"
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
-"""Seconds to wait after a failed pass: twice the first value, doubled with each further failure, up to the second."""
+"""Seconds to wait after failed passes: twice FIRST_RETRY after the first one. Each further failure doubles the wait, up
+to LONGEST_RETRY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Service:
                 due = time.monotonic() + (retry if result.error else RESYNC)
                 parts.publish_health()
                 time.sleep(GAP)
-            # Not before the taints are published: otherwise a new pod would get the GPU at once.
+            # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.
             if (changed or now - evicted >= EVICTION_INTERVAL) and not parts.offer.result.error:
                 evicted = now
                 parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
@@ -199,7 +200,7 @@ class Service:
         try:
             self._system.write(DRA_STATUS, render_dra_status(status._replace(at=time.time())))
         except OSError as error:
-            # Once for each cause: the status is tried again several times a second.
+            # Log each cause once: the write is tried again several times a second.
             why = error.strerror or str(error)
             if why != self._not_written:
                 log.error("cannot write %s: %s", DRA_STATUS, why)
@@ -207,8 +208,8 @@ class Service:
             return
         self._not_written = ""
         before, self._status, self._written = self._status, status, now
-        # Not before the kubelet runs: SETUP runs at boot anyway. The kubelet waits for it, and would also wait for a
-        # second run.
+        # Start SETUP_AGAIN only once a kubelet runs: SETUP runs at boot anyway. The kubelet waits for that run, and
+        # would also wait for a second one.
         if status.node and _advertised_part(status) != _advertised_part(before):
             try:
                 self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)

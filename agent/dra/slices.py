@@ -50,7 +50,7 @@ class Write:
 
 
 def slice_name(node: str, index: int) -> str:
-    """Return the name of a slice. It is fixed: repeating a creation whose answer was lost makes no second slice."""
+    """Return a slice's name. It is always the same: a creation repeated after a lost answer makes no second slice."""
     if len(node) > NODE_SHOWN:
         node = f"{node[:NODE_SHOWN].rstrip('-.')}-{sha256(node.encode())[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"
