@@ -148,7 +148,7 @@ class Daemon:
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
-            # If another process has saved other settings since, use the last good configuration: machines start with it.
+            # If another process has saved other settings since, use the last good ones: machines start with them.
             if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
