@@ -50,7 +50,7 @@ class FetchBinaries(Struct, frozen=True):
 
 
 class FillRoot(Struct, frozen=True):
-    """Put programs and files into the unpacked root file system, which first gets the name `staged`."""
+    """Rename the unpacked root file system to `staged`, then put programs and files into it."""
 
     unpacked: str
     staged: str
@@ -112,7 +112,7 @@ class RemoveRoot(Struct, frozen=True):
 
 
 class RemoveEmptyDirectory(Struct, frozen=True):
-    """Remove a directory that was made for a file, unless others have put files there."""
+    """Remove a directory that was made for one of the agent's files, unless others have put files there."""
 
     path: str
 

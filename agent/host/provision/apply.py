@@ -1,4 +1,4 @@
-"""Runs the steps of `up` and `reset`. Wherever a step was interrupted, the same command can be run again."""
+"""Runs the steps of `up` and `reset`. Wherever a step is interrupted, the same command can be run again."""
 
 import dataclasses
 import threading
@@ -73,7 +73,7 @@ REMOVE_LIMIT = 600.0
 UNIT_LIMIT = 60.0
 """Seconds to enable or disable a unit. systemctl then makes systemd reload all units."""
 KUBELET = tuple(f"{directory}/kubelet" for directory in ENVIRONMENT["PATH"].split(":"))
-"""Where systemd in the machine looks for the kubelet."""
+"""The paths at which systemd in the machine looks for the kubelet."""
 Progress = Callable[[str], None]
 
 
@@ -95,7 +95,8 @@ def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
 def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
     """Run independent steps at the same time. Raises the error of the first that fails, such as AgentError.
 
-    The others are completed even then, so that the next attempt finds their results. Only Ctrl-C ends them early.
+    After a failure, the other steps still run to their end, so that the next attempt finds their results. Only Ctrl-C
+    ends them early.
     """
     failures: list[BaseException] = []
 
@@ -103,8 +104,8 @@ def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) ->
         try:
             _run(action, tools, progress)
         except KeyboardInterrupt:
-            # Python raises it only in the main thread, which runs the first step. The other threads end with the
-            # process.
+            # Python raises KeyboardInterrupt only in the main thread, which runs the first step. The other threads end
+            # with the process.
             raise
         except BaseException as error:
             failures.append(error)
@@ -184,7 +185,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 
 
 def _fill(action: FillRoot, system: System) -> None:
-    # Absent if an interrupted attempt has renamed it.
+    # The unpacked directory is absent if an interrupted attempt has already renamed it.
     if system.link_inode(action.unpacked) is not None:
         _require_kubelet(action, RootWriter(system.full_path(action.unpacked)))
         system.rename(action.unpacked, action.staged)
@@ -205,7 +206,10 @@ def _require_kubelet(action: FillRoot, image: RootWriter) -> None:
 
 
 def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tuple[str, int]]:
-    """Put what was fetched into a root file system. Return digests and sizes of what should stay as it is, by path."""
+    """Put a fetched program, or the programs of a fetched archive, into a root file system.
+
+    Returns digest and size, by path, of each program that nobody should change (agent.model.node_files).
+    """
     path = cached(binary, BINARIES)
     if not binary.archive:
         writer.copy(system.full_path(path), binary.path, 0o755)
@@ -214,12 +218,15 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     from agent.host.provision.archives import put_programs
 
     programs = put_programs(binary, system.full_path(path), writer)
-    # The CNI plugins need not stay as they are: network plugins replace some with their own editions.
+    # The CNI plugins are left out, because network plugins replace some of them with their own editions.
     return programs if binary.archive == "program" else {}
 
 
 def _publish(action: PublishRoot, system: System) -> None:
-    """Record the node, sync its root file system, then rename it: what has the final name is complete and recorded."""
+    """Record the node, sync its root file system, and rename it last.
+
+    So a root file system that has its final name is complete, and has a record.
+    """
     inode = system.link_inode(action.staged)
     if inode is None:
         raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
@@ -231,7 +238,10 @@ def _publish(action: PublishRoot, system: System) -> None:
 
 
 def _remove_root(machine: str, system: System) -> None:
-    """Rename the directory, then remove it: no machine may start from what an interrupted removal leaves."""
+    """Remove a machine's root file system. Raises ApplyError unless the machine's unit has stopped.
+
+    The directory is renamed first, so that the machine cannot start from what an interrupted removal leaves.
+    """
     unit = machine_unit(machine)
     found = observe_units([unit], system)[unit]
     state = "about to start" if found.starts else found.state
@@ -247,7 +257,7 @@ def _remove_root(machine: str, system: System) -> None:
 def _forget_node(machine: str, system: System) -> None:
     report = report_directory(machine)
     if system.is_mount(report):
-        # The machine's unit mounted it before each start.
+        # The machine's unit mounts a file system there before each start.
         system.run("umount", "--lazy", report)
     clear((f"{MACHINES_STATE}/{machine}", f"{MACHINES_RUNTIME}/{machine}"), system, REMOVE_LIMIT)
     system.remove(cordoned_file(machine))

@@ -20,7 +20,7 @@ from agent.system import opening
 from agent.system.root_writer import RootWriter
 
 NAME = re.compile(r"(?:\./)?([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
-"""An entry's name at the top level of an archive, which begins with `./` if tar packed a directory. Entries with any
+"""The name of an entry at the top level of an archive. It begins with `./` if tar packed a directory. Entries with any
 other name are left out."""
 UNPACKED_LIMIT = 1 << 30
 """Bytes of all entries together. The CNI plugins of 2026 have 90 million, crictl 40 million."""
@@ -48,14 +48,14 @@ class _Metered:
         try:
             return self._content.read(size)
         except gzip.BadGzipFile as error:
-            # BadGzipFile is an OSError: the writer would take it for a failure of the file that it writes.
+            # BadGzipFile is an OSError, which RootWriter would report as a failure to write the program's file.
             raise tarfile.ReadError(str(error)) from error
 
 
 def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
     """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
-    Returns the digests and sizes by the programs' paths in the root. Raises OSError, and ApplyError if the
+    Returns each program's digest and size, by its path in the root file system. Raises OSError, and ApplyError if the
     archive is damaged or too large, or does not contain the programs.
     """
     found: dict[str, tuple[str, int]] = {}
@@ -75,9 +75,9 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
 
 
 def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the names and contents of the programs. Each must be read before the next one."""
+    """Yield the name and the content of each program. The caller must read a content before it asks for the next."""
     size, metered = 0, _Metered(content)
-    # Read the archive as a stream: once, whatever its entries say.
+    # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.
     with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:
         for number, entry in enumerate(archive):
             size += entry.size

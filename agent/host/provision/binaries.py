@@ -99,13 +99,13 @@ def check_source(binary: NodeBinary, system: System) -> None:
 def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FETCH_LIMIT) -> str:
     """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises ApplyError, OSError.
 
-    A mirror has `limit` seconds.
+    A download may take `limit` seconds.
     """
     path = cached(binary, directory)
     if _digest_of(path, system) == binary.sha256:
         return path
     system.make_directory(directory)
-    # Remove what a killed attempt left, and a file that is damaged.
+    # Remove what a killed attempt left, and a damaged file, or whatever else is at this path.
     system.remove_temporary(path)
     system.remove_tree(path)
     temporary = temporary_path(path)
@@ -127,17 +127,18 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
 
 
 def _digest_of(path: str, system: System) -> str:
-    """Return the SHA-256 digest of the file in the cache; empty if it is missing or unusable: it is then replaced."""
+    """Return the SHA-256 digest of a file in the cache; empty if the file is missing or unusable."""
     try:
         with opening.plain(system.full_path(path)) as file:
             return _copy(path, file, None)
     except (ApplyError, OSError):
-        # Whatever else is in its place, such as a directory or a huge file, is no fault of the mirror.
+        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. ApplyError would also
+        # blame the mirror.
         return ""
 
 
 def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
-    """Write the program in the bundle to a file, and return its digest."""
+    """Copy the program from the bundle to a file, and return its digest."""
     try:
         source = opening.plain(system.full_path(binary.source))
     except OSError as error:
@@ -149,7 +150,7 @@ def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str
 
 
 def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
-    """Write the program at the URL to a file, and return its digest."""
+    """Download the program to a file, and return its digest."""
 
     def download() -> str:
         with _answer(binary, "GET") as answer:
@@ -160,7 +161,7 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
             return digest
 
     try:
-        # A server that sends a byte from time to time never makes a read fail, and the read may need a million of them.
+        # A server that sends one byte from time to time never exceeds SILENCE_LIMIT, so the whole download has a limit.
         return bounded(f"GET {binary.source}", download, limit)
     except TimeoutError as error:
         raise _unreachable(binary, error.strerror or "not complete in time") from error
@@ -168,7 +169,7 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
 
 @contextlib.contextmanager
 def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
-    """Yield the server's response for the program's URL. Raises ApplyError, also while the response is read."""
+    """Yield the server's response for the program's URL. Raises ApplyError, also if the caller fails to read it."""
     try:
         with open_url(binary.source, SILENCE_LIMIT, method) as answer:
             yield answer
@@ -202,7 +203,7 @@ def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
 
 
 def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
-    """Write the data to a file, if one is given, and return its SHA-256 digest. Raises ApplyError if it is too long."""
+    """Copy data to a file, if one is given, and return its SHA-256 digest. Raises ApplyError if it is too long."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
         size += len(chunk)

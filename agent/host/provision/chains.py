@@ -1,6 +1,6 @@
 """Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and network plugins make.
 
-The programs of iptables do both, because only they can read their rules in the kernel's nftables.
+This module runs iptables' programs for both, because only they can read their own rules in the kernel's nftables.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from agent.system.network import NetworkSource
 
 FAMILIES = ("iptables", "ip6tables")
 KINDS = ("nft", "legacy")
-"""Variants of iptables. Each has rules of its own, and a host may have both. If it has no program of such a name, there
-is only one variant."""
+"""Variants of iptables. Each has rules of its own, and a host may have both. A host without programs of such names has
+only one variant, whose programs are named after the family."""
 KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-\S+|(OLD_)?CILIUM_\S+|WEAVE(-\S+)?|cali-\S+")
 """Names of chains that kube-proxy, the kubelet, CNI plugins and network plugins make."""
 CHAIN = re.compile(r":(\S+) ")
@@ -31,12 +31,12 @@ def observe_network(network: NetworkSource, system: System) -> Network:
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
-    """Return Kubernetes' chains. For a program that fails, there is an entry without a table."""
+    """Return Kubernetes' chains. A program that cannot list its chains gets one entry, without a table."""
     return tuple(each for program in _programs(system) for each in _chains(program, system))
 
 
 def remove_chains(chains: Chains, system: System) -> None:
-    """Remove chains, and the rules that jump to them. Raises CommandError or OSError."""
+    """Remove chains, and the rules of other chains that jump to them. Raises CommandError or OSError."""
     saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).split("\n")
     present = {found[1] for line in saved if (found := CHAIN.match(line))}
     names = [name for name in chains.names if name in present]
@@ -45,7 +45,7 @@ def remove_chains(chains: Chains, system: System) -> None:
     changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
     changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
     content = "\n".join([f"*{chains.table}", *changes, "COMMIT", ""])
-    # Comments of other programs may not be UTF-8.
+    # Other programs' comments in these rules need not be UTF-8.
     system.write(CHAINS_REMOVAL, content.encode(errors="surrogateescape"), 0o600)
     try:
         system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
@@ -55,7 +55,8 @@ def remove_chains(chains: Chains, system: System) -> None:
 
 def _jumps(rule: str, names: set[str]) -> bool:
     """Return whether a rule of another chain leads to one of these chains."""
-    # Other programs' rules may have a lone quotation mark in a name, which iptables-save does not escape.
+    # Do not split other programs' rules. shlex fails if a rule has a lone quotation mark in a name, because
+    # iptables-save does not escape it.
     if not any(name in rule for name in names):
         return False
     _, chain, *words = shlex.split(rule)

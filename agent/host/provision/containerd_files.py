@@ -21,7 +21,7 @@ IMPORT = "/etc/containerd/conf.d/*.toml"
 """Drop-ins of the image and of the machine half. Without this import, the machine half would add it."""
 CRICTL = "/etc/crictl.yaml"
 SERVERS = {"docker.io": "https://registry-1.docker.io"}
-"""Registries whose server has another name than the registry."""
+"""The servers of registries whose server does not have the registry's name."""
 EVERY = "_default"
 """containerd's name for every registry without a directory of its own."""
 
@@ -52,7 +52,7 @@ def _configuration(settings: ContainerdSettings) -> dict[str, Any]:
 
 
 def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
-    """Return a registry's mirrors, in the order in which containerd tries them, and the registry's own server."""
+    """Return a registry's hosts.toml: its mirrors, in the order in which containerd tries them, and its own server."""
     server = {} if registry == EVERY else {"server": SERVERS.get(registry, f"https://{registry}")}
     return {**server, "host": {url: _mirror(url) for url in mirrors}}
 
@@ -60,6 +60,7 @@ def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
 def _mirror(url: str) -> dict[str, Any]:
     mirror: dict[str, Any] = {"capabilities": ["pull", "resolve"]}
     if urlsplit(url).path.startswith("/v2/"):
-        # The mirror is a repository of a proxy (Harbor, Artifactory). By default, containerd would append another /v2.
+        # The URL names a repository of a proxy (Harbor, Artifactory). Without this key, containerd would append
+        # another /v2.
         mirror["override_path"] = True
     return mirror

@@ -1,7 +1,7 @@
 """Keeps records that must not be lost: two synced copies of one JSON document with its digest.
 
 The first copy is written first, so it is the newer one after a crash between the two writes. A damaged copy is replaced
-at the next write. If no copy is intact, the record is Broken, and its owner must not guess what it contained.
+at the next write. If no copy is intact (see `Durable.read`), the record's owner must not guess what it contained.
 """
 
 import json

@@ -11,7 +11,8 @@ from agent.system.files import System
 def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[str, str]:
     """Return the labels of a Node whose machine gets these grants.
 
-    The kubelet never changes them later: the versions of driver and CUDA stay those at the registration.
+    The kubelet never changes these labels later, so they keep the versions that the driver and CUDA had when the Node
+    registered.
     """
     granted = {grant.vendor for grant in grants if grant.gpus}
     labels: dict[str, str] = {}

@@ -27,7 +27,7 @@ BRIDGE_MODULE = "br_netfilter"
 """The module that provides the parameters below BRIDGE."""
 
 SYSCTLS = "/etc/sysctl.d/99-unbounded-agent.conf"
-"""The name sorts after the names that administrators and packages use, because the values of the last file win."""
+"""This name sorts after the names that administrators and packages use, because the last file's values win."""
 MODULES = "/etc/modules-load.d/unbounded-agent.conf"
 NO_SWAP = "/etc/systemd/system/swap.target"
 """An empty unit file masks its unit (systemd.unit(5)), so no boot turns on any swap."""
@@ -75,12 +75,12 @@ def sysctl_path(name: str) -> str:
 
 
 def same_value(one: str | None, other: str) -> bool:
-    """Return whether two values of a parameter are the same, whatever blanks they have: the kernel prints tabs."""
+    """Return whether two values of a parameter differ at most in blanks: the kernel prints tabs between numbers."""
     return one is not None and one.split() == other.split()
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether a file with this content is the agent's. NO_SWAP is empty."""
+    """Return whether a file with this content is the agent's. Empty files count, because NO_SWAP is empty."""
     return not content or content.startswith(MARK)
 
 
@@ -96,7 +96,7 @@ def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
 
 
 def host_problems(goal: HostSettings, state: HostState) -> tuple[Problem, ...]:
-    """Return what prevents the agent from reaching the goal."""
+    """Return a problem for each path of the goal's files at which there is a file that the agent did not write."""
     return tuple(
         Problem("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
         for file in goal.files

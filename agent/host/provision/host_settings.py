@@ -16,7 +16,7 @@ RELEASE = "/proc/sys/kernel/osrelease"
 BLANKS = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
 """Characters of a path, by the escape sequences that the kernel writes for them (seq_file_path in mm/swapfile.c)."""
 NOWHERE = "/dev/null"
-"""A unit that is a link to it is masked, like an empty one."""
+"""A unit file that is a link to /dev/null masks its unit, as an empty unit file does."""
 UNITS = "/etc/systemd/system/"
 MODPROBE_LIMIT = 60.0
 """Seconds to load or unload a module."""
@@ -122,7 +122,7 @@ def _set_sysctl(name: str, value: str, system: System) -> None:
 
 
 def _built_in(system: System) -> str:
-    """Return the list of modules that are part of the kernel; empty if it is missing."""
+    """Return the kernel's list of built-in modules; empty if the list is missing."""
     path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
     return system.read_text(path) if system.exists(path) else ""
 
@@ -136,7 +136,7 @@ def _unload(module: str, system: System) -> None:
     try:
         system.run("modprobe", "--remove", module, timeout=MODPROBE_LIMIT)
     except CommandError:
-        # Another program uses the module by now, so it stays.
+        # Something uses the module by now, so it stays.
         return
 
 
@@ -145,11 +145,11 @@ def _swaps(system: System) -> Iterator[Swap]:
     if not system.exists(SWAPS):
         return
     for line in [*system.lines(SWAPS)][1:]:
-        # Before decoding: the kernel escapes only ASCII's blanks.
+        # Split before decoding: the kernel escapes only ASCII's blanks, and str.split() would split at others, too.
         path, *_, priority = (word.decode(errors="surrogateescape") for word in line.split())
         for escape, character in BLANKS.items():
             path = path.replace(escape, character)
-        # Swaps that were turned on without a priority have negative ones, which the kernel chose.
+        # If a swap was turned on without a priority, the kernel chose a negative one.
         yield Swap(path, max(int(priority), -1))
 
 
@@ -168,7 +168,7 @@ def _file(path: str, system: System) -> FoundFile | None:
 
 
 def _restore(path: str, found: FoundFile | None, system: System) -> None:
-    """Restore the file that was found, unless somebody has replaced the one that the agent wrote."""
+    """Restore a file as it was found, or remove it if there was none. A file that replaced the agent's stays."""
     now = _file(path, system)
     if now is not None and not is_ours(now.content):
         return

@@ -18,13 +18,14 @@ programs."""
 REGISTRY = "docker://"
 ARCHIVE = "docker-archive:"
 LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
-"""An image in an OCI layout. Its own name, after the directory, may have slashes and colons, as a registry's has."""
+"""An image in an OCI layout. After the directory comes the image's own name, which may have slashes and colons, like a
+name in a registry."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Go's names by the kernel's."""
+"""Go's name of each architecture, by the kernel's name."""
 BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
-"""The variants of an architecture that all its processors run. None means that the index names none."""
+"""For each architecture, the variants that all its processors run. None means that the index names no variant."""
 SAFE_UMOCI = (0, 4, 7)
-"""In earlier versions, an image can make umoci write anywhere on the host (CVE-2021-29136)."""
+"""The first safe version. An image can make earlier ones write anywhere on the host (CVE-2021-29136)."""
 ASK_LIMIT = 60.0
 """Seconds for a registry to answer."""
 MANIFEST_LIMIT = 4 << 20
@@ -34,7 +35,7 @@ UNPACKED = 3
 
 
 def choose_image(settings: ImageSettings, nvidia: bool) -> str:
-    """Return the configured name of the image for a machine with or without an NVIDIA GPU. It may have no digest."""
+    """Return the name of the image, as configured, for a machine with or without NVIDIA GPUs. It may have no digest."""
     return settings.name or f"{settings.repository}/{NVIDIA_IMAGE if nvidia else PLAIN_IMAGE}:{settings.tag}"
 
 
@@ -80,7 +81,10 @@ def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
 
 
 def access_options(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
-    """Return skopeo's options for access to the source; `prefix` begins their names ("src-"). Raises ConfigError."""
+    """Return skopeo's options for access to an image's source. Raises ConfigError.
+
+    The options' names begin with `prefix`: "src-" for `skopeo copy`, nothing for `skopeo inspect`.
+    """
     for key, path, found in (
         ("signature_policy", settings.signature_policy, system.is_file(settings.signature_policy)),
         ("ca_directory", settings.ca_directory, system.is_directory(settings.ca_directory)),
@@ -107,7 +111,7 @@ def _check_umoci(system: System) -> None:
 def _inspect(access: tuple[str, ...], name: str, system: System, what: str) -> bytes:
     """Return what skopeo prints; `access` is from `access_options`, and `what` the option that says what to print."""
     try:
-        # run_tool, because skopeo writes a temporary file for a compressed archive.
+        # run_tool, because skopeo may need a proxy, and writes a large temporary file for a compressed archive.
         printed = system.run_tool("skopeo", "inspect", what, *access, name, timeout=ASK_LIMIT)
     except CommandError as error:
         raise explained(error, name) from error
@@ -119,7 +123,7 @@ def _raw_manifest(access: tuple[str, ...], name: str, system: System) -> bytes:
 
 
 def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
-    """Return digest and manifest of an image whose name has a digest."""
+    """Return the digest in an image's name, and the manifest. Raises ObservationError if they do not match."""
     raw, digest = _raw_manifest(access, name, system), name.rpartition("@")[2]
     if _digest(raw) != digest:
         raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
@@ -151,7 +155,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
 
     found = objects(name, index, "manifests", entry)
     fitting = [(variant, digest) for *platform, variant, digest in found if platform == ["linux", architecture]]
-    # As containerd and skopeo, prefer what runs on every processor, wherever it is in the list.
+    # As containerd and skopeo do, prefer a variant that every processor runs, wherever it is in the list.
     baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
     digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
@@ -165,7 +169,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
 
 
 def _blob(name: str, digest: str, system: System) -> bytes:
-    """Return a manifest from an OCI layout. skopeo prints a manifest only if it is the layout's only one."""
+    """Return a manifest from an OCI layout. skopeo can print it only if it is the layout's only manifest."""
     found = LAYOUT.fullmatch(name)
     assert found, "only layouts and registries have indices"
     path = f"{found['directory']}/blobs/{digest.replace(':', '/')}"
@@ -181,5 +185,5 @@ def _blob(name: str, digest: str, system: System) -> bytes:
 def _size(name: str, manifest: dict[str, Any]) -> int:
     sizes = objects(name, manifest, "layers", lambda where, layer: get(where, layer, "size", int))
     total = sum(max(each, 0) for each in sizes)
-    # Layers in an archive are not compressed.
+    # Layers in an archive are not compressed, so estimate their compressed size.
     return total // UNPACKED if name.startswith(ARCHIVE) else total

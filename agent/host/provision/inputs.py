@@ -1,4 +1,4 @@
-"""Collects what a node's files contain that is not in its settings: names, addresses, the CA."""
+"""Collects what a node's files contain apart from its settings: the Node's name, its addresses, the CA."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +47,10 @@ def node_inputs(
 
 
 def changed_inputs(record: NodeRecord, machine: str, config: Config, system: System) -> tuple[str, ...]:
-    """Return in words what else than its settings differs from what a node was made with, as far as that is known."""
+    """Return in words which of a node's inputs have changed since `up` made it. Settings are not compared here.
+
+    An input that cannot be observed now is left out.
+    """
     settings = config.machines[machine]
     node = settings.node
     assert node, "the machine is a node"
@@ -64,9 +67,9 @@ def changed_inputs(record: NodeRecord, machine: str, config: Config, system: Sys
 
 
 def node_names(config: Config, system: System) -> dict[str, str]:
-    """Return the name of the Node object of each machine that is a node. Raises ConfigError.
+    """Return the name of the Node object of each machine that is a node, by the machine's name.
 
-    No two may have the same name.
+    Raises ConfigError, for example if two machines would have the same Node.
     """
     names: dict[str, str] = {}
     for machine, settings in config.machines.items():
@@ -90,7 +93,7 @@ def _host_name(machine: str, system: System) -> str:
 
 
 def _ca(node: NodeSettings, system: System) -> bytes:
-    """Return the certificates for the machine. Raises ConfigError."""
+    """Return the CA certificates that the machine gets. Raises ConfigError."""
     try:
         content = system.read(node.ca_file)
     except OSError as error:

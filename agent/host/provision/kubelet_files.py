@@ -31,7 +31,7 @@ JOINED = "unbounded-agent-joined"
 
 
 class NodeInputs(Struct, frozen=True):
-    """What a node's files contain that is not in its settings."""
+    """What a node's files contain apart from its settings."""
 
     name: str
     """The name of the Node object."""
@@ -42,7 +42,7 @@ class NodeInputs(Struct, frozen=True):
     own_network: bool = False
     """Whether the machine has a network namespace of its own."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in addition to those in the settings. If both have a label, the settings decide."""
+    """Labels in addition to those in the settings. If a label is in both, the value in the settings counts."""
 
 
 def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tuple[NodeFile, ...]:
@@ -80,8 +80,8 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "clusterDomain": kubelet.cluster_domain,
         "containerRuntimeEndpoint": CONTAINERD_SOCKET,
         "failSwapOn": settings.host.swap == "off",
-        # /proc/sys is read-only in a machine. With this, the kubelet reports a wrong parameter and does not try to set
-        # it.
+        # /proc/sys is read-only in a machine. With this field, the kubelet only reports a wrong parameter, and does not
+        # try to set it.
         "protectKernelDefaults": True,
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
@@ -105,7 +105,7 @@ def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, An
 
 def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
     """Return the kubeconfig with which the kubelet asks for its certificate."""
-    # The kubelet reads the file each minute, so that a token can be replaced (client-go's NewCachedFileTokenSource).
+    # The kubelet reads the file again each minute, so a new token takes effect (client-go's NewCachedFileTokenSource).
     user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
     if settings.exec_credential:
         command, *arguments = settings.exec_credential
@@ -141,7 +141,8 @@ StartLimitIntervalSec=0
 Restart=always
 RestartSec=2
 """
-"""The command is in a drop-in that sorts last, because packages with a kubelet bring drop-ins that replace it."""
+"""The kubelet's command line is in a drop-in that sorts last, because packages with a kubelet bring drop-ins that would
+replace a command line here."""
 
 WANTED = """\
 [Unit]

@@ -1,7 +1,7 @@
 """Compares the host's network with the network as it was found, and decides what a node left. Pure.
 
-Only what was not there before counts. Other programs may have added interfaces since, so an interface must also be
-virtual and have a name that CNI plugins or kube-proxy use; other new ones are only reported.
+Only what was not there before counts. Other programs may have added interfaces since, so a new interface counts as a
+node's only if it is virtual and has a name that CNI plugins or kube-proxy use. Others are only reported.
 """
 
 import re
@@ -17,8 +17,8 @@ NAMES = re.compile(
     r"((cni|cbr)[0-9]+|veth[0-9a-f]{8}|tunl0|ip6tnl0|cali[0-9a-f]+|vxlan(-v6)?\.calico|vxlan-6784|"
     r"lxc([0-9a-f]+|_.*))$"
 )
-"""Names of interfaces that CNI plugins and kube-proxy make, or their beginnings. They do not match the bridges of LXC
-and Podman (lxcbr0, cni-podman0), nor names that administrators choose, such as vxlan100."""
+"""Names, or beginnings of names, of the interfaces that CNI plugins and kube-proxy make. The bridges of LXC and Podman
+(lxcbr0, cni-podman0) do not match, nor do names that administrators choose, such as vxlan100."""
 RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
 """Names of chains that the record of the network as it was found has, whichever release made it."""
 PROTOCOLS = (0, 3, 12)
@@ -28,7 +28,7 @@ NetworkManager set these as an administrator configured them."""
 MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 NO_TABLE = 0
-"""The table of rules that lead to none, such as `unreachable` and `goto`. They may belong to anybody, too."""
+"""The table number of rules that lead to no table, such as `unreachable` and `goto`. They may belong to anybody."""
 
 
 class Leftovers(Struct, frozen=True):
@@ -46,7 +46,7 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]
     node_devices = {each.name for each in node_links}
     routes = [each for each in now.routes if each not in found.routes]
-    # Leave out routes of new interfaces: those of a node's interface disappear with it, and no others are a node's.
+    # Leave out routes on new interfaces: those on a node's interface disappear with it, and others are not a node's.
     new_names = {each.name for each in links}
     other_routes = [each for each in routes if each.device not in new_names]
     node_routes = [each for each in other_routes if each.destination and each.protocol in PROTOCOLS]
@@ -58,7 +58,7 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     kept: list[Leftover] = [each for each in links if each not in node_links]
     kept += [each for each in other_routes if each not in node_routes]
     kept += [each for each in rules if each not in node_rules]
-    # If a program had chains of Kubernetes before, or they could not be listed, all its chains stay.
+    # All chains of a variant of iptables stay if it had Kubernetes' chains before, or could not list its chains then.
     had_chains = {each.program for each in found.chains}
     chains = [each for each in now.chains if each.table and each not in found.chains]
     kept += [each for each in chains if each.program in had_chains]

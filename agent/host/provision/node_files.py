@@ -8,7 +8,7 @@ from agent.host.state.owned_files import MARK
 from agent.model.node import NodeFile
 
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
-"""Images have no /etc/hosts, without which the kubelet starts no pod with hostNetwork."""
+"""Images have no /etc/hosts, and the kubelet needs one to start pods with hostNetwork."""
 SYSCTLS = "/etc/sysctl.d/90-unbounded-agent.conf"
 
 
@@ -21,6 +21,6 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         NodeFile("/etc/hosts", (header + HOSTS).encode()),
     ]
     if inputs.own_network:
-        # A machine on the host's network has the host's values.
+        # Other machines are on the host's network, where the host's own file sets these parameters.
         files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
     return tuple(sorted(files, key=lambda file: file.path))

@@ -17,7 +17,7 @@ from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
 WANTED_BY = {"machines.target": "multi-user.target"}
-"""The target that wants a unit that `up` enables. For machines' units, which are not listed, it is machines.target."""
+"""The target that wants each unit that `up` enables. Machines' units are not listed: machines.target wants them."""
 COPY = ".copy.json"
 
 
@@ -26,13 +26,13 @@ class NodeFacts(Struct, frozen=True):
 
     machine: str
     root: Seen[int]
-    """Inode number of its root directory; Broken if something else is in its place."""
+    """Inode number of its root directory; Broken if that path is not a directory."""
     record: Seen[NodeRecord]
     staged: tuple[str, ...]
-    """Root file systems that are not the machine's yet (complete or not), those that are being removed, and directories
-    in which an interrupted attempt pulled or unpacked an image."""
+    """Paths of root file systems that are not the machine's yet (complete or not) or are being removed, and of
+    directories in which an interrupted attempt pulled or unpacked an image."""
     enabled: Mapping[str, bool]
-    """Whether the host starts the units at each boot."""
+    """Whether each unit of `boot_units` is enabled, by the unit's name."""
     joined: str
     """Name of the machine's Node object; empty if its kubelet has not joined since the machine's last start."""
     born: int = 0
@@ -77,7 +77,7 @@ def made_nodes(system: System) -> tuple[str, ...]:
 
 
 def is_enabled(unit: str, system: System) -> bool:
-    """Return whether a target wants the unit at each boot, by the link that `systemctl enable` makes."""
+    """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
     target = WANTED_BY.get(unit, "machines.target")
     return system.exists(f"{UNITS}/{target}.wants/{unit}")
 
@@ -107,5 +107,5 @@ def _staged(machine: str, system: System) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
-    # With another dot, it belongs to a machine whose name begins like this prefix.
+    # A path with another dot belongs to another machine, whose name begins with this machine's and `.unbounded-agent-`.
     return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))

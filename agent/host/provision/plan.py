@@ -1,4 +1,4 @@
-"""Compares what is there with what a node needs: returns the steps of `up` and `reset`. Pure."""
+"""Compares what exists with what a node needs, and returns the steps of `up` and `reset`. Pure."""
 
 import posixpath
 from collections.abc import Callable, Mapping
@@ -42,12 +42,12 @@ class HostFacts(Struct, frozen=True):
 
     state: HostState
     units: Mapping[str, bool]
-    """Whether each unit that `up` enables is enabled, without the machines' own units."""
+    """Whether each unit that `up` enables is enabled, by the unit's name. The machines' own units are left out."""
     network: Network
     found: Seen[AsFound]
     """The record of the host as it was found before its first node."""
     others: tuple[str, ...]
-    """Machines that have a record; for `reset`, without the one that is removed."""
+    """Machines that have a record. For `reset`, the machine that it removes is left out."""
 
 
 class RootGoal(Struct, frozen=True):
@@ -92,15 +92,16 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem
 
 
 def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
-    """Return the steps that make or extend the record and, with `changes`, those that change the host to the goal.
+    """Return the steps that make or extend the record of the host as it was found and, with `changes`, change the host.
 
-    A record that is damaged, or lost after a node was made, is never replaced.
+    `changes` says whether the host differs from the goal. A record that is damaged, or was lost after a node was made,
+    is never replaced: then this returns a Problem.
     """
     steps: list[Action] = []
     match facts.found:
         case AsFound() as found:
             recorded = found.extended(facts.state, facts.units)
-            # Comparing two states leaves out their modules.
+            # `!=` ignores modules, so compare them separately.
             more = recorded != found or recorded.host.modules != found.host.modules
             steps += [RecordHost(recorded)] if more else []
         case Absent() if not facts.others:
@@ -113,7 +114,7 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
 
 
 def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
-    """Return the steps that make a root file system. A machine keeps its old one until the new one is complete."""
+    """Return the steps that make a root file system. An old one stays in use until the new one is complete."""
     unpacked, staged = staged_root(facts.machine, goal.image.digest), staged_root(facts.machine, _digest(goal))
     usable = staged if staged in facts.staged else unpacked
     stale = tuple(RemoveTree(path) for path in facts.staged if path != usable)
@@ -130,8 +131,8 @@ def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
 def _digest(goal: RootGoal) -> str:
     """Return a digest of the image, the programs and the paths of files that a root file system is made from.
 
-    A root file system that has been filled, even in part, is only used by an attempt that puts the same programs, and
-    files with the same paths, into it. Such an attempt writes the files again, whatever they contained.
+    If an attempt was interrupted after it began to fill a root file system, a later attempt continues with it only if
+    this digest is the same. That attempt writes all files again, so their contents may differ.
     """
     programs = [(each.path, each.sha256) for each in goal.binaries]
     contents = (goal.image.digest, programs, [each.path for each in goal.files])
@@ -144,7 +145,10 @@ def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
 
 
 def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Problem:
-    """Return the first steps of `reset`, which stop the machine and remove its root file system."""
+    """Return the first steps of `reset`, which stop the machine and remove its root file system.
+
+    Returns a Problem if `reset` must not remove what is there.
+    """
     path, absent = machine_root(facts.machine), isinstance(facts.root, Absent)
     for kind, fact in (("record", facts.record), ("root", facts.root)):
         if isinstance(fact, Unseen):
@@ -158,7 +162,7 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
-    # A damaged record proves that too, and without a root file system nothing else in it is needed.
+    # Even a damaged record proves this. With one, there is no root file system here, so nothing else in it is needed.
     made_by_up = not isinstance(facts.record, Absent)
     if facts.enabled.get(unit) and made_by_up:
         steps.append(DisableUnit(unit))
@@ -176,7 +180,10 @@ def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, .
 
 
 def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Problem:
-    """Return the steps of `reset` that restore the host; none while another node needs its settings."""
+    """Return the steps of `reset` that restore the host. There are none while another node needs the host's settings.
+
+    Returns a Problem if the record of the host as it was found is damaged or cannot be read.
+    """
     if facts.others or isinstance(facts.found, Absent):
         return ()
     if isinstance(facts.found, Broken | Unseen):

@@ -1,4 +1,4 @@
-"""Checks, before anything is changed, what would keep a node from being made. Writes nothing.
+"""Checks for what would keep a node from being made, before `up` changes anything. Writes nothing.
 
 Each check returns a sentence if all is well, and otherwise raises an error with advice. After an error, only the checks
 that need what failed are left out: if the bootstrap token cannot be read, for example, the API server is not asked.
@@ -34,7 +34,8 @@ MEMORY_MINIMUM = 1 << 30
 DISK_MINIMUM = 2 << 30
 """Bytes that stay free for pods and logs, in addition to the nodes' root file systems."""
 CLOCK_LIMIT = 60.0
-"""Seconds by which the clocks may differ. Kubernetes' certificates are valid from a few minutes before their issue."""
+"""Seconds by which the clocks of host and API server may differ. Kubernetes' certificates are valid from a few minutes
+before their issue, so a smaller difference does no harm."""
 PROGRAMS = {
     "skopeo": "skopeo",
     "umoci": "umoci",
@@ -199,9 +200,9 @@ def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
-    """Check that the mirrors or the bundle have the programs. Their digests are verified when they are fetched.
+    """Check that the mirrors or the bundle have the programs, and return a sentence. Raises ApplyError or OSError.
 
-    Raises ApplyError or OSError.
+    `fetch` verifies the programs' digests later.
     """
     for binary in binaries:
         check_source(binary, system)

@@ -29,7 +29,8 @@ OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_tain
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
 UNSET = json.dumps("")
-"""The value of settings that are missing in the record of an older release: a new setting must be empty by default."""
+"""The value of settings that the record of an older release does not have. So the default of a new setting must be an
+empty string."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,17 @@ class NodeRecord:
     binaries: dict[str, str]
     """SHA-256 digests of the fetched files, which are programs or archives of programs, by path in the machine."""
     files: dict[str, str]
-    """SHA-256 digests by path in the machine."""
+    """SHA-256 digests of the files that `up` wrote, by path in the machine."""
     settings: dict[str, str]
     """The settings that the root file system depends on, as JSON by key."""
     made: float
     """When the root file system was complete, in seconds since the epoch."""
     born: int = 0
-    """When the root directory was made, in nanoseconds since the epoch; 0 if unknown. Another directory, which was made
-    after that one was removed, may have its inode number."""
+    """When the root directory was made, in nanoseconds since the epoch; 0 if unknown. The inode number alone proves
+    nothing: once a directory is removed, a new one may get its number."""
 
     def is_of(self, inode: Seen[int], born: int) -> bool:
-        """Return whether a directory with this inode number, made at this time (or 0), is the one that `up` made."""
+        """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
         return inode == self.inode and (born == self.born or not born or not self.born)
 
 
@@ -83,7 +84,7 @@ def make_record(
 
 
 def settings_of_root(settings: NodeSettings) -> dict[str, str]:
-    """Return the settings that are in the root file system, as JSON by key."""
+    """Return the settings that the root file system depends on, as JSON by key."""
     flat = dict(_flat("", to_builtins(settings)))
     return {key: value for key, value in flat.items() if key not in NOT_IN_ROOT and not key.startswith(HOST_SETTINGS)}
 
@@ -96,7 +97,7 @@ def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, .
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
-        # Tables whose keys the user chooses, such as labels, are one value each: these keys may contain dots.
+        # A table within a table, such as labels, is one value: users choose its keys, which may contain dots.
         if isinstance(value, dict) and not prefix:
             yield from _flat(f"{key}.", value)
         else:

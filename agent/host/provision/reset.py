@@ -65,7 +65,7 @@ class Reset(Struct, frozen=True):
             if isinstance(each, Problem):
                 raise AgentError(each.message, each.advice)
         if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
-            # Nothing is left of the node, and there is no host to restore.
+            # Nothing is left of the node, and the host is not to be restored: it has other nodes, or no record.
             return Ending("", (), (), ())
         done = self._run(removal)
         if failures := self.remove_files():
@@ -93,7 +93,7 @@ class Reset(Struct, frozen=True):
         return plan_removal(facts, observe_units([unit], self.system)[unit].state)
 
     def _host(self) -> HostFacts:
-        """Return the host's state without its network: only `up` records that, and `_leftovers` observes it."""
+        """Return the host's facts without its network: only `up` needs that here, and `_leftovers` observes it."""
         found = observe_found(self.system)
         others = tuple(name for name in made_nodes(self.system) if name != self.machine)
         if not isinstance(found, AsFound):

@@ -21,14 +21,14 @@ from agent.system.root_writer import RootWriter
 
 POLICY = "/etc/containers/policy.json"
 INIT = ("/usr/lib/systemd/systemd", "/lib/systemd/systemd", "/sbin/init")
-"""What systemd-nspawn starts as the machine's init."""
+"""The programs that systemd-nspawn looks for. It starts the first that exists as the machine's init."""
 PULL_LIMIT = 3600.0
 UNPACK_LIMIT = 1800.0
 SYNC_LIMIT = 1800.0
 REMOVE_LIMIT = 300.0
 """Seconds for each of these steps."""
 RETRIES = "3"
-"""How often skopeo repeats what failed because of the network, after 1, 2 and 4 seconds."""
+"""How often skopeo retries after an error of the network: after 1, 2 and 4 seconds."""
 MARGIN = 256 << 20
 """Bytes that must stay free on the file system."""
 TICK = 1.0
@@ -66,7 +66,7 @@ def unpack(
 
 
 def _make_private(directory: str, system: System) -> None:
-    """Make a missing directory, which other users may not enter: programs in it may be setuid and vulnerable."""
+    """Make a directory if it is missing. Other users may not enter it: programs in it may be setuid and vulnerable."""
     if not system.is_directory(directory):
         system.make_directory(directory)
         os.chmod(system.full_path(directory), 0o700)

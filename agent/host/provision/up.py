@@ -136,7 +136,7 @@ class Provisioner(Struct, frozen=True):
         run(steps.last, tools, self.progress)
 
     def replace_token(self, node: NodeWork) -> None:
-        """Give the configured token to a node that has not joined with its old token. Raises AgentError."""
+        """Give the configured token to a node that still has another one and has not joined. Raises AgentError."""
         if node.new_token:
             self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
 
@@ -192,7 +192,7 @@ class Provisioner(Struct, frozen=True):
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
 
     def _with_token_checks(self, work: NodeWork) -> NodeWork:
-        """Run the checks for a node that was made, but has not joined its cluster."""
+        """Run the checks for a node that was made but has not joined, and find out whether it needs a new token."""
         checks = tuple(self._server_checks(work))
         if any(check.required and not check.passed for check in checks):
             return replace(work, checks=checks)
@@ -216,12 +216,12 @@ class Provisioner(Struct, frozen=True):
 
     def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:
         found = observe_found(self.system)
-        # The first unit is the machine's own, which the node's facts have.
+        # Leave out the first unit, which is the machine's own: NodeFacts has it.
         units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
         return HostFacts(
             state=observe_host(goal, self.system),
             units=units,
-            # Only the record of the host as it was found needs it, and loading the netlink library takes longest here.
+            # Only a first record of the host needs the network, and loading the netlink library takes longest here.
             network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),
@@ -232,9 +232,9 @@ class Provisioner(Struct, frozen=True):
 
 
 def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check:
-    """Check the space for images, unless it is unknown how much an interrupted attempt has already used of it.
+    """Check the space for images. A failed check is not required if an interrupted attempt left something.
 
-    What that attempt left is used or removed first. The space is checked again before an image is pulled.
+    `up` uses or removes that first, so the space may be enough. It is checked again before an image is pulled.
     """
     check = checked("disk", lambda: preflight.check_disk(size, system))
     left = [path for node in nodes if node.make for path in node.facts.staged]
@@ -263,7 +263,10 @@ def _grants(machine: str, planned: Plan) -> list[Grant]:
 
 
 def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
-    """Return a failed check for each problem with the drivers of the machine's GPUs. The node joins anyway."""
+    """Return a failed check for each problem with the drivers of the machine's GPUs.
+
+    None is required, because the node joins anyway.
+    """
     goals = [goal for goal in planned.goal.machines if goal.name == machine]
     report = Absent("the machine is not made yet")
     conditions = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]
