@@ -492,7 +492,7 @@ def test_a_node_with_a_damaged_record_can_be_removed(host: NodeHost) -> None:
     assert run(host) == 0
     for path in record_paths(MACHINE):
         host.file(path, b"damaged")
-    with pytest.raises(AgentError, match=f"remove {machine_root(MACHINE)} yourself and run this again"):
+    with pytest.raises(AgentError, match=f"remove {machine_root(MACHINE)} yourself; then run"):
         undo(host)
     units(host, "inactive", stopped_at=1)
     host.remove_tree(machine_root(MACHINE))

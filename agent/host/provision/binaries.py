@@ -118,7 +118,8 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
         if digest != binary.sha256:
             raise ApplyError(
                 f"{binary.source}: its SHA-256 digest is {digest}, not {binary.sha256} (sha256.{binary.name})",
-                "check version and sha256 against a source that you trust; if they are right, do not use this file",
+                f"check {settings_of(binary)} and the digest against a source that you trust; if they are right, do "
+                "not use this file",
             )
         system.rename(temporary, path)
     finally:

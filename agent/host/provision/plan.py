@@ -154,12 +154,14 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         if isinstance(fact, Unseen):
             return Problem(kind, fact.why, "correct this, then run `unbounded-agent reset` again")
     if isinstance(facts.record, Broken) and not absent:
-        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine, remove {path} yourself"
-        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", f"{advice} and run this again")
+        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} yourself"
+        again = f"{advice}; then run `unbounded-agent reset` again"
+        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", again)
     if isinstance(facts.record, Absent) and not absent:
         return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
     if isinstance(facts.record, NodeRecord) and not absent and not facts.record.is_of(facts.root, facts.born):
-        return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
+        advice = "move it to another place, then run `unbounded-agent reset` again"
+        return Problem("root", f"{path} was replaced since `up` made it", advice)
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
     # Even a damaged record proves this. With one, there is no root file system here, so nothing else in it is needed.

@@ -175,7 +175,7 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     damaged = replace(MADE, record=Broken("damaged"), enabled={UNIT: True})
     problem = plan_removal(damaged, "inactive")
     assert isinstance(problem, Problem)
-    assert problem.advice.endswith("remove /var/lib/machines/gpu-node yourself and run this again")
+    assert problem.advice.endswith("remove /var/lib/machines/gpu-node yourself; then run `unbounded-agent reset` again")
     removed = replace(damaged, root=Absent("removed"), staged=(UNPACKED,))
     steps = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveTree(UNPACKED))
     assert plan_removal(removed, "active") == steps
