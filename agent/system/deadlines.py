@@ -19,6 +19,10 @@ SOURCE_READ = 2.0
 """Seconds to observe the source of a mount, which may be on a remote server."""
 SHORTEST = 0.02
 """Seconds that every call gets at least, however many others hang. A healthy driver needs a thousandth of that time."""
+SIGNAL_INTERVAL = 1.0
+"""Seconds after which a waiting main thread checks for signals. Only that thread handles them in Python. But while it
+starts a worker, its signals are blocked (pthread_create): the kernel gives a signal to another thread, and wakes only
+that one."""
 
 
 class _Call(Generic[T]):
@@ -34,7 +38,11 @@ class _Call(Generic[T]):
 
     def wait(self, seconds: float) -> bool:
         """Return whether the call ended within that time."""
-        return self._ended.wait(seconds)
+        deadline = time.monotonic() + seconds
+        while not self._ended.wait(max(0.0, min(SIGNAL_INTERVAL, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def result(self) -> T:
         """Return what the call returned, or raise what it raised."""

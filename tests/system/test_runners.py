@@ -109,11 +109,23 @@ def test_a_tool_that_unpacks_makes_directories_that_other_users_can_enter() -> N
 )
 def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int) -> None:
     """If a tool lived on, it would write files while the next attempt removes them; kubectl would go on evicting."""
+    check_that_a_program_ends(tmp_path, name, number)
+
+
+def test_a_program_ends_with_the_agent_although_another_thread_got_the_signal(tmp_path: Path) -> None:
+    """So it is if a signal comes while the main thread starts another one: its signals are blocked then."""
+    worker = "from agent.system.deadlines import bounded; bounded('nothing', int, 5)"
+    blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"
+    check_that_a_program_ends(tmp_path, "tool_runner", signal.SIGINT, f"{worker}; {blocked}")
+
+
+def check_that_a_program_ends(tmp_path: Path, name: str, number: int, before: str = "pass") -> None:
+    """Send a signal to an agent that has run the statements `before`, and then a program, of a minute."""
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
     # A job in the background has ignored SIGINT since its start.
     default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{default}; from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
+    code = f"{default}; {before}; from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
     agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         while not pid_file.exists() or not pid_file.read_text():
