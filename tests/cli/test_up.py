@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -367,8 +368,8 @@ class Killed(BaseException):
     """SIGKILL."""
 
 
-def kill_at(host: NodeHost, place: int) -> None:
-    """Kill the agent before the n-th program that it starts."""
+def kill(command: Callable[[NodeHost], object], host: NodeHost, place: int) -> None:
+    """Run a command, and kill it before the n-th program that it starts."""
     left = iter(range(place, -1, -1))
 
     def before(argv: tuple[str, ...]) -> None:
@@ -377,6 +378,9 @@ def kill_at(host: NodeHost, place: int) -> None:
             raise Killed
 
     host.tools.before = before
+    with suppress(Killed):
+        command(host)
+    host.tools.before = lambda argv: None
 
 
 @pytest.fixture(scope="module")
@@ -389,10 +393,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("place", range(16))
 def test_the_next_up_ends_in_the_same_state(undisturbed: dict[str, bytes], host: NodeHost, place: int) -> None:
-    kill_at(host, place)
-    with suppress(Killed):
-        run(host)
-    host.tools.before = lambda argv: None
+    kill(run, host, place)
     assert run(host) == 0
     assert tree(host) == undisturbed
     assert host.read(AS_FOUND[0]).count(b'"kernel.panic": "0"') == 1, "the host was recorded after it had changed"
@@ -465,10 +466,7 @@ def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytes
 @pytest.mark.parametrize("place", range(5, 15))
 def test_reset_removes_what_an_interrupted_up_left(host: NodeHost, place: int) -> None:
     before = tree(host)
-    kill_at(host, place)
-    with suppress(Killed):
-        run(host)
-    host.tools.before = lambda argv: None
+    kill(run, host, place)
     assert undo(host) == 0
     assert tree(host) == before
     assert not host.exists(MACHINE_ROOTS) or host.entries(MACHINE_ROOTS) == ()
@@ -478,10 +476,7 @@ def test_reset_removes_what_an_interrupted_up_left(host: NodeHost, place: int) -
 def test_an_interrupted_reset_can_be_repeated(host: NodeHost, place: int) -> None:
     before = tree(host)
     assert run(host) == 0
-    kill_at(host, place)
-    with suppress(Killed):
-        undo(host)
-    host.tools.before = lambda argv: None
+    kill(undo, host, place)
     assert undo(host) == 0
     assert tree(host) == before
     assert not host.exists(AS_FOUND[0])
