@@ -97,7 +97,7 @@ class _Move:
         self._kubeconfig, self._reconciler, self._system = kubeconfig, reconciler, reconciler.system
 
     def run(self) -> bool:
-        """Take the steps in order, up to one that the user must take. Return whether all are done."""
+        """Take the steps in order until one is left that only the user can take. Return whether all are done."""
         for index in range(len(steps := self._reconcile_and_list_steps())):
             number, step = index + 1, steps[index]
             if not step.done and step.kubectl:

@@ -1,4 +1,4 @@
-"""The command `unbounded-agent`: parses its arguments, runs the command, and sets the exit code."""
+"""The program `unbounded-agent`: parses its arguments, runs the command that they name, and sets the exit code."""
 
 import argparse
 import signal
@@ -12,10 +12,10 @@ from agent.model.errors import AgentError, ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, and return its exit code.
+    """Run the command that these arguments name, and return its exit code.
 
-    Without `arguments`, run the command of this process. SIGTERM and SIGHUP then interrupt it as Ctrl-C does, unless it
-    is one of UNIT_COMMANDS.
+    Without `arguments`, take them from this process's command line (`sys.argv`). SIGTERM and SIGHUP then interrupt the
+    command as Ctrl-C does, unless it is one of UNIT_COMMANDS.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
     agent.cli.commands has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.

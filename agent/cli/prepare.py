@@ -23,7 +23,7 @@ POLL = 1.0
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
 STOP_LIMIT = 130.0
-"""Seconds to wait for the end of the machine's last run. systemd kills what is left of it after 120 seconds."""
+"""Seconds to wait for the end of the machine's previous run. systemd kills what is left of it after 120 seconds."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0
@@ -36,8 +36,8 @@ STOPPED = ("inactive", "failed", "activating")
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
     """Wait for the driver, then make up to PASSES passes until the machine's settings are written.
 
-    If the machine is already running, or that stays unknown, make only one pass. Return the last outcome. Raises
-    ConfigError for a machine that is not configured.
+    If the machine is already running, or its state cannot be observed, make only one pass. Return the last outcome.
+    Raises ConfigError for a machine that is not configured.
     """
     settings = reconciler.config.machines.get(name)
     if settings is None:
@@ -50,20 +50,20 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     system = reconciler.system
     # Mark the start now: if `stop` cancels it from here on, the service must not start the machine again.
     mark_start(name, system)
-    # Remove the record before the lock is taken: if another pass holds the lock for too long, this command fails. The
-    # machine still starts then, and the old record would be wrong.
+    # Remove the record of live settings before the lock is taken: if another pass holds the lock for too long, this
+    # command fails. The machine still starts then, and the old record would be wrong.
     _forget_live(name, system)
     # The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with pass_lock(system, reconciler.progress, reconciler.wait_until):
-        # Remove it again: the pass that held the lock may have found the machine running, and recorded its settings.
+        # Remove the record again: the pass that held the lock may have found the machine running, and written it.
         _forget_live(name, system)
         # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
         # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
-    # driver_wait counts from this command's start, so that it includes the wait for the machine's last run to end: the
-    # unit's time limit is too short for both, one after the other.
+    # driver_wait counts from this command's start, so it includes the wait above for the end of the machine's previous
+    # run. The unit's time limit is too short for one full wait after the other.
     _wait_for_driver(name, settings.driver_wait, started, reconciler)
     return _write_settings(name, reconciler)
 

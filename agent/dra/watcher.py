@@ -27,7 +27,10 @@ class Watcher(threading.Thread):
     """Watches one list of objects until `stop`."""
 
     def __init__(self, client: ApiClient, path: str, selector: str, changed: Callable[[], None]) -> None:
-        """`selector` is a field selector. `changed` is called from this thread, also each time the watch begins."""
+        """Set what is watched. `selector` is a field selector. The watcher's thread calls `changed` after each change.
+
+        It also calls `changed` each time the watch begins.
+        """
         super().__init__(name=f"watch {path}", daemon=True)
         self._client, self._path, self._selector, self._changed = client, path, selector, changed
         self._stopped = threading.Event()

@@ -2,8 +2,8 @@
 
 A generator takes longer than everything else, and depends only on what the host provides: the driver root and the
 device nodes. When the rest of the machine half runs the same command, it gets the result of the generator that was
-started here. If the host has published the handoff again since, or the command is another one, it starts the command
-itself.
+started here. If the host has published the handoff again since, or the command is another one, it starts its own
+generator.
 """
 
 import os
@@ -40,14 +40,14 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
     """Start the generators for a new generation of the handoff. Raises nothing: agent.machine.run reports errors."""
     try:
         _start_generators(runner, root)
-    # Any exception: the run itself starts the generators that were not started here.
+    # Any exception: the rest of the machine half starts the generators that were not started here.
     except Exception:
         return
 
 
 def _start_generators(runner: MachineRunner, root: str) -> None:
     # Not json, which loads re and enum: that takes as long as Python's own start. If this Python has another scanner,
-    # there is an exception here, and the run itself starts the generators later.
+    # there is an exception here, and the rest of the machine half starts the generators later.
     from _json import make_scanner
 
     path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"

@@ -130,7 +130,8 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # Stale nodes are unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
+    # Unmount old nodes before the check. When its condition reports nodes with wrong numbers, the host binds new nodes
+    # at once, and those must stay.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported only if there are nodes, or links from an earlier run.

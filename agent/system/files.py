@@ -121,7 +121,10 @@ class System(Rooted):
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)
 
     def device(self, path: str) -> DeviceNumber | None:
-        """Return a character device's numbers; None for any other file or an unlinked node. Follows no links."""
+        """Return a character device's numbers, mode and owners; None for any other file or an unlinked node.
+
+        Follows no links.
+        """
         status = os.lstat(self._at(path, follow=False))
         # A node with no name left was bound into a machine and then removed on the host, as when a reload of nvidia-drm
         # creates new DRI nodes. The old node still opens, but the kernel refuses to bind it into a container (ENOENT).

@@ -31,5 +31,5 @@ def _is(system: System, pid: str, name: str) -> bool:
         # The name may have spaces and parentheses.
         return not system.attribute(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED)
     except OSError:
-        # It has ended meanwhile.
+        # The process has ended since /proc was listed.
         return False

@@ -22,11 +22,11 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
     killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the
-    same. But nothing is permitted or bound, because, without a record of it, each later pass would repeat it.
+    same, but nothing is permitted or bound: each later pass would permit and bind what is not in the record again.
     """
     before, after = action.before, action.after
-    # Leave out nodes that are no longer granted, because the machine half removes them, and nodes whose device number
-    # has changed, because they are bound again below.
+    # Keep the nodes that are still granted with the same device number. The machine half removes nodes that are not
+    # granted any more; nodes with a changed number are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)

@@ -55,8 +55,8 @@ class _Metered:
 def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
     """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
-    Returns each program's digest and size, by its path in the root file system. Raises OSError, and ApplyError if the
-    archive is damaged or too large, or does not contain the programs.
+    Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
+    or written; ApplyError if the archive is damaged or too large, or does not contain the programs.
     """
     found: dict[str, tuple[str, int]] = {}
     try:

@@ -184,7 +184,7 @@ def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, .
 def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Problem:
     """Return the steps of `reset` that restore the host. There are none while another node needs the host's settings.
 
-    Returns a Problem if the record of the host as it was found is damaged or cannot be read.
+    Returns a Problem if the record of the host's former settings is damaged or cannot be read.
     """
     if facts.others or isinstance(facts.found, Absent):
         return ()

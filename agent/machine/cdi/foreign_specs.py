@@ -76,7 +76,9 @@ class Foreign(NamedTuple):
 
 
 def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
-    """Return the other programs' specifications of the vendor's kind. Runs the vendor's tool for new or changed files.
+    """Return what other programs' specifications offer of the vendor's kind.
+
+    Runs `nvidia-ctk`, or the tool of another vendor, to check files that are new or have changed.
 
     The remarks name invalid files, and enabled units that may write a rival specification.
     """
@@ -88,7 +90,7 @@ def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
 
 
 def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
-    """Return those of the specifications that have devices of the same kind as `own`. Pure."""
+    """Return the devices in the specifications that have the same kind as `own`, with their files. Pure."""
     rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
     same: dict[str, str] = {}
     preferred: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Checks that containerd runs with its current configuration, and restarts it."""
+"""Checks whether containerd runs with its current configuration, and restarts it if it does not."""
 
 import posixpath
 import re
@@ -141,8 +141,8 @@ def containerd_state(context: Context) -> list[object]:
     """Return everything that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
-    # Whether the noted process, whose program file had been replaced, has ended. If so, specifications may have
-    # additionalGids again.
+    # The note is about a process whose program file was replaced. While that process runs, specifications must suit the
+    # old program, which rejects additionalGids; after it has ended, they need not.
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
     return [program and program_identity(system, program), ended]
 

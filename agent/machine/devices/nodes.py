@@ -81,8 +81,8 @@ def check_devices(context: Context, request: Request) -> Condition:
     due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
-    # Saved even if nothing was opened, to drop the results of nodes that are gone: after a GPU was detached, reset and
-    # attached again, the handoff is the same as before, and the GPU's earlier error must not hold.
+    # Save the results even if nothing was opened, without those of nodes that are gone. A GPU that was detached and is
+    # attached again gets the same nodes, but an old result must not count for them.
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
     notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
     if not request.devices:

@@ -255,8 +255,8 @@ class ControlPlane(Lifetime):
             f"--cluster-signing-key-file={self.directory / 'ca.key'}",
             f"--service-account-private-key-file={self.directory / 'service-account.key'}",
             "--use-service-account-credentials=true",
-            # By default, a node that has been silent for 50 s gets a taint. A stand-in for a kubelet is silent, and an
-            # emulated one is slow.
+            # By default, a node whose kubelet has been silent for 50 s gets a taint. Some tests have a node without a
+            # kubelet, and in an emulated host the kubelet may need longer.
             "--node-monitor-grace-period=1h",
         ]
 

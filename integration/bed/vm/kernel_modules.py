@@ -80,7 +80,7 @@ def simulated_module(directory: str) -> Path:
 
 
 def _build_modules(sources: Path, name: str, *variables: str) -> list[Path]:
-    """Build the modules of a directory with a Kbuild below the toolchain's /build, and return them."""
+    """Build the modules of `sources`, a directory with a Kbuild file, in a copy in the toolchain, and return them."""
     work = toolchain() / "build" / name
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(sources, work)

@@ -168,7 +168,7 @@ class SimulatedHost(Lifetime):
             copy = self.directory / disk.name
             run(["cp", "--reflink=auto", "--sparse=always", disk, copy])
             base = _link(self.directory, disk.stem, saved / f"{disk.stem}.image")
-            # -u: only the name changes.
+            # -u: change only the name of the backing file, which is a link in this host's directory now.
             run([*qemu_img(), "rebase", "-u", "-F", _kind(base), "-b", base, copy])
             self._disks.append(copy)
         newest = list(self._snapshots)[-1]

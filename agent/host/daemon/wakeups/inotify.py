@@ -38,7 +38,7 @@ class Directories:
     ) -> None:
         """Set what is watched: the directories that `where` returns.
 
-        `matters` gets a directory and a name in it, or ANY, and decides whether a change there needs a pass. With
+        `matters` decides whether a change needs a pass. It gets a directory, and the changed name in it or ANY. With
         `mounts`, changes of mounts are noticed too, because file systems may be mounted over the directories.
         """
         self.name = name
@@ -47,7 +47,8 @@ class Directories:
         self._inotify: INotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
-        """Watch descriptors by path. Paths to the same directory share one; its events count for one of these paths."""
+        """Watch descriptors by path. Two paths to the same directory have the same descriptor; its events are then
+        attributed to one of the two paths."""
 
     def open(self) -> None:
         self._inotify = INotify(nonblocking=True)

@@ -139,7 +139,7 @@ def _find(
 def _any_version(system: System, group: Group, on_host: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the group's files that have any version in their own name or in their directory's, each path once.
 
-    This is for a group of which no usable file of the driver's version was found.
+    Called for a group that has no usable file of the driver's version.
     """
     seen: set[str] = set()
     for directory in _directories(group, on_host):
