@@ -2,13 +2,12 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from integration.bed.cluster.cluster import Cluster, pod
 from integration.bed.machine.node import MACHINE
-from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.vm.guest import Completed
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.simulated_host import SimulatedHost
@@ -20,8 +19,6 @@ from integration.tests.kubernetes.test_dra import HOLD, NUMBER, holding, wait_fo
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 KUBECONFIG = "/root/admin.kubeconfig"
-# Chosen without a measurement: the kubelet does the same work for both, and asks a driver instead of a device plugin.
-DRA_VS_PLUGIN = 1.5
 SECONDS = 900.0
 """The emulated host takes up to a minute for one run of the command, which calls kubectl and makes passes."""
 
@@ -108,13 +105,3 @@ def test_a_node_with_pods_is_moved_there_and_back(cluster: Cluster) -> None:
     cluster.apply(pod("by-plugin-again", "sh", "-c", HOLD, gpus=1))
     assert holding(cluster, "by-plugin-again")
     assert cluster.get("pod", "plain")["status"]["containerStatuses"] == plain
-
-
-def test_pods_start_about_as_soon_as_with_a_device_plugin(
-    cluster: Cluster, measured: Callable[[str, object], None]
-) -> None:
-    """Measured in turns; integration/bench has more rounds."""
-    measures = measure_pod_start(cluster, rounds=2)
-    for name, value in measures.items():
-        measured(name, f"{value:.2f}")
-    assert float(measures["pod_start_dra_vs_plugin"]) <= DRA_VS_PLUGIN, measures
