@@ -1,0 +1,98 @@
+"""What the packages' scripts do with units, as debhelper makes them. integration/tests/packages runs them in dpkg."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-agent-machine-dra"
+CHANGELOG = """\
+unbounded-agent (1.0) unstable; urgency=medium
+
+  * Test.
+
+ -- A <a@b.c>  Thu, 01 Jan 2026 00:00:00 +0000
+"""
+INVOKE = '#!/bin/sh\necho "$@" >>"$LOG"\n'
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory `debian` of a build that has only the packages' units."""
+    if shutil.which("dh_installsystemd") is None:
+        pytest.skip("debhelper is not installed (apt install debhelper)")
+    debian = tmp_path_factory.mktemp("source") / "debian"
+    shutil.copytree(REPOSITORY / "deploy/debian", debian)
+    (debian / "changelog").write_text(CHANGELOG)
+    for directory in (REPOSITORY / "systemd", REPOSITORY / "systemd/machine"):
+        for unit in directory.glob("*.*"):
+            package = HOST if directory.name == "systemd" else DRA if "-dra." in unit.name else MACHINE
+            target = debian / package / "lib/systemd/system"
+            target.mkdir(parents=True, exist_ok=True)
+            (debian / package / "usr/lib").mkdir(parents=True, exist_ok=True)
+            if unit.is_file() and unit.suffix not in (".conf", ".rules"):
+                shutil.copy(unit, target)
+    for command in (["make", "-f", "debian/rules", "override_dh_installsystemd"], ["dh_installdeb"]):
+        subprocess.run(command, cwd=debian.parent, check=True, capture_output=True)
+    return debian
+
+
+def invoked(scripts: Path, tmp_path: Path, package: str, script: str, *arguments: str) -> list[list[str]]:
+    """Run a script as dpkg does on a host where systemd runs. Return what it lets systemd do with which units."""
+    path = scripts / package / "DEBIAN" / script
+    if not path.exists():
+        return []
+    log = tmp_path / "log"
+    log.write_text("")
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for name in ("deb-systemd-invoke", "deb-systemd-helper", "systemctl"):
+        (tmp_path / "bin" / name).write_text(INVOKE if name == "deb-systemd-invoke" else "#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "run/systemd/system").mkdir(parents=True, exist_ok=True)
+    text = re.sub(r"(?<!\w)/(etc|run|var)\b", rf"{tmp_path}/\1", path.read_text())
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)}
+    subprocess.run(["sh", "-c", text, script, *arguments], env=environment, check=True)
+    return [line.split() for line in log.read_text().splitlines()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("package", [HOST, MACHINE, DRA])
+def test_an_upgrade_stops_nothing_and_restarts_what_runs(scripts: Path, tmp_path: Path, package: str) -> None:
+    """What it stopped would not start again until the machine boots: its units are not started at installation."""
+    before = [
+        *invoked(scripts, tmp_path, package, "prerm", "upgrade", "1.1"),
+        *invoked(scripts, tmp_path, package, "preinst", "upgrade", "1.0", "1.1"),
+        *invoked(scripts, tmp_path, package, "postrm", "upgrade", "1.1"),
+    ]
+    assert before == []
+    ((action, *units),) = invoked(scripts, tmp_path, package, "postinst", "configure", "1.0")
+    assert action == "try-restart"
+    expected = {
+        HOST: "unbounded-agent.service",
+        MACHINE: "unbounded-agent-gpu.timer",
+        DRA: "unbounded-agent-dra.service",
+    }
+    assert expected[package] in units
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("package", [HOST, MACHINE, DRA])
+def test_an_installation_starts_nothing(scripts: Path, tmp_path: Path, package: str) -> None:
+    assert invoked(scripts, tmp_path, package, "preinst", "install") == []
+    assert invoked(scripts, tmp_path, package, "postinst", "configure", "") == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("package", [MACHINE, DRA])
+def test_a_removal_stops_every_unit_of_the_machine_half(scripts: Path, tmp_path: Path, package: str) -> None:
+    ((action, *units),) = invoked(scripts, tmp_path, package, "prerm", "remove")
+    assert action == "stop"
+    installed = {path.name for path in (REPOSITORY / "systemd/machine").glob("*.*") if path.is_file()}
+    assert set(units) == {name for name in installed if ("-dra." in name) == (package == DRA)}
+    # Otherwise they would start the services again.
+    kinds = [unit.rpartition(".")[2] for unit in units]
+    assert kinds == sorted(kinds, key="service".__eq__)
