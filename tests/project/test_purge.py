@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "deploy/debian/unbounded-agent.postrm"
+SCRIPTS = Path(__file__).parents[2] / "deploy/debian"
 SETTINGS = "etc/systemd/nspawn/gpu-node.nspawn"
 FILES = {
     SETTINGS: "# Written by unbounded-agent\n",
@@ -18,14 +18,15 @@ SYSTEMCTL = (
 )
 
 
-def purge(tree: Path, answer: str) -> str:
+def purge(tree: Path, answer: str, package: str = "unbounded-agent") -> str:
     """Run the script on files below `tree`, with this answer of `systemctl show`. Return what it prints."""
+    script = (SCRIPTS / f"{package}.postrm").read_text()
     files = {**FILES, "bin/systemctl": SYSTEMCTL.replace("{}", answer)}
     for name, content in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(content)
     (tree / "bin/systemctl").chmod(0o755)
-    script = re.sub(r"(?<!\w)/(etc|run|var)\b", rf"{tree}/\1", SCRIPT.read_text())
+    script = re.sub(r"(?<!\w)/(etc|run|usr/lib|var)\b", rf"{tree}/\1", script)
     done = subprocess.run(
         ["sh", "-c", script, "postrm", "purge"],
         env={"PATH": f"{tree}/bin:/usr/bin:/bin"},
@@ -49,3 +50,32 @@ def test_a_machine_that_starts_keeps_its_settings(tmp_path: Path, answer: str) -
 def test_the_settings_of_a_stopped_machine_are_removed(tmp_path: Path, answer: str) -> None:
     assert purge(tmp_path, answer) == ""
     assert not (tmp_path / SETTINGS).exists()
+
+
+CLAIMS = "var/lib/unbounded-agent/dra/claims.json"
+
+
+def write(tree: Path, *names: str) -> None:
+    for name in names:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+
+
+def test_the_machine_half_s_state_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, CLAIMS)
+    purge(tmp_path, "", "unbounded-agent-machine")
+    assert not (tmp_path / "var/lib/unbounded-agent").exists()
+
+
+def test_what_the_wrong_package_left_is_purged_without_the_state_of_the_right_one(tmp_path: Path) -> None:
+    """The packages conflict, so one of them replaced the other. dpkg still knows the scripts of the replaced one."""
+    manifest = "var/lib/unbounded-agent/driver-roots/0.json"
+    write(tmp_path / "host", "var/lib/unbounded-agent/machines/gpu-node/handoff/handoff.json", manifest)
+    purge(tmp_path / "host", "", "unbounded-agent-machine")
+    assert (tmp_path / "host" / manifest).exists()
+
+    handoff = "run/unbounded-agent/handoff/handoff.json"
+    write(tmp_path / "machine", "usr/lib/unbounded-agent/agent/machine/run.py", CLAIMS, handoff)
+    assert "this is a machine" in purge(tmp_path / "machine", "ActiveState=inactive")
+    assert (tmp_path / "machine" / CLAIMS).exists()
+    assert (tmp_path / "machine" / handoff).exists()
