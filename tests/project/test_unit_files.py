@@ -24,6 +24,7 @@ from agent.vendors.nvidia.devices.gpus import DISPLAY_CLASSES, VENDOR_ID
 from agent.vendors.nvidia.devices.kernel_modules import MODPROBE_LIMIT
 from agent.vendors.nvidia.devices.make_nodes import SETTLE
 from agent.vendors.nvidia.user_space.places import PLACES
+from deploy.generate.sample_configuration import sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "systemd"
@@ -206,6 +207,16 @@ def test_modules_are_checked_only_if_configured(tmp_path: Path, text: str | None
     directory = tmp_path if text is not None else tmp_path / "missing"
     found = subprocess.run([*argv[:-1], directory], capture_output=True, timeout=600)
     assert 0 < found.returncode < 255 if status else found.returncode == 0
+
+
+@pytest.mark.processes
+def test_the_packaged_sample_is_no_configuration(tmp_path: Path) -> None:
+    """It names every setting, and is on each host that has the Debian package."""
+    (tmp_path / "config.toml.sample").write_text(text := sample())
+    assert "load_modules" in text
+    (tmp_path / "config.toml").write_text("[machines.a]\n")
+    argv = settings(MODULES, "Service")["ExecCondition"].split()
+    assert subprocess.run([*argv[:-1], tmp_path], capture_output=True, timeout=600).returncode == 1
 
 
 @pytest.mark.processes
