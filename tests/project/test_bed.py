@@ -1,6 +1,7 @@
 """Options that builders of images pass to buildah, and errors that users of the bed see without a traceback."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,12 +29,13 @@ def build(
     program: str = "buildah",
     name: str = "agent-ubuntu2404",
     options: str = "",
+    checkout: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
     """Run containerfiles/build with limits of 512, and a program that records its arguments."""
     builder = directory / program
     builder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
     builder.chmod(0o755)
-    command = f"containerfiles/build --with {program} {options} {name} example.org/base"
+    command = f"{checkout}/containerfiles/build --with {program} {options} {name} example.org/base"
     path = f"{directory}:{os.environ['PATH']}"
     return run("bash", "-c", f"ulimit -n 512 && ulimit -u 512 && exec {command}", PATH=path)
 
@@ -68,6 +70,25 @@ def test_the_machine_half_comes_from_its_packages_or_from_the_checkout(tmp_path:
     (tmp_path / "contents").unlink()
     assert build(tmp_path, record).returncode == 0
     assert {"unbounded-agent-gpu.service", "machine"} <= set((tmp_path / "contents").read_text().split())
+
+
+def test_files_of_any_checkout_get_the_same_owner_and_modes(tmp_path: Path) -> None:
+    """buildah keeps both in the image, where root runs these files."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can build, or give a file to another user")
+    checkout = tmp_path / "checkout"
+    for name in ("agent", "containerfiles", "systemd"):
+        shutil.copytree(REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "systemd/machine/.unbounded-agent-gpu.service.swp").touch()
+    run("chown", "-R", "1000:1000", str(checkout))
+    run("chmod", "-R", "go=", str(checkout))
+    shown = f'find "${{each#*=}}" -printf "%U:%G %m %y %P\\n" >>{tmp_path}/found'
+    record = f"for each; do case $each in *=/*) {shown} ;; esac; done"
+    assert build(tmp_path, record, checkout=checkout).returncode == 0
+    found = [line.split() for line in (tmp_path / "found").read_text().splitlines()]
+    assert {"unbounded-agent-gpu.service", "machine/run.py"} <= {name for *_, name in found}
+    assert {(owner, mode, kind) for owner, mode, kind, *_ in found} == {("0:0", "755", "d"), ("0:0", "644", "f")}
+    assert not [name for *_, name in found if name.endswith(".swp")]
 
 
 @pytest.mark.parametrize("found", [0, 2])
