@@ -1,6 +1,8 @@
 """The manifests that come with the agent match docs/kubernetes.md, and work outside the test bed."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "agent" / "manifests"
+ROLE = REPOSITORY / "deploy/ansible/roles/unbounded_agent/tasks/main.yml"
 VALUES = ("dcgm-exporter-values", "device-plugin-values", "gpu-operator-values")
 
 
@@ -78,3 +81,27 @@ def test_the_exporter_has_the_same_settings_with_helm_and_without() -> None:
     values = load("dcgm-exporter-values")
     shared = ("runtimeClassName", "nodeSelector", "tolerations")
     assert {key: pod[key] for key in shared} == {key: values[key] for key in shared}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("broken", "calls", "status"),
+    [
+        ("false", ["install"], 0),
+        ("test ! -e lists", ["install", "update", "install"], 0),
+        ("true", ["install", "update", "install"], 100),
+    ],
+)
+def test_the_role_fetches_lists_of_packages_if_it_must(
+    tmp_path: Path, broken: str, calls: list[str], status: int
+) -> None:
+    """Images of Debian for clouds have no lists, so that apt finds nothing that the package depends on."""
+    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
+    (script,) = [task["ansible.builtin.shell"] for task in tasks if task["name"] == "Install the copy"]
+    apt = f"#!/bin/sh\necho $1 >>calls\nif [ $1 = update ]; then touch lists; elif {broken}; then exit 100; fi\n"
+    (tmp_path / "apt-get").write_text(apt)
+    (tmp_path / "apt-get").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env={"PATH": path}, check=False)
+    assert done.returncode == status
+    assert (tmp_path / "calls").read_text().split() == calls
