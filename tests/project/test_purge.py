@@ -13,15 +13,20 @@ FILES = {
     "etc/systemd/system/systemd-nspawn@gpu-node.service.d/90-unbounded-agent.conf": "# Written by unbounded-agent\n",
     "run/systemd/system/unit": "",
 }
-SYSTEMCTL = (
-    '#!/bin/sh\ncase "$*" in "show "*" systemd-nspawn@gpu-node.service") printf "{}";; *) [ "$1" != show ];; esac\n'
-)
+SYSTEMCTL = """#!/bin/sh
+case "$*" in
+    "show "*" systemd-nspawn@gpu-node.service") echo "ActiveState={state}" ;;
+    "list-jobs "*" systemd-nspawn@gpu-node.service") printf "{jobs}" ;;
+    *) [ "$*" = daemon-reload ] ;;
+esac
+"""
+JOB = r"4711 systemd-nspawn@gpu-node.service {} waiting\n"
 
 
-def purge(tree: Path, answer: str, package: str = "unbounded-agent") -> str:
-    """Run the script on files below `tree`, with this answer of `systemctl show`. Return what it prints."""
+def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agent") -> str:
+    """Run the script on files below `tree`, with these answers of systemctl. Return what it prints."""
     script = (SCRIPTS / f"{package}.postrm").read_text()
-    files = {**FILES, "bin/systemctl": SYSTEMCTL.replace("{}", answer)}
+    files = {**FILES, "bin/systemctl": SYSTEMCTL.format(state=state, jobs=jobs)}
     for name, content in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(content)
@@ -38,17 +43,25 @@ def purge(tree: Path, answer: str, package: str = "unbounded-agent") -> str:
 
 
 @pytest.mark.parametrize(
-    "answer", ["ActiveState=activating", r"ActiveState=inactive\nJob=4711", "ActiveState=active", ""]
+    ("state", "jobs"),
+    [
+        ("activating", ""),
+        ("inactive", JOB.format("start")),
+        ("failed", JOB.format("restart")),
+        ("active", ""),
+        ("deactivating", JOB.format("stop")),
+        ("", ""),
+    ],
 )
-def test_a_machine_that_starts_keeps_its_settings(tmp_path: Path, answer: str) -> None:
+def test_a_machine_that_starts_keeps_its_settings(tmp_path: Path, state: str, jobs: str) -> None:
     """machined knows no machine that waits for prepare@, or for its next start."""
-    assert "the machine gpu-node is running or starting" in purge(tmp_path, answer)
+    assert "the machine gpu-node is running or starting" in purge(tmp_path, state, jobs)
     assert (tmp_path / SETTINGS).exists()
 
 
-@pytest.mark.parametrize("answer", ["ActiveState=inactive", r"ActiveState=failed\nJob=0", r"Job=\nActiveState=failed"])
-def test_the_settings_of_a_stopped_machine_are_removed(tmp_path: Path, answer: str) -> None:
-    assert purge(tmp_path, answer) == ""
+@pytest.mark.parametrize(("state", "jobs"), [("inactive", ""), ("failed", ""), ("inactive", JOB.format("stop"))])
+def test_the_settings_of_a_stopped_machine_are_removed(tmp_path: Path, state: str, jobs: str) -> None:
+    assert purge(tmp_path, state, jobs) == ""
     assert not (tmp_path / SETTINGS).exists()
 
 
@@ -63,7 +76,7 @@ def write(tree: Path, *names: str) -> None:
 
 def test_the_machine_half_s_state_is_removed(tmp_path: Path) -> None:
     write(tmp_path, CLAIMS)
-    purge(tmp_path, "", "unbounded-agent-machine")
+    purge(tmp_path, "", package="unbounded-agent-machine")
     assert not (tmp_path / "var/lib/unbounded-agent").exists()
 
 
@@ -71,11 +84,11 @@ def test_what_the_wrong_package_left_is_purged_without_the_state_of_the_right_on
     """The packages conflict, so one of them replaced the other. dpkg still knows the scripts of the replaced one."""
     manifest = "var/lib/unbounded-agent/driver-roots/0.json"
     write(tmp_path / "host", "var/lib/unbounded-agent/machines/gpu-node/handoff/handoff.json", manifest)
-    purge(tmp_path / "host", "", "unbounded-agent-machine")
+    purge(tmp_path / "host", "", package="unbounded-agent-machine")
     assert (tmp_path / "host" / manifest).exists()
 
     handoff = "run/unbounded-agent/handoff/handoff.json"
     write(tmp_path / "machine", "usr/lib/unbounded-agent/agent/machine/run.py", CLAIMS, handoff)
-    assert "this is a machine" in purge(tmp_path / "machine", "ActiveState=inactive")
+    assert "this is a machine" in purge(tmp_path / "machine", "inactive")
     assert (tmp_path / "machine" / CLAIMS).exists()
     assert (tmp_path / "machine" / handoff).exists()
