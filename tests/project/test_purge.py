@@ -23,6 +23,12 @@ esac
 JOB = r"4711 systemd-nspawn@gpu-node.service {} waiting\n"
 
 
+def write(tree: Path, *names: str) -> None:
+    for name in names:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+
+
 def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agent") -> str:
     """Run the script on files below `tree`, with these answers of systemctl. Return what it prints."""
     script = (SCRIPTS / f"{package}.postrm").read_text()
@@ -65,13 +71,23 @@ def test_the_settings_of_a_stopped_machine_are_removed(tmp_path: Path, state: st
     assert not (tmp_path / SETTINGS).exists()
 
 
+@pytest.mark.parametrize("copy", ["as-found.json", "as-found.copy.json"])
+def test_the_record_of_a_changed_host_stays(tmp_path: Path, copy: str) -> None:
+    """`up` has changed the host and then failed, or was interrupted, before it made its first node."""
+    record = f"var/lib/unbounded-agent/{copy}"
+    write(tmp_path, record)
+    assert "`unbounded-agent reset NAME`" in purge(tmp_path, "inactive")
+    assert (tmp_path / record).exists()
+    assert (tmp_path / SETTINGS).exists()
+
+
+def test_each_node_that_is_left_is_named(tmp_path: Path) -> None:
+    names = ("as-found.json", "nodes/a.json", "nodes/a.copy.json", "nodes/x.copy..json")
+    write(tmp_path, *(f"var/lib/unbounded-agent/{name}" for name in names))
+    assert re.findall(r"`unbounded-agent reset (.*)`", purge(tmp_path, "inactive")) == ["a", "x.copy"]
+
+
 CLAIMS = "var/lib/unbounded-agent/dra/claims.json"
-
-
-def write(tree: Path, *names: str) -> None:
-    for name in names:
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).touch()
 
 
 def test_the_machine_half_s_state_is_removed(tmp_path: Path) -> None:
