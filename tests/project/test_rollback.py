@@ -12,6 +12,9 @@ FILES = ("a.service", "a.socket", "a.target", "70-unbounded-agent.rules", "unbou
 KILLING = '#!/bin/sh\nif rm "$0.kill" 2>/dev/null; then kill -9 "$PPID"; fi\n'
 """A systemd-tmpfiles that kills the installer once, after the links and before the services."""
 
+FAILING = '#!/bin/sh\nif rm "$0.fail" 2>/dev/null; then : >"$2"; exit 1; fi\nexec /bin/cp "$@"\n'
+"""A cp that fails once, and leaves an empty file."""
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -62,3 +65,18 @@ def test_a_killed_upgrade_is_undone(root: Path) -> None:
     link(root, current="3", previous="1", former="2")
     assert roll_back(root) == 0
     assert installed(root) == {"current": "2", "previous": "1"}
+
+
+def test_a_file_that_could_not_be_copied_is_not_put_in_place(root: Path) -> None:
+    """The disk is full for a moment."""
+    link(root, current="2", previous="1")
+    for number in "12":
+        (root / "opt/unbounded-agent" / number / "host/a.service").write_text(f"# release {number}\n")
+    (root / "bin/cp").write_text(FAILING)
+    (root / "bin/cp").chmod(0o755)
+    (root / "bin/cp.fail").touch()
+    assert roll_back(root) == 1
+    assert installed(root) == {"current": "2", "previous": "1"}
+    assert (root / "usr/local/lib/systemd/system/a.service").read_text() == "# release 2\n"
+    assert roll_back(root) == 0
+    assert (root / "usr/local/lib/systemd/system/a.service").read_text() == "# release 1\n"
