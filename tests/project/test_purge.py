@@ -37,7 +37,7 @@ def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agen
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(content)
     (tree / "bin/systemctl").chmod(0o755)
-    script = re.sub(r"(?<!\w)/(etc|run|usr/lib|var)\b", rf"{tree}/\1", script)
+    script = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tree}/\1", script)
     done = subprocess.run(
         ["sh", "-c", script, "postrm", "purge"],
         env={"PATH": f"{tree}/bin:/usr/bin:/bin"},
@@ -108,3 +108,12 @@ def test_what_the_wrong_package_left_is_purged_without_the_state_of_the_right_on
     assert "this is a machine" in purge(tmp_path / "machine", "inactive")
     assert (tmp_path / "machine" / CLAIMS).exists()
     assert (tmp_path / "machine" / handoff).exists()
+
+
+def test_an_installation_from_a_checkout_keeps_its_state(tmp_path: Path) -> None:
+    """systemd/install refuses to replace the package, so its user removes that first, and may purge it later."""
+    configuration = "etc/unbounded-agent/config.toml"
+    write(tmp_path, "opt/unbounded-agent/current/bin/unbounded-agent", configuration)
+    assert "an installation from a checkout" in purge(tmp_path, "inactive")
+    assert (tmp_path / configuration).exists()
+    assert (tmp_path / SETTINGS).exists()

@@ -80,3 +80,15 @@ def test_a_file_that_could_not_be_copied_is_not_put_in_place(root: Path) -> None
     assert (root / "usr/local/lib/systemd/system/a.service").read_text() == "# release 2\n"
     assert roll_back(root) == 0
     assert (root / "usr/local/lib/systemd/system/a.service").read_text() == "# release 1\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "refused"), [("installed", True), ("half-configured", True), ("config-files", False)]
+)
+def test_the_files_of_the_package_are_not_replaced(root: Path, status: str, refused: bool) -> None:
+    """dpkg would not know, and the removal of the package would remove the program of this installation."""
+    link(root, current="2", previous="1")
+    (root / "bin/dpkg-query").write_text(f"#!/bin/sh\nprintf {status}\n")
+    (root / "bin/dpkg-query").chmod(0o755)
+    assert roll_back(root) == (1 if refused else 0)
+    assert (root / "usr/bin/unbounded-agent").is_symlink() != refused
