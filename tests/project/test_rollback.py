@@ -92,3 +92,14 @@ def test_the_files_of_the_package_are_not_replaced(root: Path, status: str, refu
     (root / "bin/dpkg-query").chmod(0o755)
     assert roll_back(root) == (1 if refused else 0)
     assert (root / "usr/bin/unbounded-agent").is_symlink() != refused
+
+
+def test_the_distribution_s_python_is_used(root: Path) -> None:
+    """root's PATH may begin with another one, in /root, where the service's sandbox does not let it run."""
+    for directory in ("usr/bin", "bin"):
+        (root / directory / "python3").write_text(f"#!/bin/sh\ntouch {root}/asked-{directory[:3]}\nexit 1\n")
+        (root / directory / "python3").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", root / "install"], env=environment, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert [path.name for path in root.glob("asked-*")] == ["asked-usr"]
