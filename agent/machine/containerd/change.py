@@ -12,7 +12,8 @@ from agent.machine.containerd.active import (
     note_result,
     writing_was_interrupted,
 )
-from agent.machine.containerd.tables import MAIN, Table
+from agent.machine.containerd.nested import Table
+from agent.machine.containerd.tables import MAIN
 from agent.machine.context import Context
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError

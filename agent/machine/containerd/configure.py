@@ -8,7 +8,8 @@ from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
 from agent.machine.containerd.imports import NotedImports, loaded_files, parsed_imports
-from agent.machine.containerd.tables import MAIN, Configuration, Table
+from agent.machine.containerd.nested import Table
+from agent.machine.containerd.tables import MAIN, Configuration
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor

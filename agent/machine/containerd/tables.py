@@ -8,14 +8,13 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from agent.machine.containerd.nested import Table, at, copy_of, leaves, merge
 from agent.model.errors import DocumentError, UnsupportedError
 from agent.model.paths import CDI_DIRECTORIES
 from agent.model.text import dotted
 from agent.vendors.machine_vendor import RuntimeHandler
-
-Table = dict[str, Any]
 
 MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
@@ -29,6 +28,8 @@ CRI_3 = "io.containerd.cri.v1.runtime"
 SHIM = "io.containerd.runc.v2"
 OLDEST = (1, 7, 0)
 """The first version of containerd whose CRI plugin supports CDI."""
+MIGRATES_EACH_FILE = (2, 3, 0)
+"""The first containerd that migrates each file before it merges the files, so they may have different versions."""
 
 
 class Configuration(NamedTuple):
@@ -143,7 +144,7 @@ def render(
     # For each plugin, containerd 1.x uses only the table of the last file that has one; 2.0 merges the tables deeply.
     last_file_wins = containerd < (2, 0, 0)
     later = [
-        path for path in configuration.loaded_later if _at(configuration.imported[path], "plugins", cri_table(version))
+        path for path in configuration.loaded_later if at(configuration.imported[path], "plugins", cri_table(version))
     ]
     if last_file_wins and later:
         raise UnsupportedError(
@@ -151,13 +152,13 @@ def render(
             "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
             "main file",
         )
-    effective = _combined_cri_table(configuration, cri_table(version), last_file_wins=last_file_wins)
-    table = _copy(effective) if last_file_wins else {}
+    effective = _combined_cri_table(configuration, containerd, cri_table(version))
+    table = copy_of(effective) if last_file_wins else {}
     if last_file_wins:
         # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
-        for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
-            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, _copy(runtime))
-        effective = _copy(table)
+        for name, runtime in at(cri_of(configuration.dump), "containerd", "runtimes").items():
+            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy_of(runtime))
+        effective = copy_of(table)
     _add_settings(table, effective, version, handler, default=default)
     # If drop-in and main file have different versions, containerd 2.0 to 2.2 silently ignores one of them.
     return {"version": version, "plugins": {cri_table(version): table}}
@@ -167,8 +168,8 @@ def problems(
     before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
 ) -> Iterator[str]:
     """Yield what is wrong with the drop-in. `before` and `after` are containerd's dumps without it and with it."""
-    settings = dict(_leaves(after.get("plugins", {})))
-    for path, value in _leaves(before.get("plugins", {})):
+    settings = dict(leaves(after.get("plugins", {})))
+    for path, value in leaves(before.get("plugins", {})):
         if _is_set_by_drop_in(path, handler):
             continue
         if path not in settings:
@@ -177,21 +178,25 @@ def problems(
             # Without the values: they may be passwords of registries, and this message is shown on the Node.
             yield f"setting {'.'.join(path)} is changed"
     if handler:
-        runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
-        if _at(runtime, "options").get("BinaryName") != handler.binary:
-            yield f"runtime {handler.name} does not run {handler.binary}"
-        # Compared with the base runtime in `before`, not with the drop-in, which may have keys unknown to containerd.
-        actual, base = dict(_leaves(runtime)), dict(_leaves(_base_runtime(cri_of(before), handler)))
-        for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
-            if (
-                path in base
-                and not _is_set_by_drop_in((handler.name, *path), handler)
-                and actual.get(path) != base[path]
-            ):
-                yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
+        yield from _handler_problems(before, after, drop_in, handler)
+    kept = cri_of(after).get("cdi_spec_dirs", ())
+    if lost := [str(each) for each in cri_of(before).get("cdi_spec_dirs", ()) if each not in kept]:
+        yield f"cdi_spec_dirs no longer contains {', '.join(lost)}"
     yield from cdi_problems(after)
-    if handler and default and _at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
+    if handler and default and at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
         yield f"default_runtime_name is not {handler.name}"
+
+
+def _handler_problems(before: Table, after: Table, drop_in: Table, handler: RuntimeHandler) -> Iterator[str]:
+    runtime = at(cri_of(after), "containerd", "runtimes", handler.name)
+    if at(runtime, "options").get("BinaryName") != handler.binary:
+        yield f"runtime {handler.name} does not run {handler.binary}"
+    # Compared with the base runtime in `before`, not with the drop-in, which may have keys unknown to containerd.
+    actual, base = dict(leaves(runtime)), dict(leaves(_base_runtime(cri_of(before), handler)))
+    for path, _ in leaves(at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
+        ours = _is_set_by_drop_in((handler.name, *path), handler)
+        if path in base and not ours and actual.get(path) != base[path]:
+            yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
 
 
 def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
@@ -213,20 +218,26 @@ def cdi_problems(dump: Table) -> Iterator[str]:
         yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
 
 
-def _combined_cri_table(configuration: Configuration, cri_name: str, *, last_file_wins: bool) -> Table:
+def _combined_cri_table(configuration: Configuration, containerd: tuple[int, ...], cri_name: str) -> Table:
     """Return the CRI table that results from all files.
 
-    With `last_file_wins` (containerd 1.x), this is the table of the last file that has one; otherwise the files'
-    tables are merged.
+    In containerd 1.x, this is the table of the last file that has one; otherwise the files' tables are merged.
     """
     documents = (configuration.main, *configuration.imported.values())
-    tables = [_at(each, "plugins", cri_name) for each in documents]
-    if last_file_wins:
-        return next((table for table in reversed(tables) if table), {})
+    if containerd < (2, 0, 0):
+        return next((table for each in reversed(documents) if (table := at(each, "plugins", cri_name))), {})
     merged: Table = {}
-    for table in tables:
-        _merge(merged, table)
+    for document in documents:
+        for name in _cri_tables(document) if containerd >= MIGRATES_EACH_FILE else (cri_name,):
+            merge(merged, at(document, "plugins", name))
     return merged
+
+
+def _cri_tables(document: Table) -> tuple[str, ...]:
+    """Return the names of the CRI tables that count in one file, for a containerd that migrates each file."""
+    value = document.get("version", 1)
+    # Migration to version 4 adds CRI_2 to CRI_3, whose keys win (configMigration in containerd's plugins/cri/runtime).
+    return (CRI_3,) if isinstance(value, int) and value > 3 else (CRI_2, CRI_3)
 
 
 def _add_settings(
@@ -243,9 +254,9 @@ def _add_settings(
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name
-    runtime = _copy(_base_runtime(effective, handler))
+    runtime = copy_of(_base_runtime(effective, handler))
     runtime["runtime_type"] = SHIM
-    runtime["options"] = _at(runtime, "options") | {"BinaryName": handler.binary}
+    runtime["options"] = at(runtime, "options") | {"BinaryName": handler.binary}
     containerd.setdefault("runtimes", {})[handler.name] = runtime
 
 
@@ -256,42 +267,14 @@ def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
     One with the handler's name is used whatever its shim is: none of its settings may be lost (`problems`), containerd
     2 merges them with the drop-in's anyway, and containerd ignores options that SHIM does not have.
     """
-    containerd = _at(effective, "containerd")
-    runtimes = _at(containerd, "runtimes")
-    default = _at(runtimes, str(containerd.get("default_runtime_name")))
+    containerd = at(effective, "containerd")
+    runtimes = at(containerd, "runtimes")
+    default = at(runtimes, str(containerd.get("default_runtime_name")))
     usable = default if default.get("runtime_type", SHIM) == SHIM else {}
-    return _at(runtimes, handler.name) or usable or _at(runtimes, "runc")
+    return at(runtimes, handler.name) or usable or at(runtimes, "runc")
 
 
 def cri_of(dump: Table) -> Table:
     """Return the CRI table of a dump. containerd 2 prints version 3, whatever version the files have."""
     plugins = dump.get("plugins", {})
-    return _at(plugins, CRI_3) or _at(plugins, CRI_2)
-
-
-def _merge(into: Table, table: Table) -> None:
-    for key, value in table.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = _copy(value)
-
-
-def _copy(value: Any) -> Any:  # noqa: ANN401 - a value of any type in a table
-    import copy  # Here, because it loads weakref and warnings, and most runs change no table.
-
-    return copy.deepcopy(value)
-
-
-def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, str(key)))
-    elif path:
-        yield path, value
-
-
-def _at(document: object, *names: str) -> Table:
-    for name in names:
-        document = document.get(name) if isinstance(document, dict) else None
-    return document if isinstance(document, dict) else {}
+    return at(plugins, CRI_3) or at(plugins, CRI_2)

@@ -43,7 +43,7 @@ from tests.fakes.machine import REQUEST, Machine, containerd, hang, systemctl
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
-V17, V21 = (1, 7, 24), (2, 1, 9)
+V17, V21, V24 = (1, 7, 24), (2, 1, 9), (2, 4, 2)
 
 
 NAMED = f"""\
@@ -239,6 +239,25 @@ def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
 
 
 @pytest.mark.parametrize(
+    ("main", "imported", "cri"),
+    [("version = 4\n", MAIN_2, CRI_3), ("version = 3\n", MAIN_2, CRI_3), ("version = 2\n", MAIN_3, CRI_2)],
+)
+def test_files_of_other_versions_count_too(main: str, imported: str, cri: str) -> None:
+    """From containerd 2.3 on, each file may have its own version. Without SystemdCgroup, pods of the handler fail."""
+    own = CRI_2 if imported is MAIN_2 else CRI_3
+    directories = f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/srv/cdi"]\n'.replace(CRI_2, own)
+    table = drop_in(main, V24, imported, directories)["plugins"][cri]
+    assert table["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
+    assert table["cdi_spec_dirs"] == ["/srv/cdi", "/etc/cdi", "/var/run/cdi"]
+
+
+def test_a_table_that_its_file_s_version_does_not_have_does_not_count() -> None:
+    """containerd migrates the tables of a file in version 4 no more."""
+    table = drop_in("version = 4\n", V24, MAIN_2.replace("version = 2", "version = 4"))["plugins"][CRI_3]
+    assert "SystemdCgroup" not in table["containerd"]["runtimes"]["nvidia"]["options"]
+
+
+@pytest.mark.parametrize(
     ("main", "containerd", "expected"),
     [
         (MAIN_2, (1, 6, 20), "1.6.20 is too old: 1.7.0 is the first with CDI"),
@@ -356,6 +375,14 @@ def test_lost_and_changed_settings_are_found() -> None:
         "default_runtime_name is not nvidia",
     ):
         assert expected in found
+
+
+def test_lost_spec_directories_are_found() -> None:
+    def dump(*directories: str) -> dict[str, Any]:
+        return {"version": 4, "plugins": {CRI_3: {"cdi_spec_dirs": list(directories)}}}
+
+    before, after = dump("/srv/cdi", "/etc/cdi"), dump("/etc/cdi", "/var/run/cdi")
+    assert list(problems(before, after, {}, None, default=False)) == ["cdi_spec_dirs no longer contains /srv/cdi"]
 
 
 def test_lost_settings_of_the_handler_are_found() -> None:
