@@ -13,11 +13,11 @@ import re
 from msgspec import Struct
 
 LIBRARY = re.compile(
-    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
+    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvsdm|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
     r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
 )
 """Names of the driver's libraries, from libnvidia-container's nvc_info.c, except those of libnvidia-container itself
-and of the GTK parts of nvidia-settings."""
+and of the GTK parts of nvidia-settings; and libnvsdm, with which DCGM monitors NVSwitches since Blackwell."""
 DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 """A driver's version, such as 550.163.01. The 1 of a soname and the 1.1.18 of an external platform do not match."""
 PLATFORM = "libnvidia-egl-"

@@ -285,6 +285,19 @@ def test_libcudas_directory_wins_over_another_that_the_cache_names_first(host: H
     assert files[f"{X86}/libnvidia-ml.so.550.163.01"].source.startswith("/opt/half/")
 
 
+def test_the_libraries_that_monitor_switches_belong_to_the_driver(host: Host) -> None:
+    """DCGM loads them by their sonames. Packages of their own install them in the driver's version."""
+    version, names = "580.95.05", ("libnvidia-nscq", "libnvsdm")
+    libraries(host, "/usr/lib64", version, *MAIN, *names)
+    for name in names:
+        host.symlink(f"/usr/lib64/{name}.so.1", f"{name}.so.{version}")
+    host.loader_cache(cache_of(f"/usr/lib64/libcuda.so.{version}", *(f"/usr/lib64/{name}.so.1" for name in names)))
+    files = by_target(user_space(host))
+    for name in names:
+        assert files[f"{X86}/{name}.so.1"].link == f"{name}.so.{version}"
+        assert files[f"{X86}/{name}.so.{version}"].source == f"/usr/lib64/{name}.so.{version}"
+
+
 @pytest.mark.scenario("002")
 def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
     host = Host(tmp_path_factory.mktemp("host"), "aarch64")
