@@ -59,8 +59,8 @@ def write_and_read_back(
     function is called before the result is read back: if somebody changes the files later, the next run notices it.
 
     `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
-    result is wrong or unknown, the files are restored. Raises AgentError or OSError if the result is unknown, for
-    example because of a full disk or a time limit.
+    result is wrong or unknown, the files are restored. A drop-in with which containerd cannot start is emptied instead.
+    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in
     written = {
@@ -70,6 +70,7 @@ def write_and_read_back(
     # files.
     changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
     noted, effective, inputs = notes.load(CHANGED), "", ""
+    unchecked, refused = change_was_interrupted(notes), False
     try:
         if changes or writing_was_interrupted(notes):
             context.owned.claim(drop_in)
@@ -89,13 +90,21 @@ def write_and_read_back(
         if faults and planned.loaded_later:
             faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
     except (ExitCodeError, DocumentError) as error:
-        faults = str(error)
+        faults, refused = str(error), isinstance(error, ExitCodeError)
     except (AgentError, OSError):
         _restore(context, changes, before, noted)
         raise
     if faults:
         _restore(context, changes, before, noted)
-        return f"the drop-in does not work: {faults}" + (f"; restored {', '.join(changes)}" if changes else ""), inputs
+        done = [f"restored {', '.join(changes)}"] if changes else []
+        if not written and (unchecked or refused):
+            # The faulty drop-in was there before this run: a run was killed before it had checked it, or containerd has
+            # changed since. containerd works without it (`baseline`), but may not even start with it. The file is not
+            # removed, because containerd does not start without a file that is imported by its path.
+            files.put(context.system, {drop_in: files.HEADER.encode()})
+            notes.save(CHANGED, {})
+            done.append(f"emptied {drop_in}")
+        return "; ".join([f"the drop-in does not work: {faults}", *done]), inputs
     if change_was_interrupted(notes):
         # This run's change, or that of a run that was killed before it knew the result.
         note_result(notes, effective)

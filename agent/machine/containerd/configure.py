@@ -80,8 +80,8 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     )
     if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
         record_repair(notes, Repair.CONTAINERD, problem)
-    # After a fault, the files are as they were before.
-    content = before[drop_in] if faults or planned.drop_in is None else planned.drop_in
+    # After a fault, the drop-in is as it was before, or empty.
+    content = files.read_optional(system, drop_in) if faults else planned.drop_in or before[drop_in]
     result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
     notes.save(name, result)
     return _condition(faults, drop_in)

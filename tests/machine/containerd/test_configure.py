@@ -540,6 +540,59 @@ def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_after_a_killed_run_a_drop_in_that_does_not_work_is_emptied(machine: Machine, refused: bool) -> None:
+    """The killed run had not read the result back. With such a drop-in, containerd could not start any more."""
+    machine.put(MAIN, MAIN_2)
+
+    def killed(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            raise KeyboardInterrupt
+        return containerd(machine, argv)
+
+    def faulty(argv: tuple[str, ...]) -> Completed:
+        answer = containerd(machine, argv)
+        if "dump" not in argv or argv[2] != MAIN or not tomllib.loads(machine.read_text(DROP_IN)):
+            return answer
+        return Completed(1, b"", b"containerd: bad") if refused else Completed(0, MAIN_2.encode(), b"")
+
+    machine.program("containerd", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    assert machine.exists(DROP_IN)
+    machine.program("containerd", faulty)
+    for _ in range(2):
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+        assert tomllib.loads(machine.read_text(DROP_IN)) == {}
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] == "containerd"]
+    assert restarts(machine) == 0
+
+
+def test_a_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) -> None:
+    """A new release of containerd would not start. If only the check had failed, the next run writes the file again."""
+    run(machine)
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN and tomllib.loads(machine.read_text(DROP_IN)):
+            return Completed(1, b"", b"containerd: bad")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+    machine.put("/usr/bin/containerd", "another release")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert f"emptied {DROP_IN}" in machine.message("RuntimeConfigured")
+    assert tomllib.loads(machine.read_text(DROP_IN)) == {}
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert tomllib.loads(machine.read_text(DROP_IN))
+    assert machine.report()["repairs"]["containerd"] == 0
+
+
 @pytest.mark.parametrize("missed", [True, False])
 def test_after_a_killed_run_only_a_containerd_that_missed_a_file_restarts(machine: Machine, missed: bool) -> None:
     """containerd started during the killed run: before its last write, or after that."""
