@@ -35,6 +35,8 @@ class PlannedChange(NamedTuple):
     """The content of the drop-in."""
     version: tuple[int, ...]
     """The version of the containerd that reads the files."""
+    pattern: str
+    """The main file's import that covers the drop-in."""
 
 
 class DropInPaths(NamedTuple):

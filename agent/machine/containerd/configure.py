@@ -7,7 +7,7 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
-from agent.machine.containerd.imports import NotedImports, loaded_files, parsed_imports
+from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
 from agent.machine.containerd.nested import Table
 from agent.machine.containerd.tables import MAIN, Configuration
 from agent.machine.context import Context
@@ -83,7 +83,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     # After a fault, the drop-in is as it was before, or empty.
     content = files.read_optional(system, drop_in) if faults else planned.drop_in or before[drop_in]
     result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
-    notes.save(name, result)
+    notes.save(name, result if faults else {**result, "import": planned.pattern})
     return _condition(faults, drop_in)
 
 
@@ -192,8 +192,13 @@ def _planned_change(
     if not main:
         # The main file is missing, or has only comments, which are kept.
         text = files.render_toml({"version": tables.new_version(version)}) + text
-    if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
-        text = files.with_import(text, tables.import_pattern(drop_in))
+    pattern = next((each for each in tables.imports(MAIN, main) if tables.covers(each, drop_in)), "")
+    if not pattern:
+        # The import that somebody removed may have loaded other files too.
+        former = context.notes.load(_note(vendor)).get("import")
+        known = isinstance(former, str) and "*" in former and tables.covers(former, drop_in)
+        pattern = str(former) if known else new_import(system, text, drop_in, paths.former)
+        text = files.with_import(text, pattern)
     main = files.parse(MAIN, text)
     contents = loaded_files(system, text, drop_in, parsed_imports)
     all_loaded = {path: files.parse(path, content) for path, content in contents.items()}
@@ -215,6 +220,7 @@ def _planned_change(
         loaded_later=loaded_later,
         document=document,
         version=version,
+        pattern=pattern,
     )
 
 

@@ -1,13 +1,14 @@
 """Finds the files that containerd's main configuration file imports."""
 
 import contextlib
+import posixpath
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 from agent import __version__
 from agent.machine.containerd import files
-from agent.machine.containerd.tables import MAIN, covers, imports
+from agent.machine.containerd.tables import IMPORT, MAIN, covers, imports
 from agent.machine.notes import Notes
 from agent.model.digest import sha256
 from agent.model.errors import DocumentError
@@ -38,6 +39,20 @@ def loaded_files(
             loaded[path] = b"" if path == drop_in else _load(system, path)
             pending += imports_of(path, loaded[path])
     return loaded
+
+
+def new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
+    """Return the pattern by which the main file is to import the drop-in. Raises DocumentError or OSError.
+
+    It is IMPORT, unless IMPORT does not cover the drop-in, or would load further files that containerd does not load
+    now. `own` has the agent's other drop-ins. It is a pattern, because containerd does not start if a file that is
+    imported by its name is missing.
+    """
+    loaded = loaded_files(system, main, drop_in, parsed_imports)
+    if covers(IMPORT, drop_in) and not {*_glob(system, IMPORT)} - {drop_in, *own, *loaded}:
+        return IMPORT
+    stem, suffix = posixpath.splitext(drop_in)
+    return f"{stem}*{suffix}"
 
 
 def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:

@@ -67,15 +67,6 @@ def drop_in_path(handler: RuntimeHandler | None) -> str:
     return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
 
 
-def import_pattern(drop_in: str) -> str:
-    """Return the pattern that the main file must import: IMPORT, or one for a drop-in that IMPORT does not cover.
-
-    It is a pattern, because containerd does not start if a file that is imported by its name is missing.
-    """
-    stem, suffix = posixpath.splitext(drop_in)
-    return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
-
-
 def parse_version(text: str) -> tuple[int, ...]:
     """Parse the output of `containerd --version`: "containerd github.com/containerd/containerd/v2 v2.1.9 <commit>"."""
     # At most nine digits: int() raises ValueError for thousands of them.

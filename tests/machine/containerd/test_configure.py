@@ -124,7 +124,7 @@ def test_a_file_that_is_imported_later_is_read_too(machine: Machine, importer: s
 
 @pytest.mark.parametrize("path", [MAIN, IMPORTED, RUNTIME_CONFIG])
 def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: list[str], path: str) -> None:
-    machine.put(MAIN, MAIN_3)
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_3}')
     machine.put(IMPORTED, "version = 3\n")
     run(machine)
     parsed.clear()
@@ -423,6 +423,26 @@ def test_the_main_file_is_created(machine: Machine) -> None:
     assert tomllib.loads(machine.read_text(DROP_IN))["plugins"][CRI_2]["enable_cdi"] is True
 
 
+@pytest.mark.parametrize("text", ["[broken", "version = 2\n[plugins.x]\ny = 1\n"])
+def test_files_that_containerd_does_not_load_stay_unloaded(machine: Machine, text: str) -> None:
+    """The import of the whole directory would load what somebody has left there, or is preparing."""
+    machine.put(MAIN, MAIN_2)
+    machine.put(IMPORTED, text)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert tomllib.loads(machine.read_text(MAIN))["imports"] == ["/etc/containerd/conf.d/99-nvidia*.toml"]
+
+
+def test_files_that_containerd_did_load_are_loaded_again(machine: Machine) -> None:
+    """Somebody has removed the import of the whole directory."""
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_2}')
+    machine.put(IMPORTED, "version = 2\n")
+    run(machine)
+    machine.put(MAIN, MAIN_2)
+    run(machine)
+    assert tomllib.loads(machine.read_text(MAIN))["imports"] == [IMPORT]
+
+
 def test_containerd_restarts_once_per_change(machine: Machine) -> None:
     """A run without change never restarts it; a user's edit that changes the drop-in does, once."""
     machine.put(MAIN, MAIN_2)
@@ -542,7 +562,7 @@ def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_after_a_killed_run_a_drop_in_that_does_not_work_is_emptied(machine: Machine, refused: bool) -> None:
-    """The killed run had not read the result back. With such a drop-in, containerd could not start any more."""
+    """The killed run had not read the result back. With such a drop-in, containerd could not start."""
     machine.put(MAIN, MAIN_2)
 
     def killed(argv: tuple[str, ...]) -> Completed:
