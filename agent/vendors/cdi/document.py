@@ -8,23 +8,27 @@ from typing import Any
 from agent.model.errors import DocumentError
 
 
-def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the containerEdits of each device. Names must be unique."""
+def devices(document: dict[str, Any], *, annotated: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name and the containerEdits of each device. Names must be unique.
+
+    With `annotated`, devices may have annotations, as in other programs' specifications.
+    """
+    permitted = {"name", "containerEdits", *(("annotations",) if annotated else ())}
     found = []
     for index, device in enumerate(objects(document, "devices")):
         name = device.get("name")
-        if not isinstance(name, str) or set(device) - {"name", "containerEdits"}:
-            raise DocumentError(f"devices[{index}] has no name, or has keys other than name and containerEdits")
+        if not isinstance(name, str) or set(device) - permitted:
+            raise DocumentError(f"devices[{index}] has no name, or has keys other than {', '.join(sorted(permitted))}")
         found.append((name, object_of(device.get("containerEdits"), f"device {name}: containerEdits")))
     if len({name for name, _ in found}) != len(found):
         raise DocumentError("two devices have the same name")
     return found
 
 
-def all_edits(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the containerEdits of the whole specification, and those of each device."""
+def all_edits(document: dict[str, Any], *, annotated: bool = False) -> list[dict[str, Any]]:
+    """Return the containerEdits of the specification, and those of each device. `annotated` is as in `devices`."""
     common = object_of(document.get("containerEdits", {}), "containerEdits")
-    return [common, *(edits for _, edits in devices(document))]
+    return [common, *(edits for _, edits in devices(document, annotated=annotated))]
 
 
 def host_paths(spec: object) -> tuple[str, ...]:

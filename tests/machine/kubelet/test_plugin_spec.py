@@ -39,6 +39,16 @@ def test_a_correct_spec(kubelet: Kubelet) -> None:
     assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
 
 
+def test_a_spec_with_annotations(kubelet: Kubelet) -> None:
+    """The plugin's feature flag enable-coherent-annotations adds them."""
+    spec = plugin_spec()
+    for device in spec["devices"]:
+        device["annotations"] = {"gpu.nvidia.com/coherent": "false"}
+    kubelet.machine.put(SPEC, json.dumps(spec))
+    assert kubelet.condition() == ("True", "Advertised")
+    assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
+
+
 def test_a_plugin_without_a_spec(kubelet: Kubelet) -> None:
     """The plugin's default strategy makes none."""
     kubelet.machine.drop(SPEC)

@@ -2,7 +2,8 @@
 
 The plugin writes the file only when the plugin starts (internal/cdi/cdi.go of k8s-device-plugin). A new driver root, a
 new major number, or a new or removed GPU makes the file outdated. The file may differ from the agent's specification,
-for example in its hooks. Only what keeps pods from their GPUs is a problem.
+for example in its hooks, or by annotations (the plugin's feature flags). Only what keeps pods from their GPUs is a
+problem.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,11 @@ def plugin_spec_problems(
         document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
             return (f"its kind is {document.get('kind')!r}, not {SPEC_KIND}",)
-        found = [problem for each in all_edits(document) for problem in _problems(each, request, live, exists)]
+        found = [
+            problem
+            for each in all_edits(document, annotated=True)
+            for problem in _problems(each, request, live, exists)
+        ]
         found += _missing(document, own, request)
     except DocumentError as error:
         return (error.message,)
@@ -69,4 +74,6 @@ def _missing(document: dict[str, Any], own: object, request: Request) -> Iterato
 
 def _gpu_nodes(document: dict[str, Any], request: Request) -> set[str]:
     gpus = {device.path for device in request.devices if device.kind == DeviceKind.GPU}
-    return gpus & {path for _, edits in devices(document) for path in strings(edits, "deviceNodes", "path")}
+    return gpus & {
+        path for _, edits in devices(document, annotated=True) for path in strings(edits, "deviceNodes", "path")
+    }
