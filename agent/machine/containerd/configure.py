@@ -171,7 +171,7 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     edited = vendor.edit_runtime_config(text)
     content = edited.encode(errors="surrogateescape")
     if content != present:
-        system.write(vendor.runtime_config, content)
+        files.write(system, vendor.runtime_config, content, 0o644)
         # If other settings are noted, the change is not a repair: another release of the agent had set other keys.
         if isinstance(noted, list) and noted[:1] == [settings]:
             record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")

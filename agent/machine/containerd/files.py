@@ -1,5 +1,6 @@
 """Reads and writes containerd's configuration files."""
 
+import errno
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ TOKENS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
+VENDOR = "/usr/"
+"""Where packages have files that are not meant to be edited."""
 # After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
@@ -134,6 +137,20 @@ def put(system: System, files: Mapping[str, bytes | None]) -> None:
             write(system, path, content)
 
 
-def write(system: System, path: str, content: bytes) -> None:
-    """Write a file and keep its mode. Only root may read a new file, because it may contain passwords of registries."""
-    system.write(path, content, system.mode(path) if system.exists(path) else 0o600)
+def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
+    """Write a file and keep its mode (`mode` for a new file). Through a link, write the file that it leads to.
+
+    Only root may read a new file, because it may contain passwords of registries. The link is replaced by a file if it
+    leads into VENDOR, whose files belong to packages, or to a read-only file system.
+    """
+    place = path
+    if system.exists(path):
+        mode = system.mode(path)
+        if system.read_link(path) is not None and not (real := system.real_path(path)).startswith(VENDOR):
+            place = real
+    try:
+        system.write(place, content, mode)
+    except OSError as error:
+        if place == path or error.errno != errno.EROFS:
+            raise
+        system.write(path, content, mode)

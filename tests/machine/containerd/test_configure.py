@@ -416,6 +416,38 @@ def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
     assert machine.mode(DROP_IN) == 0o600
 
 
+@pytest.mark.parametrize("path", [MAIN, RUNTIME_CONFIG])
+def test_a_link_to_a_file_elsewhere_stays(machine: Machine, path: str) -> None:
+    """Somebody keeps the settings elsewhere, and changes them there later."""
+    elsewhere = "/srv/settings/own.toml"
+    machine.put(elsewhere, MAIN_2 if path == MAIN else "disable-require = true\n")
+    (machine.tree / elsewhere[1:]).chmod(0o640)
+    machine.link(path, "../../srv/settings/own.toml")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_link(path) == "../../srv/settings/own.toml"
+    assert ("imports" if path == MAIN else 'mode = "cdi"') in machine.read_text(elsewhere)
+    assert machine.mode(elsewhere) == 0o640
+
+
+@pytest.mark.parametrize("elsewhere", ["/srv/settings/own.toml", "/usr/share/containerd/config.toml"])
+def test_a_link_to_a_file_that_must_stay_is_replaced(machine: Machine, elsewhere: str) -> None:
+    """The first file is on a read-only file system, the second one belongs to a package."""
+    machine.put(elsewhere, MAIN_2)
+    machine.link(MAIN, elsewhere)
+
+    def read_only(path: str) -> None:
+        if path.startswith("/srv/"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    machine.before_write = read_only
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_link(MAIN) is None
+    assert "imports" in machine.read_text(MAIN)
+    assert machine.read_text(elsewhere) == MAIN_2
+
+
 def test_the_main_file_is_created(machine: Machine) -> None:
     """Without a main file, containerd imports nothing."""
     run(machine)
