@@ -18,6 +18,8 @@ NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.
 """Events of device nodes. CLOSE_WRITE is not one of them, because any program that closes a GPU's node causes it."""
 FILES = NODES | flags.CLOSE_WRITE
 """Events of regular files."""
+DIRECTORY = flags.ONLYDIR | flags.MOVE_SELF
+"""For the directory itself: its removal always causes an event (IN_IGNORED), but being moved away does not."""
 ANY = ""
 """Stands for any name: the directory itself appeared, changed or disappeared, or events were lost."""
 MOUNTS = "/proc/self/mountinfo"
@@ -94,7 +96,7 @@ class Directories:
         for path in wanted:
             try:
                 # If the inode is watched already, the kernel returns the watch that exists.
-                watch = inotify.add_watch(self._system.full_path(path), self._events | flags.ONLYDIR)
+                watch = inotify.add_watch(self._system.full_path(path), self._events | DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
                 if self._forget(inotify, path):
                     changed.append(path)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -122,6 +123,28 @@ def test_a_directory_that_replaces_another_is_watched(nodes: Directories, dev: P
     assert nodes.needs_pass()
     (dev / "dri/card0").touch()
     assert nodes.needs_pass()
+
+
+def test_a_watched_directory_that_is_renamed_needs_a_pass(cache: Directories, tmp_path: Path) -> None:
+    """The event is the only one: its parent is not watched. poll(2) ends the wait only for an event."""
+    directory = tmp_path / "host/etc"
+    assert poll_for(cache) == []
+    directory.rename(directory.with_name("elsewhere"))
+    assert poll_for(cache) == [select.POLLIN]
+    assert cache.needs_pass()
+    directory.mkdir()
+    assert cache.needs_pass()
+    (directory / "ld.so.cache").touch()
+    assert poll_for(cache) == [select.POLLIN]
+    assert cache.needs_pass()
+
+
+def poll_for(source: Directories) -> list[int]:
+    """Return the events that would end the service's wait now."""
+    poll = select.poll()
+    for descriptor, events in source.polled().items():
+        poll.register(descriptor, events)
+    return [events for _, events in poll.poll(0)]
 
 
 def test_a_node_made_before_its_directory_is_watched_is_not_missed(nodes: Directories, dev: Path) -> None:
