@@ -1,5 +1,6 @@
 """Reads the kernel's own messages from the kernel log, /dev/kmsg (Documentation/ABI/testing/dev-kmsg)."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -69,7 +70,9 @@ class KernelLog:
         return self.behind and self._after is None
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        # The descriptor may be bad (EBADF): that can be the reason for closing it.
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
 
 def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:

@@ -339,6 +339,19 @@ def test_a_failing_log_is_reported_once_and_opened_again(
     assert (found.error, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
 
 
+def test_a_log_whose_descriptor_somebody_else_closed_is_opened_again(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]]
+) -> None:
+    found = follow()
+    (descriptor,) = found.polled()
+    os.close(descriptor)
+    assert found.read() is False
+    assert found.error == "/dev/kmsg: Bad file descriptor"
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    assert (found.error, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
+
+
 def test_a_host_without_a_kernel_log_is_served(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
     found = GpuErrors(gpu_host)
     assert [found.read(), found.read()] == [False, False]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agent.model.faults import in_words
 from agent.model.text import one_line
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ GONE = select.POLLHUP | select.POLLNVAL
 class Source(Protocol):
     """Reports changes of one kind on the host.
 
-    If `open` or `needs_pass` raises any exception, even one from a library, the source is lost: it is closed, and
-    opened again later.
+    If `open`, `polled` or `needs_pass` raises any exception, even one from a library, the source is lost: it is closed,
+    and opened again later. An exception from `close` is logged.
     """
 
     name: str
@@ -166,10 +167,14 @@ class Wakeups:
         poll = select.poll()
         poll.register(interrupt.fileno(), select.POLLIN)
         closed = [tracked for tracked in self._tracked if not tracked.tally.watching]
-        for tracked in self._tracked:
-            for descriptor, events in tracked.source.polled().items() if tracked.tally.watching else ():
-                owners[descriptor] = tracked
-                poll.register(descriptor, events)
+        for tracked in (tracked for tracked in self._tracked if tracked.tally.watching):
+            try:
+                for descriptor, events in tracked.source.polled().items():
+                    poll.register(descriptor, events)
+                    owners[descriptor] = tracked
+            except Exception as error:
+                self._lose(tracked, in_words(error))
+                closed.append(tracked)
         seconds = min([seconds, *(tracked.retry - time.monotonic() for tracked in closed)])
         polled = poll.poll(max(0, math.ceil(seconds * 1000)))
         for descriptor, events in polled:
@@ -191,7 +196,7 @@ class Wakeups:
                     needs_pass = tracked.source.needs_pass()
                 except Exception as error:
                     needs_pass = False
-                    self._lose(tracked, f"{type(error).__name__}: {error}")
+                    self._lose(tracked, in_words(error))
             if needs_pass:
                 due.append(tracked.source.name)
         return due
@@ -200,7 +205,7 @@ class Wakeups:
         try:
             tracked.source.open()
         except Exception as error:
-            self._lose(tracked, f"{type(error).__name__}: {error}")
+            self._lose(tracked, in_words(error))
             return False
         if tracked.failures:
             log.info("event source %s works again", tracked.source.name)
@@ -220,4 +225,7 @@ class Wakeups:
         tracked.failures += 1
         tracked.retry = now + (min(BACK_OFF, 2.0 ** (tracked.failures - 2)) if tracked.failures > 1 else 0.0)
         tally.watching = False
-        tracked.source.close()
+        try:
+            tracked.source.close()
+        except Exception as error:
+            log.error("event source %s was not closed properly: %s", tally.name, in_words(error))

@@ -26,6 +26,10 @@ class Piped:
         """The error that `open` raises."""
         self.breaks: Exception | None = None
         """The error that the check for events raises."""
+        self.hides: Exception | None = None
+        """The error that `polled` raises, once."""
+        self.stays: Exception | None = None
+        """The error that `close` raises."""
         self._pipe: tuple[int, int] | None = None
 
     def open(self) -> None:
@@ -42,6 +46,8 @@ class Piped:
             except OSError:
                 continue
         self._pipe = None
+        if self.stays:
+            raise self.stays
 
     @property
     def pipe(self) -> tuple[int, int]:
@@ -49,6 +55,9 @@ class Piped:
         return self._pipe
 
     def polled(self) -> Mapping[int, int]:
+        if self.hides:
+            hides, self.hides = self.hides, None
+            raise hides
         return {self.pipe[0]: select.POLLIN}
 
     def needs_pass(self) -> bool:
@@ -204,6 +213,18 @@ def test_a_broken_source_is_counted_reopened_and_needs_a_pass(
         in caplog.messages
     )
     assert "event source first works again" in caplog.messages
+
+
+def test_errors_while_a_source_is_polled_and_closed_are_a_loss(
+    pipes: tuple[Piped, Piped], interrupt: Signalled, caplog: pytest.LogCaptureFixture
+) -> None:
+    wakeups = opened(*pipes)
+    pipes[0].hides, pipes[0].stays = ValueError("I/O operation on closed file"), OSError("Bad file descriptor")
+    assert wakeups.wait(60, interrupt) == "first"
+    pipes[0].stays = None
+    assert tally(wakeups, "first") == (True, 1, 1)
+    assert "timed passes replace it until it works again: ValueError: I/O operation on closed file" in caplog.text
+    assert "event source first was not closed properly: OSError: Bad file descriptor" in caplog.messages
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["closed", "hung up"])
