@@ -65,8 +65,9 @@ def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: t
 class SimulatedReconciler:
     """Does what behaviour.json says.
 
-    Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `hold`, which lengthens a pass until
-    it is removed; and `stuck`, for a read (a thread that waits) or a command that never ends.
+    Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `changed`, when conditions last
+    changed; `hold`, which lengthens a pass until it is removed; and `stuck`, for a read (a thread that waits) or a
+    command that never ends.
     """
 
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
@@ -102,7 +103,12 @@ class SimulatedReconciler:
         unseen = replace(VENDOR, devices=Unseen("/dev: time limit"))
         return outcome(
             *(
-                MachineOutcome(name, conditions(*different), gpus=GPUS, pending=behaviour.get("pending", False))
+                MachineOutcome(
+                    name,
+                    conditions(*different, now=behaviour.get("changed", 1_700_000_000.0)),
+                    gpus=GPUS,
+                    pending=behaviour.get("pending", False),
+                )
                 for name in sorted(self.config.machines)
             ),
             vendor=unseen if behaviour.get("unseen") else VENDOR,

@@ -1,6 +1,8 @@
 """Logs each failure, problem and condition change once, and again only if it comes back."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from agent.host.daemon.http import health
 from agent.host.outcome import Outcome
@@ -19,6 +21,8 @@ class EventLog:
         self.last_failures: tuple[str, ...] = ()
         self._problems: tuple[str, ...] = ()
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
+        self._faults: dict[str, str] = {}
+        """Why the last attempt at a piece of work failed unexpectedly, by the work."""
 
     def rejected(self, why: str) -> None:
         """Log why the configuration is invalid. If it is valid, `why` is empty, and nothing is logged."""
@@ -58,6 +62,22 @@ class EventLog:
         if self.last_failures and not failures:
             log.info("recovered: the last pass had no failure")
         self.last_failures = failures
+
+    @contextlib.contextmanager
+    def guarded(self, work: str) -> Iterator[None]:
+        """Log any error of the block, once and with its traceback, and suppress it: nothing but this work may fail.
+
+        `work` completes the sentence "cannot ...".
+        """
+        try:
+            yield
+        except Exception as error:
+            why = fault(work, error).why
+            if self._faults.get(work) != why:
+                log.error("%s", why, exc_info=error)
+            self._faults[work] = why
+        else:
+            self._faults.pop(work, None)
 
 
 def why_not_read(error: Exception) -> str:

@@ -109,7 +109,7 @@ class Daemon:
         self._reconciler = self._make(loaded, self._progress)
         self._event_log.rejected(loaded.rejected)
         self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
-        self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence)
+        self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence, self._event_log.guarded)
         self._outcome: Outcome | None = None
         self._observed = 0.0
         """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
@@ -171,12 +171,21 @@ class Daemon:
     def work(self, trigger: str, signals: Signals) -> None:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
-        started = time.monotonic()
+        started, actions = time.monotonic(), tuple[str, ...]()
         # Read the kernel log first, so that the pass sees which GPUs the log reports as lost.
-        self._gpu_errors.read()
+        with self._event_log.guarded("follow GPU errors"):
+            self._gpu_errors.read()
         try:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
+            self._outcome, self._why_stale = outcome, ""
+            if not unseen(outcome.facts):
+                self._observed = outcome.finished
+            # This needs the GPUs' addresses, because each GPU's binding to a driver is saved with the position.
+            self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
+            self._event_log.outcome(outcome)
+            self._metrics.passed(outcome)
+            actions = outcome.sentences
         except ConfigChangedError:
             # A command, or the start of a machine, has read newer files: do the same before the next pass.
             signals.reload = True
@@ -185,22 +194,13 @@ class Daemon:
             # The loop continues after any error, because a restarted service would meet the same error.
             self._metrics.failed(time.monotonic() - started)
             self._why_stale = self._event_log.unfinished(error)
-            actions: tuple[str, ...] = ()
-        else:
-            self._metrics.passed(outcome)
-            self._outcome, self._why_stale = outcome, ""
-            if not unseen(outcome.facts):
-                self._observed = outcome.finished
-            # This needs the GPUs' addresses, because each GPU's binding to a driver is saved with the position.
-            self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
-            self._event_log.outcome(outcome)
-            actions = outcome.sentences
         failures, seconds = self._event_log.last_failures, round(time.monotonic() - started, 3)
         self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
             self._metrics.convergence.end()
-        self._publish()
+        with self._event_log.guarded("publish the pages"):
+            self._publish()
         status = self._why_stale or health.status_line(self._machines())
         unserved = self._endpoint.error
         self._notifier.status(f"{NO_METRICS}{unserved}; {status}" if unserved else status)

@@ -591,6 +591,22 @@ def test_an_unexpected_error_does_not_end_the_service(service: Service) -> None:
     wait_for(lambda: service.get("/readyz")[0] == 200)
 
 
+def test_a_page_that_cannot_be_made_costs_only_that_page(service: Service) -> None:
+    """No date has so many digits, so pages that show it cannot be made. The log has each traceback once."""
+    service.behave(changed=1e20)
+    service.start(FAST)
+    wait_for(lambda: len(service.passes()) >= 4)
+    wait_for(lambda: service.get("/readyz")[0] == 200)
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    assert service.get("/") == (500, "cannot make the page /: see `journalctl -u unbounded-agent`\n")
+    assert service.log().count("<3>cannot make the page /: ") == 1
+    assert service.log().count("<3>cannot make the page /statusz: ") == 1
+    assert service.log().count("<3>cannot make the page /statusz for a time without passes: ") == 1
+    assert service.log().count("Traceback (most recent call last)") == 3
+    service.behave()
+    wait_for(lambda: service.get("/")[0] == 200)
+
+
 def test_a_hanging_pass_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
     """Nothing of the loop runs then: the request itself finds that the time is over."""
     service.start(FAST)

@@ -50,19 +50,22 @@ Check: TypeAlias = tuple[bool, str, str]
 """Whether the check passed, the check's name, and an explanation."""
 
 
-def pages(
-    machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
-) -> dict[str, Page]:
-    """Return the health pages by path. `not_seen` says what could not be observed, and why; empty if all could be.
+def loop_pages(path: str, alive: bool) -> dict[str, Page]:
+    """Return the short and the verbose page at `path`, which tell whether the loop makes passes."""
+    return _two_pages(path, [(alive, "loop", "ok" if alive else "no pass has ended in time")])
 
-    `notes` are further checks on the verbose page of /readyz. They do not affect its status.
+
+def host_pages(path: str, not_seen: str, notes: tuple[Check, ...] = ()) -> dict[str, Page]:
+    """Return the two pages of the host. `not_seen` says what could not be observed, and why; empty if all could be.
+
+    `notes` are further checks on the verbose page. They do not affect its status.
     """
-    loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
-    observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
-    by_path = _two_pages("/livez", loop) | _two_pages("/healthz", loop) | _two_pages("/readyz", observation)
-    for machine in machines:
-        by_path |= _two_pages(f"/readyz/machines/{machine.name}", list(_checks(machine)))
-    return by_path
+    return _two_pages(path, [(not not_seen, "observation", not_seen or "ok"), *notes])
+
+
+def machine_pages(path: str, machine: MachineOutcome) -> dict[str, Page]:
+    """Return the two pages of a machine."""
+    return _two_pages(path, list(_checks(machine)))
 
 
 def _checks(machine: MachineOutcome) -> Iterator[Check]:
