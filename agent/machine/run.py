@@ -62,16 +62,29 @@ def run(system: System) -> int:
 
     Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
     """
-    outcome = None
+    outcome, failed = None, ""
     try:
         for settled in _rounds(system):
             outcome = settled
+    except (AgentError, OSError) as error:
+        failed = str(error)
+        raise
     finally:
         # Restarted after all rounds: containerd starts again only when this run ends, and until then pods cannot start.
         # Restarted even if no report could be written, because pods need the new configuration all the same.
         if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-            restart(system)
+            _restart(system, failed)
     return 0
+
+
+def _restart(system: System, failed: str) -> None:
+    """Restart containerd. If that fails too, log `failed`, the error before it: the new one takes its place."""
+    try:
+        restart(system)
+    except (AgentError, OSError):
+        if failed:
+            say(ERROR, failed)
+        raise
 
 
 def _rounds(system: System) -> Iterator[Outcome]:

@@ -288,6 +288,21 @@ def test_containerd_is_restarted_although_the_report_cannot_be_written(machine: 
     assert machine.calls[-1] == ("systemctl", "--no-block", "try-restart", "containerd.service")
 
 
+def test_a_failed_restart_hides_no_failed_report(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ends with the restart's error, which its caller logs."""
+
+    def full(path: str) -> None:
+        if path == REPORT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    machine.before_write = full
+    refused = Completed(1, b"", b"Failed to restart containerd.service: Access denied")
+    machine.program("systemctl", lambda argv: systemctl("active", 10)(argv) if argv[1] == "show" else refused)
+    with pytest.raises(CommandError, match="Access denied"):
+        run(machine)
+    assert f"<3>[Errno 28] No space left on device: '{REPORT}'\n" in capsys.readouterr().err
+
+
 def test_a_missing_report_directory_is_reported(machine: Machine) -> None:
     """The host has to bind it."""
     (machine.tree / "run/unbounded-agent/report").rmdir()
