@@ -1,6 +1,7 @@
 """Keeps the devices that this node can offer: reads the documents of both halves again when they have changed."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -52,6 +53,8 @@ class Inventory:
         """All devices by name; None if they have to be made again."""
         self._asked: dict[str, float] = {}
         """By vendor, when the tool was last run, by time.monotonic()."""
+        self._asked_for_all: dict[str, float] = {}
+        """The same for the last run for all devices, not only for those about which something was unknown."""
         self._failed: dict[str, str] = {}
         """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
@@ -96,26 +99,38 @@ class Inventory:
         with self._lock:
             vendors = self._documents.vendors
         for each in (vendor for vendor in vendors if vendor.devices):
-            known = [self._facts.get((device, each.driver_version)) for device in each.devices]
-            interval = REFRESH if all(facts.complete for facts in known if facts) else RETRY
-            # A new device is read at once.
-            if None in known or time.monotonic() - self._asked[each.vendor] >= interval:
-                self._ask(each)
+            if devices := self._due(each):
+                self._ask(each, devices)
 
-    def _ask(self, listed: AllocatableVendor) -> None:
-        """Run one vendor's tool, and keep what it says about the vendor's devices."""
+    def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
+        """Return the vendor's devices whose facts are unknown or may be outdated.
+
+        While a GPU is dead, the tool may have to run once for each device, so it runs only for those that lack
+        something.
+        """
+        now, known = time.monotonic(), [self._facts.get((each, listed.driver_version)) for each in listed.devices]
+        if now - self._asked_for_all.get(listed.vendor, -math.inf) >= REFRESH:
+            return listed.devices
+        # A new device is read at once.
+        if None in known or now - self._asked[listed.vendor] >= RETRY:
+            found = zip(listed.devices, known, strict=True)
+            return tuple(device for device, facts in found if facts is None or not facts.complete)
+        return ()
+
+    def _ask(self, listed: AllocatableVendor, devices: tuple[AllocatableDevice, ...]) -> None:
+        """Run one vendor's tool, and keep what it says about these of the vendor's devices."""
         vendor = dra_vendor(listed.vendor)
         new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
         why = ""
         try:
-            new_facts = (
-                vendor.read_facts(self._system, listed.devices, listed.driver_version) if vendor is not None else {}
-            )
+            new_facts = vendor.read_facts(self._system, devices, listed.driver_version) if vendor is not None else {}
         except (AgentError, OSError) as error:
             why = f": {error}"
         self._asked[listed.vendor] = time.monotonic()
+        if devices == listed.devices:
+            self._asked_for_all[listed.vendor] = self._asked[listed.vendor]
         with self._lock:
-            for device in listed.devices:
+            for device in devices:
                 key = (device, listed.driver_version)
                 new = new_facts.get(device, DeviceFacts(complete=vendor is None))
                 self._facts[key] = _merged(self._facts.get(key, DeviceFacts(complete=False)), new)

@@ -12,7 +12,7 @@ from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE
 from agent.system.process import Completed
 from agent.vendors.dra_vendor import Attribute, Version
-from tests.fakes.dra_machine import GPUS, DraMachine, healthy, whole
+from tests.fakes.dra_machine import GPUS, MEMORY, SMI_LINE, DraMachine, healthy, whole
 
 
 @pytest.fixture
@@ -192,6 +192,36 @@ def test_what_a_tool_did_not_say_is_looked_up_later(
     inventory.refresh()
     inventory.read_facts()
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01", "what is known stays"
+
+
+def test_only_what_is_unknown_is_looked_up_again(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead GPU makes each query of all GPUs fail. The other seven must not be queried one by one each minute."""
+
+    def answer(argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[1].startswith("--query") or f"--id={GPUS[0]}" in argv:
+            machine.calls.append(argv)
+            return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
+        if argv[1].startswith("--id="):
+            machine.calls.append(argv)
+            return Completed(0, SMI_LINE.format(bus=argv[1][10:12], memory=MEMORY).encode(), b"")
+        return machine._run(argv, timeout)
+
+    monkeypatch.setattr(machine, "_runner", answer)
+    monkeypatch.setattr(module, "RETRY", 0.0)
+    machine.grant(*GPUS)
+    inventory.refresh()
+    inventory.read_facts()
+    first = len(machine.calls)
+    inventory.read_facts()
+    assert sum(argv[1].startswith("--id=") for argv in machine.calls[:first]) == len(GPUS)
+    assert [argv[1] for argv in machine.calls[first:] if argv[1].startswith("--id=")] == [f"--id={GPUS[0]}"]
+    assert GPUS[0] in inventory.problems[0]
+    monkeypatch.setattr(machine, "_runner", machine._run)
+    inventory.read_facts()
+    assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01"
+    assert inventory.problems == ()
 
 
 def test_facts_that_are_found_one_after_the_other_are_all_kept(
