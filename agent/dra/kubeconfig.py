@@ -91,16 +91,24 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     try:
         parts = urllib.parse.urlsplit(server)
         host, port = parts.hostname or "", parts.port or HTTPS_PORT
+        # A connection and a request encode them like this.
+        host.encode("idna")
+        parts.path.encode("ascii")
     except ValueError:
         parts, host, port = urllib.parse.urlsplit(""), "", 0
     if parts.scheme != "https" or not host:
         raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
+    server_name = _text(where, cluster, "tls-server-name") or host
+    try:
+        server_name.encode("idna")
+    except UnicodeError as error:
+        raise DocumentError(f"{where}: key tls-server-name must be a host's name, not {server_name[:100]!a}") from error
     directory = posixpath.dirname(where)
     kubeconfig = Kubeconfig(
         host,
         port,
         parts.path.rstrip("/"),
-        _text(where, cluster, "tls-server-name") or host,
+        server_name,
         ca=_material(where, cluster, "certificate-authority", directory),
         certificate=_material(where, user, "client-certificate", directory),
         key=_material(where, user, "client-key", directory),
