@@ -11,6 +11,7 @@ from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
+from agent.host.state.starts import mark_start
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import cordoned_file, machine_unit
@@ -73,6 +74,8 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
             f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
         )
     reconciler.progress(f"stop machine {name}")
+    # If the machine has not started since the boot, systemd forgets this stop, and the service would start it.
+    mark_start(name, reconciler.system)
     with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
         reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
     return 0

@@ -25,7 +25,7 @@ from agent.host.state.condition_history import read_history, write_history
 from agent.host.state.file_ages import write_ages
 from agent.host.state.locks import pass_lock
 from agent.host.state.remains import clear_remains, clear_report
-from agent.host.state.starts import mark_starts
+from agent.host.state.starts import has_started, mark_starts
 from agent.host.verify import answers, readiness
 from agent.host.verify.changed_files import with_changed_files
 from agent.host.verify.flapping import with_time
@@ -125,7 +125,9 @@ class Reconciler(Struct):
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
-            if machine.stopped and machine.startable and (by_hand or not machine.has_run):
+            # Read the mark again, because `stop` may have made it during the pass.
+            has_run = machine.has_run or has_started(machine.name, self.system)
+            if machine.stopped and machine.startable and (by_hand or not has_run):
                 failures += self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)

@@ -371,6 +371,32 @@ def test_a_machine_that_somebody_stops_is_not_started_again(
     assert len(waited) == polls
 
 
+def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_path: Path) -> None:
+    """The service starts the machines that have not run since the boot. systemd knows nothing of such a stop."""
+    host = set_up(Host(tmp_path / "host"))
+    host.command(*STOP)
+    assert stop(MACHINE, reconciler(host), "", drain=False) == 0
+    reconciler(host).run_pass()
+    assert START not in host.runner.calls
+    reconciler(host).run_pass(by_hand=True)
+    assert START in host.runner.calls
+
+
+def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(tmp_path: Path) -> None:
+    host = set_up(Host(tmp_path / "host"))
+    host.command(*STOP)
+    service, stopped = reconciler(host), list[int]()
+
+    def progress(_: str) -> None:
+        if not stopped:
+            stopped.append(stop(MACHINE, reconciler(host), "", drain=False))
+
+    service.progress = progress
+    service.run_pass()
+    assert stopped == [0]
+    assert START not in host.runner.calls
+
+
 def rebuild(host: NodeHost) -> int:
     return up(node_reconciler(host), MACHINE, rebuild=True, for_programs=False, network=host.network, ask=host.ask)
 

@@ -1,4 +1,7 @@
-"""Marks the machines that have started since the host booted. systemd forgets the starts of units that it unloads."""
+"""Marks the machines that have started, or that a command has stopped, since the host booted.
+
+systemd forgets the starts of units that it unloads, and the stop of one that did not run.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,7 +12,7 @@ from agent.system.files import System
 
 
 def mark_start(machine: str, system: System) -> None:
-    """Mark a machine whose start has begun. Ignores failures: the next pass marks it if it runs."""
+    """Mark a machine whose start has begun, or that is to stop. Ignores failures: the next pass marks it if it runs."""
     # The mark is a directory, because a file would be written by way of a temporary file.
     with suppress(OSError):
         system.make_directory(start_began_mark(machine))
