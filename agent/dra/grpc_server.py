@@ -73,6 +73,8 @@ class Server:
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._end = math.inf
         """The time.monotonic() at which a stopping server closes its connections, even if calls still run."""
+        self._not_accepted = ""
+        """Why the last connection could not be accepted; empty if it was."""
         self._announced_stop = False
         """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()
@@ -163,9 +165,13 @@ class Server:
         try:
             stream = self._listener.socket.accept()[0]
         except OSError as error:
-            log.warning("cannot accept a connection: %s", error)
+            # The connection still waits, so the next try comes at once.
+            if str(error) != self._not_accepted:
+                log.warning("cannot accept a connection: %s", error)
+            self._not_accepted = str(error)
             time.sleep(ACCEPT_PAUSE)
             return
+        self._not_accepted = ""
         try:
             user = peer_user(stream)
             refusal = self._refusal(user)

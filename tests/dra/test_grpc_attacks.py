@@ -1,6 +1,7 @@
 """What clients do wrong costs their own connection: the server goes on, and forgets them."""
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -152,6 +153,28 @@ def test_too_many_connections_are_refused(caplog: pytest.LogCaptureFixture) -> N
         for client in clients[LIMITS.connections :]:
             assert read_all(client) == b""
     assert f"refused a connection: {LIMITS.connections} are open, which is the limit" in caplog.text
+
+
+def test_a_connection_that_cannot_be_accepted_is_logged_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It still waits, and is tried again ten times a second."""
+    attempts: list[socket.socket] = []
+
+    def accept(self: socket.socket) -> None:
+        attempts.append(self)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for _ in range(2):
+        attempts.clear()
+        with contextlib.ExitStack() as stack:
+            with monkeypatch.context() as patch:
+                patch.setattr(socket.socket, "accept", accept)
+                stack.enter_context(connected(server))
+                wait_for(lambda: len(attempts) >= 3)
+            wait_for(lambda: server._peers)
+        wait_for(lambda: not server._peers)
+    assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 2, "once each time"
 
 
 def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
