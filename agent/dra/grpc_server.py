@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from agent.dra.grpc_calls import Calls
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_wire import Code, Method
+from agent.dra.threads import start
 from agent.dra.unix_socket import ListeningSocket, peer_user
+from agent.model.errors import AgentError
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,12 @@ class Server:
         self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
         self._thread = threading.Thread(target=self._serve, name="grpc", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread, f"serve {path}")
+        except AgentError:
+            self._listener.close()
+            self._close()
+            raise
 
     @property
     def healthy(self) -> bool:
@@ -115,8 +122,11 @@ class Server:
             self._listener.close()
             self._say_goodbye()
             self._calls.end()
-            for each in (self._selector, self._waker, self._woken):
-                each.close()
+            self._close()
+
+    def _close(self) -> None:
+        for each in (self._selector, self._waker, self._woken):
+            each.close()
 
     def _say_goodbye(self) -> None:
         """Announce to the clients that the server stops, and give them time to read that and to hang up."""

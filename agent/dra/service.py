@@ -25,6 +25,7 @@ from agent.dra.offer import Offer, Result
 from agent.dra.plugin_server import DriverPlugin
 from agent.dra.publisher import SELECTOR
 from agent.dra.slices import COLLECTION
+from agent.dra.threads import start
 from agent.dra.watcher import Watcher
 from agent.model.conditions import Condition, ConditionType
 from agent.model.dra_status import RENEWED_AFTER, DraStatus, render_dra_status
@@ -132,7 +133,7 @@ class Service:
         ]
         try:
             for each in watchers:
-                each.start()
+                start(each, each.name)
             evictions = Evictions(claim_reader(client), client.request)
             offer = Offer(identity.node, client, inventory)
             self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions))

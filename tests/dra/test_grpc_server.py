@@ -272,3 +272,17 @@ def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     server.stop()
     assert not path.exists()
+
+
+def test_a_server_without_a_thread_is_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit's limit of tasks may be reached (TasksMax=). Nothing stays behind."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(AgentError, match=r"cannot serve .*test.sock: can't start new thread .*TasksMax"):
+        Server(f"{tmp_path}/test.sock", {})
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)

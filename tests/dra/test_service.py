@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -280,3 +281,21 @@ def test_the_sockets_are_there_while_the_service_runs(running: DraMachine) -> No
     until("it is there again", lambda: os.path.exists(sockets[1]))
     running.stop()
     assert not any(map(os.path.exists, sockets))
+
+
+def test_a_watch_without_a_thread_is_reported(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unit's limit of tasks may be reached (TasksMax=). systemd starts the service again."""
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith("watch "):
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    joined.start()
+    until("the service has ended", lambda: joined.failure)
+    assert joined.status.reason == Reason.FAILED
+    assert "cannot watch /apis/" in joined.status.message
