@@ -1,6 +1,6 @@
 """The part of the host's network that programs change at run time: links, routes, rules and chains."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from agent.model.text import first_of
@@ -13,6 +13,8 @@ class Link:
     name: str
     kind: str
     """The kernel's name for a virtual interface, such as `bridge`; empty for hardware."""
+    bridge: str = field(default="", compare=False)
+    """Name of the interface that it is a port of; empty if it is none's. Records of earlier releases lack it."""
 
     def describe(self) -> str:
         return f"interface {self.name} ({self.kind or 'hardware'})"

@@ -41,10 +41,10 @@ class HostNetwork:
         iptables lists the chains, so `chains` stays empty here.
         """
         with connected() as netlink:
-            links = {each["index"]: _link(each) for each in netlink.get_links()}
-            names = {index: link.name for index, link in links.items()}
+            messages = [*netlink.get_links()]
+            names = {each["index"]: str(each.get("ifname")) for each in messages}
             return Network(
-                links=tuple(sorted(links.values())),
+                links=tuple(sorted(_link(each, names) for each in messages)),
                 routes=tuple(sorted(_routes(netlink, names))),
                 rules=tuple(sorted(set(_rules(netlink)))),
             )
@@ -72,8 +72,12 @@ def connected() -> Iterator[IPRoute]:
         raise OSError(error.code, str(error.args[-1])) from error
 
 
-def _link(message: nlmsg) -> Link:
-    return Link(str(message.get("ifname")), str(message.get_nested("linkinfo", "kind") or ""))
+def _link(message: nlmsg, names: dict[int, str]) -> Link:
+    return Link(
+        name=names[message["index"]],
+        kind=str(message.get_nested("linkinfo", "kind") or ""),
+        bridge=names.get(message.get("master") or 0, ""),
+    )
 
 
 def _routes(netlink: IPRoute, names: dict[int, str]) -> Iterator[Route]:

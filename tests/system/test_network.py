@@ -25,6 +25,7 @@ with IPRoute() as netlink:
     netlink.addr("add", index=index("cni0"), address="10.244.0.1", prefixlen=24)
     netlink.link("set", index=index("cni0"), state="up")
     netlink.link("add", ifname="veth1", kind="veth", peer="veth2")
+    netlink.link("set", index=index("veth1"), master=index("cni0"))
     netlink.rule("add", table=100, priority=500, fwmark=7)
     netlink.rule("add", table=101, priority=501, src="10.3.0.0/24", iifname="lo")
     netlink.route("add", dst="10.8.0.0/24", gateway="10.244.0.9", table=100, proto=12)
@@ -37,6 +38,7 @@ known = (*before.rules, *before.routes, *before.links)
 new = [each for each in (*now.rules, *now.routes, *now.links) if each not in known]
 assert len(new) == 10, new
 assert Link("cni0", "bridge") in new
+assert {each.name: each.bridge for each in now.links if each.bridge} == {"veth1": "cni0"}, now.links
 for each in new:
     network.remove(each)
     network.remove(each)

@@ -14,11 +14,14 @@ from agent.model.network import Chains, Leftover, Network
 
 NAMES = re.compile(
     r"(kube-|flannel|cilium|weave|vethwe|antrea|(genev|vxlan)_sys_|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
-    r"((cni|cbr)[0-9]+|veth[0-9a-f]{8}|tunl0|ip6tnl0|cali[0-9a-f]+|vxlan(-v6)?\.calico|vxlan-6784|"
+    r"((cni|cbr)[0-9]+|tunl0|ip6tnl0|cali[0-9a-f]+|vxlan(-v6)?\.calico|vxlan-6784|"
     r"lxc([0-9a-f]+|_.*))$"
 )
 """Names, or beginnings of names, of the interfaces that CNI plugins and kube-proxy make. The bridges of LXC and Podman
 (lxcbr0, cni-podman0) do not match, nor do names that administrators choose, such as vxlan100."""
+PORTS = re.compile(r"veth[0-9a-f]{8}$")
+"""Names that CNI plugins give to their pods' interfaces, but Incus and LXD to their instances' interfaces, too. The
+kernel removes such an interface with its pod, so it stays unless it is a port of a node's bridge."""
 RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
 """Names of chains that the record of the network as it was found has, whichever release made it."""
 PROTOCOLS = (0, 3, 12)
@@ -44,6 +47,8 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     """Return what was added after the network was found, divided into what to remove and what to keep."""
     links = [each for each in now.links if each not in found.links]
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]
+    bridges = {each.name for each in node_links}
+    node_links += [each for each in links if each.kind and PORTS.match(each.name) and each.bridge in bridges]
     node_devices = {each.name for each in node_links}
     routes = [each for each in now.routes if each not in found.routes]
     # Leave out routes on new interfaces: those on a node's interface disappear with it, and others are not a node's.

@@ -26,7 +26,7 @@ def test_nothing_new_is_nothing_left() -> None:
 
 
 def test_what_pods_networking_made_is_removed_rules_first_links_last() -> None:
-    bridge, veth = Link("cni0", "bridge"), Link("veth0a1b2c3d", "veth")
+    bridge, veth = Link("cni0", "bridge"), Link("veth0a1b2c3d", "veth", "cni0")
     over_gateway = Route(AF_INET, 254, 1, "10.244.3.0/24", "192.0.2.7", "eth0", BOOT, 0)
     blackhole = Route(AF_INET, 254, 6, "10.244.9.0/26", "", "", BIRD, 0)
     on_bridge = Route(AF_INET, 254, 1, "10.9.0.0/24", "", "cni0", BOOT, 0)
@@ -62,6 +62,9 @@ OTHERS = (
     Link("vxlan", "bridge"),
     Link("calibration", "bridge"),
     Link("gw0", "bridge"),
+    Link("veth0a1b2c3d", "veth", "incusbr0"),
+    Link("veth0a1b2c3e", "veth"),
+    Link("incusbr0", "bridge"),
 )
 NODES = (
     Link("lxc0a1b2c3d4e5f", "veth"),
@@ -80,7 +83,7 @@ NODES = (
 )
 
 
-def test_interfaces_of_lxc_podman_and_administrators_only_resemble_a_nodes() -> None:
+def test_interfaces_of_lxc_incus_podman_and_administrators_only_resemble_a_nodes() -> None:
     """Their containers or networks would lose them."""
     assert leftovers(FOUND, plus(*OTHERS)).remove == ()
     assert set(leftovers(FOUND, plus(*OTHERS)).keep) == {*OTHERS}
