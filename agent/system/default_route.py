@@ -1,5 +1,6 @@
 """Finds the host's address on its default route, by netlink. Raises OSError."""
 
+import errno
 import socket
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,22 @@ def default_address() -> str:
         "the host has no default route with an address, so the node's address is unknown",
         "set node.kubelet.node_ip, or configure the host's network",
     )
+
+
+def has_address(address: str) -> bool:
+    """Return whether an address is one of this host's, without the netlink library, which takes long to load.
+
+    With net.ipv4.ip_nonlocal_bind = 1, every address counts as the host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        try:
+            found.bind((address, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+    return True
 
 
 def _is_main(route: "nlmsg") -> bool:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 ADDRESS = "from agent.system.default_route import default_address; print(default_address())"
+HAS = "from agent.system.default_route import has_address; print(*map(has_address, %r))"
 LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
 
 pytestmark = [
@@ -16,10 +17,10 @@ pytestmark = [
 ]
 
 
-def found(script: str) -> subprocess.CompletedProcess[str]:
+def found(script: str, program: str = ADDRESS) -> subprocess.CompletedProcess[str]:
     """Set up a new network namespace, and print the address in it."""
     whole = f'{script}exec "$0" -c "$1"'
-    argv = ["unshare", "--net", "sh", "-ec", whole, sys.executable, ADDRESS]
+    argv = ["unshare", "--net", "sh", "-ec", whole, sys.executable, program]
     return subprocess.run(argv, capture_output=True, text=True)
 
 
@@ -91,3 +92,9 @@ def test_a_route_of_another_table_does_not_count() -> None:
 )
 def test_a_route_that_forbids_everything_does_not_count(script: str) -> None:
     assert "the host has no default route with an address" in found(LINK + script).stderr
+
+
+def test_whether_the_host_has_an_address() -> None:
+    script = "ip addr add 10.1.2.3/24 dev eth0; ip addr add fd00::3/64 dev eth0 nodad; "
+    result = found(f"{LINK}{script}", HAS % (["10.1.2.3", "10.1.2.4", "fd00::3", "fd00::4"],))
+    assert result.stdout.split() == ["True", "False", "True", "False"], result.stderr

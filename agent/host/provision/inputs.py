@@ -11,7 +11,7 @@ from agent.host.provision.kubelet_files import CA_FILE, NETWORK_WANTED, NodeInpu
 from agent.host.provision.record import NodeRecord
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, ConfigError
-from agent.system.default_route import default_address
+from agent.system.default_route import default_address, has_address
 from agent.system.files import System
 
 HOST_NAME = "/proc/sys/kernel/hostname"
@@ -46,7 +46,14 @@ def node_inputs(
     )
 
 
-def changed_inputs(record: NodeRecord, machine: str, config: Config, system: System) -> tuple[str, ...]:
+def changed_inputs(
+    record: NodeRecord,
+    machine: str,
+    config: Config,
+    system: System,
+    address: Callable[[], str] = default_address,
+    has_address: Callable[[str], bool] = has_address,
+) -> tuple[str, ...]:
     """Return in words which of a node's inputs have changed since `up` made it. Settings are not compared here.
 
     An input that cannot be observed now is left out.
@@ -63,6 +70,11 @@ def changed_inputs(record: NodeRecord, machine: str, config: Config, system: Sys
             changed.append(f"the host's name, now {name}")
     if own_network(settings.nspawn) != (NETWORK_WANTED in record.files):
         changed.append("whether the machine is on the host's network")
+    elif record.address and not node.kubelet.node_ip:
+        # An address that the host still has is no change, even if the default route now has another one.
+        with suppress(AgentError, OSError):
+            if not has_address(record.address):
+                changed.append(f"the host's address, now {address()}")
     return tuple(changed)
 
 

@@ -8,6 +8,7 @@ from msgspec import to_builtins
 
 from agent.config.node import NodeSettings
 from agent.host.provision.durable import Durable
+from agent.host.provision.kubelet_files import NodeInputs
 from agent.model.digest import sha256
 from agent.model.facts import Seen
 from agent.model.node import NodeBinary, NodeFile, NodeImage
@@ -53,6 +54,8 @@ class NodeRecord:
     born: int = 0
     """When the root directory was made, in nanoseconds since the epoch; 0 if unknown. The inode number alone proves
     nothing: once a directory is removed, a new one may get its number."""
+    address: str = ""
+    """The host's address that the kubelet uses; empty if the settings name one, or if the kubelet finds its own."""
 
     def is_of(self, inode: Seen[int], born: int) -> bool:
         """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
@@ -69,17 +72,22 @@ def record_paths(machine: str) -> tuple[str, str]:
 
 
 def make_record(
-    settings: NodeSettings, node: str, image: NodeImage, binaries: Iterable[NodeBinary], files: Iterable[NodeFile]
+    settings: NodeSettings,
+    inputs: NodeInputs,
+    image: NodeImage,
+    binaries: Iterable[NodeBinary],
+    files: Iterable[NodeFile],
 ) -> NodeRecord:
     """Return the record of a root file system. Inode and time are added when the root file system is complete."""
     return NodeRecord(
-        node=node,
+        node=inputs.name,
         image=image,
         inode=0,
         binaries={each.path: each.sha256 for each in binaries},
         files={each.path: sha256(each.content) for each in files},
         settings=settings_of_root(settings),
         made=0.0,
+        address="" if settings.kubelet.node_ip else inputs.address,
     )
 
 

@@ -127,7 +127,7 @@ class Provisioner(Struct, frozen=True):
         inputs = replace(node_inputs(node.machine, self.config, self.system), labels=node.labels)
         files = node_files(node.machine, node.settings, inputs)
         binaries = wanted_binaries(node.settings, node.image.architecture)
-        record = make_record(node.settings, inputs.name, node.image, binaries, files)
+        record = make_record(node.settings, inputs, node.image, binaries, files)
         goal = RootGoal(node.image, binaries, files, record, node.settings.bootstrap_token)
         steps = plan_root(goal, node.facts)
         tools = self._tools(node.settings)

@@ -40,6 +40,7 @@ from tests.fakes.node_settings import CA, node_settings
 PAIRS = 5
 LOCAL = "127.0.0.1"
 MODULE = "integration.bed.measure.bench_join"
+INPUTS = NodeInputs("node", "192.0.2.10", CA)
 BARE = r"""
 set -euo pipefail
 cd "$1"
@@ -79,7 +80,7 @@ def measure_join(pairs: int = PAIRS) -> Measures:
 
 
 def _files() -> tuple[NodeFile, ...]:
-    return node_files(MACHINE, node_settings(), NodeInputs("node", "192.0.2.10", CA))
+    return node_files(MACHINE, node_settings(), INPUTS)
 
 
 def _seconds(argv: list[process.Argument], directory: Path, registry: Registry, mirror: Mirror) -> float:
@@ -117,7 +118,7 @@ def up(directory: str, image: str, url: str) -> None:
     unpacked, staged = staged_root(MACHINE, found.digest), staged_root(MACHINE, "filled")
     tools = Tools(host, HostNetwork(), settings)
     run_together((StageRoot(found, unpacked), FetchBinaries(programs)), tools, _quiet)
-    record = make_record(node_settings(), "node", found, programs, files)
+    record = make_record(node_settings(), INPUTS, found, programs, files)
     run((FillRoot(unpacked, staged, programs, files), PublishRoot(MACHINE, staged, record)), tools, _quiet)
 
 

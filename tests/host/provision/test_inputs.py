@@ -1,12 +1,15 @@
 """What a node's files contain that is not in its settings."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from agent.host.provision.inputs import HOST_NAME, node_inputs, node_names
+from agent.host.provision.inputs import HOST_NAME, changed_inputs, node_inputs, node_names
 from agent.host.provision.kubelet_files import NodeInputs
-from agent.model.errors import ConfigError
+from agent.host.provision.record import make_record
+from agent.model.errors import ConfigError, ObservationError
+from agent.model.node import NodeImage
 from tests.fakes.host import Host
 from tests.fakes.node_settings import CA, CA_FILE, config
 
@@ -90,3 +93,22 @@ def test_another_machines_name_that_is_too_long_keeps_no_node(ready: Host) -> No
 def test_a_name_may_not_be_the_hosts_by_chance(ready: Host) -> None:
     with pytest.raises(ConfigError, match="machines a and b would both be the node gpu-host"):
         node_names(config(a={}, b={"name": "gpu-host.example.com"}), ready)
+
+
+def test_another_address_of_the_host_is_noticed(ready: Host) -> None:
+    """From DHCP, for example. The kubelet's command line has the old one, and its Node keeps that."""
+
+    def changed(*, has: bool, address: Callable[[], str] = lambda: "10.0.0.8", **settings: Any) -> tuple[str, ...]:  # noqa: ANN401
+        wanted = config(a=settings)
+        return changed_inputs(record, "a", wanted, ready, address, lambda _: has)
+
+    def unknown() -> str:
+        raise ObservationError("no default route")
+
+    made = config(a={}).machines["a"].node
+    assert made
+    record = make_record(made, inputs(ready), NodeImage("image", "digest", "amd64", 1), (), ())
+    assert changed(has=False) == ("the host's address, now 10.0.0.8",)
+    assert changed(has=True) == (), "the default route has another address, but the kubelet's is still there"
+    assert changed(has=False, address=unknown) == (), "a host without a network has no new address"
+    assert changed(has=False, kubelet={"node_ip": "10.0.0.9"}) == (), "that setting is reported itself"
