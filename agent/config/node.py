@@ -171,7 +171,8 @@ class HostNodeSettings(Table, frozen=True, kw_only=True):
     kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter", "nf_conntrack"])
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
-    """Whether swap is turned off, as the kubelet requires by default."""
+    """Whether swap is turned off, as the kubelet requires by default. `"keep"` leaves swap as it is: after an `up` that
+    has turned it off, the next one says how to turn it on again."""
 
 
 class NodeSettings(Table, frozen=True, kw_only=True):

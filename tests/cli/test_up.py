@@ -14,6 +14,7 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
+from agent.host.provision.host_goal import NO_SWAP
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.errors import AgentError, ConfigError
 from agent.model.network import Link
@@ -43,7 +44,7 @@ def host(tmp_path: Path) -> NodeHost:
     return node_host(tmp_path / "host")
 
 
-def run(host: NodeHost, *, rebuild: bool = False, for_programs: bool = False, **node: object) -> int:
+def run(host: NodeHost, /, *, rebuild: bool = False, for_programs: bool = False, **node: object) -> int:
     agent = node_reconciler(host, **node)
     return up(agent, MACHINE, rebuild=rebuild, for_programs=for_programs, network=host.network, ask=host.ask)
 
@@ -327,6 +328,32 @@ def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: pytes
     assert "other settings" not in capsys.readouterr().err, "what cannot be known is not reported"
 
 
+def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kubelet was made to refuse it, and no boot of the host turns it on."""
+    kept = {"swap": "keep"}
+    assert run(host) == 0
+    assert run(host, host=kept) == 0
+    printed = capsys.readouterr().err
+    assert "was made with other settings: host.swap; run `unbounded-agent up --rebuild" in printed
+    assert "swap stays off" not in printed, "with swap, the kubelet would not start any more"
+    assert run(host, rebuild=True, host=kept) == 0
+    assert json.loads(host.read(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json"))["failSwapOn"] is False
+    capsys.readouterr()
+    assert run(host, host=kept) == 0
+    printed = capsys.readouterr().err
+    assert "other settings" not in printed
+    assert "swap stays off" in printed
+    assert f"run `rm {NO_SWAP} && systemctl daemon-reload && systemctl start swap.target`" in printed
+    host.remove(NO_SWAP)
+    host.tools(("swapon", "/dev/sda2"), 1)
+    assert run(host, host=kept) == 0
+    assert capsys.readouterr().err == ""
+    before = tree(host)
+    assert undo(host) == 0
+    assert host.read("/proc/swaps") == before["proc/swaps"]
+    assert not host.exists(AS_FOUND[0])
+
+
 def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     """The machine asks for an address, and its kubelet has the host's or none, by files in its root."""
     assert run(host) == 0
@@ -345,7 +372,7 @@ def test_a_record_of_an_older_release_lacks_newer_settings(host: NodeHost, capsy
     assert run(host, binaries=binaries) == 0
     record = NODE_RECORDS.read(record_paths(MACHINE), host)
     assert isinstance(record, NodeRecord)
-    older = {key: value for key, value in record.settings.items() if not key.endswith("_version")}
+    older = {key: value for key, value in record.settings.items() if not key.endswith(("_version", "swap"))}
     NODE_RECORDS.write(record_paths(MACHINE), dataclasses.replace(record, settings=older), host)
     assert run(host, binaries=binaries) == 0
     assert "was made with other settings" not in capsys.readouterr().err

@@ -208,7 +208,7 @@ def node_host(tree: Path) -> NodeHost:
     return host
 
 
-def node_reconciler(host: NodeHost, **node: object) -> Reconciler:
+def node_reconciler(host: NodeHost, /, **node: object) -> Reconciler:
     """Return a reconciler with one machine that is a node."""
     settings = {
         "server": SERVER,

@@ -29,6 +29,8 @@ OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_tain
 """Settings that a kubelet applies only when it registers a new Node (--node-labels in kubelet(1))."""
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
+SWAP = "host.swap"
+"""The only setting of the host that the root file system depends on, too: the kubelet's failSwapOn follows it."""
 UNSET = json.dumps("")
 """The value of settings that the record of an older release does not have. So the default of a new setting must be an
 empty string."""
@@ -94,13 +96,18 @@ def make_record(
 def settings_of_root(settings: NodeSettings) -> dict[str, str]:
     """Return the settings that the root file system depends on, as JSON by key."""
     flat = dict(_flat("", to_builtins(settings)))
-    return {key: value for key, value in flat.items() if key not in NOT_IN_ROOT and not key.startswith(HOST_SETTINGS)}
+    for key in flat.keys() - {SWAP}:
+        if key in NOT_IN_ROOT or key.startswith(HOST_SETTINGS):
+            del flat[key]
+    return flat
 
 
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
     """Return the keys of settings that differ from those that the node was made with."""
     wanted, made = settings_of_root(settings), record.settings
-    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key, UNSET) != made.get(key, UNSET)))
+    # Records of earlier releases lack SWAP, so what such a node was made with is unknown.
+    keys = {*wanted, *made} - ({SWAP} - made.keys())
+    return tuple(sorted(key for key in keys if wanted.get(key, UNSET) != made.get(key, UNSET)))
 
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Makes the nodes of the configuration: first checks everything that could prevent that, then runs the steps."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -20,14 +20,15 @@ from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
-from agent.host.provision.inputs import changed_inputs, node_inputs
+from agent.host.provision.inputs import node_inputs
 from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, RootGoal, must_make_root, plan_boot, plan_host, plan_root
 from agent.host.provision.preflight import Asking, Check, checked
-from agent.host.provision.record import OF_REGISTRATION, NodeRecord, changed_settings, make_record
+from agent.host.provision.record import make_record
 from agent.host.provision.refusals import refusals
+from agent.host.provision.remarks import node_remark, swap_remark
 from agent.host.provision.secrets import read_token
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, evaluate
@@ -56,7 +57,6 @@ class NodeWork(Struct, frozen=True):
     image: NodeImage | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """The Node's labels for its GPUs."""
-    remarks: tuple[str, ...] = ()
 
 
 class Work(Struct, frozen=True):
@@ -69,6 +69,8 @@ class Work(Struct, frozen=True):
     host: tuple[Action, ...]
     """Steps that change the host's settings."""
     nodes: tuple[NodeWork, ...]
+    remarks: tuple[str, ...]
+    """What the user should know about nodes that exist already, and about the host."""
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -79,10 +81,6 @@ class Work(Struct, frozen=True):
         """Whether nothing has to be made or changed, apart from bootstrap tokens."""
         made = all(not node.make and all(node.facts.enabled.values()) for node in self.nodes)
         return made and not self.record and not self.host
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return tuple(remark for node in self.nodes for remark in node.remarks)
 
 
 class Provisioner(Struct, frozen=True):
@@ -115,7 +113,11 @@ class Provisioner(Struct, frozen=True):
         steps = () if isinstance(steps, Problem) else steps
         record = tuple(each for each in steps if isinstance(each, RecordHost))
         change = tuple(each for each in steps if each not in record)
-        return Work((*checks, *(check for node in nodes for check in node.checks)), record, change, nodes)
+        checks += [check for node in nodes for check in node.checks]
+        made = [node.facts for node in nodes if not node.make and must_make_root(node.facts) is False]
+        remarks = [node_remark(each, self.config, self.system) for each in made]
+        remarks.append(swap_remark(made, host.found, self.config, self.system))
+        return Work(tuple(checks), record, change, nodes, tuple(filter(None, remarks)))
 
     def run(self, steps: tuple[Action, ...]) -> None:
         """Run steps for the host. Raises AgentError for one that fails."""
@@ -162,8 +164,8 @@ class Provisioner(Struct, frozen=True):
         if make:
             return self._with_checks(work, facts, planned)
         if found.unjoined and settings.bootstrap_token:
-            work = self._with_token_checks(work)
-        return replace(work, remarks=tuple(self._remarks(work)))
+            return self._with_token_checks(work)
+        return work
 
     def _with_checks(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
         """Run the checks for a node whose root file system has to be made."""
@@ -202,17 +204,6 @@ class Provisioner(Struct, frozen=True):
     def _server_checks(self, work: NodeWork) -> list[Check]:
         checks = preflight.check_server(work.settings, self.system, self.ask)
         return [replace(check, machine=work.machine) for check in checks]
-
-    def _remarks(self, work: NodeWork) -> Iterator[str]:
-        record = work.facts.record
-        if not isinstance(record, NodeRecord):
-            return
-        others = changed_inputs(record, work.machine, self.config, self.system)
-        if changed := (*changed_settings(record, work.settings), *others):
-            again = f"run `unbounded-agent up --rebuild {work.machine}`"
-            if not set(OF_REGISTRATION).isdisjoint(changed):
-                again += f", after `kubectl delete node {record.node}`: an existing Node keeps its labels and taints"
-            yield f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
 
     def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:
         found = observe_found(self.system)

@@ -1,0 +1,47 @@
+"""Says what a change of the configuration or of the host does not change in a node that exists already."""
+
+from collections.abc import Iterable
+
+from agent.config.settings import Config
+from agent.host.provision.host_goal import NO_SWAP, host_goal
+from agent.host.provision.inputs import changed_inputs
+from agent.host.provision.observe import NodeFacts
+from agent.host.provision.record import OF_REGISTRATION, SWAP, NodeRecord, changed_settings
+from agent.model.as_found import AsFound
+from agent.model.facts import Seen
+from agent.system.files import System
+
+
+def node_remark(node: NodeFacts, config: Config, system: System) -> str:
+    """Return what differs from what a node was made with, and what to do; empty if nothing does."""
+    changed = (*_changed(node, config), *_changed_inputs(node, config, system))
+    if not changed or not isinstance(node.record, NodeRecord):
+        return ""
+    name, again = node.record.node, f"run `unbounded-agent up --rebuild {node.machine}`"
+    if not set(OF_REGISTRATION).isdisjoint(changed):
+        again += f", after `kubectl delete node {name}`: an existing Node keeps its labels and taints"
+    return f"node {name} was made with other settings: {', '.join(changed)}; {again}"
+
+
+def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config, system: System) -> str:
+    """Return that swap stays off, and how to turn it on, if it should be kept and an earlier `up` has turned it off.
+
+    Return an empty string otherwise, and while the kubelet of a node would refuse swap: `node_remark` says that.
+    """
+    files = found.host.files if isinstance(found, AsFound) else {}
+    ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)
+    if not ours or host_goal(config).swap_off or any(SWAP in _changed(node, config) for node in nodes):
+        return ""
+    return (
+        f'host.swap is "keep", but swap stays off, as an earlier `up` left it: to use it again, run `rm {NO_SWAP} && '
+        "systemctl daemon-reload && systemctl start swap.target`"
+    )
+
+
+def _changed(node: NodeFacts, config: Config) -> tuple[str, ...]:
+    settings = config.machines[node.machine].node
+    return changed_settings(node.record, settings) if settings and isinstance(node.record, NodeRecord) else ()
+
+
+def _changed_inputs(node: NodeFacts, config: Config, system: System) -> tuple[str, ...]:
+    return changed_inputs(node.record, node.machine, config, system) if isinstance(node.record, NodeRecord) else ()
