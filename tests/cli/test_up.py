@@ -472,6 +472,34 @@ def test_reset_of_what_is_no_machines_name(host: NodeHost, name: str) -> None:
     assert "remove" not in str(caught.value)
 
 
+def test_reset_ends_even_if_a_swap_or_parameter_no_longer_exists(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A swap file that was removed, for example, and a parameter that a newer kernel lacks."""
+    host.file("/proc/sys/vm/old", "7\n")
+    assert run(host, host={"sysctls": {"vm.old": "8"}}) == 0
+    host.remove_file("/dev/sda2")
+    host.remove_file("/proc/sys/vm/old")
+    calls = len(host.runner.calls)
+    assert undo(host) == 0
+    assert "swapon" not in {argv[0] for argv in host.runner.calls[calls:]}
+    printed = capsys.readouterr()
+    assert "note: /dev/sda2 was used as swap and no longer exists" in printed.err
+    assert "note: the kernel no longer has the parameter vm.old, which was 7" in printed.err
+    assert "the host is as it was found" in printed.out
+    assert not host.exists(AS_FOUND[0])
+
+
+def test_reset_leaves_swap_alone_that_up_never_turned_off(host: NodeHost) -> None:
+    """The administrator may have turned it off since."""
+    assert run(host, host={"swap": "keep"}) == 0
+    host.tools(("swapoff", "/dev/sda2"), 1)
+    calls = len(host.runner.calls)
+    assert undo(host) == 0
+    assert "swapon" not in {argv[0] for argv in host.runner.calls[calls:]}
+    assert not host.exists(AS_FOUND[0])
+
+
 def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(host) == 0
     host.write(node_record("other"), host.read(node_record(MACHINE)))

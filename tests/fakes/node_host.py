@@ -196,6 +196,7 @@ def node_host(tree: Path) -> NodeHost:
     host.file("/proc/sys/kernel/hostname", f"{NODE}\n")
     host.file("/proc/sys/kernel/osrelease", "6.12.0\n")
     host.file("/proc/swaps", SWAPS)
+    host.file("/dev/sda2")
     host.file("/etc/resolv.conf", "nameserver 192.0.2.53\n")
     host.file("/proc/meminfo", "MemTotal:       16000000 kB\n")
     host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n")

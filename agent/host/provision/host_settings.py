@@ -1,10 +1,11 @@
 """Observes the host's settings that nodes need, changes them, and sets them back. Raises OSError or an AgentError."""
 
+import dataclasses
 import posixpath
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from agent.host.provision.host_goal import host_problems, is_ours, needs_writing, same_value, sysctl_path
+from agent.host.provision.host_goal import NO_SWAP, host_problems, is_ours, needs_writing, same_value, sysctl_path
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import FoundFile, HostSettings, HostState, Swap
 from agent.model.typed_json import Base64
@@ -55,6 +56,20 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
         _set_sysctl(name, value, system)
     for swap in before.swaps if goal.swap_off else ():
         system.run("swapoff", swap.path, timeout=SWAP_LIMIT)
+
+
+def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, ...]]:
+    """Return what of the found state `reset` restores, and what it cannot restore, one sentence each.
+
+    A swap or parameter that no longer exists cannot be restored. If no `up` has turned swap off, swap needs nothing.
+    """
+    lost = {name for name, value in found.sysctls.items() if value is not None and _sysctl(name, system) is None}
+    swaps = found.swaps if NO_SWAP in found.files else ()
+    kept = tuple(swap for swap in swaps if system.exists(swap.path))
+    sentences = [f"the kernel no longer has the parameter {name}, which was {found.sysctls[name]}" for name in lost]
+    sentences += [f"{swap.path} was used as swap and no longer exists" for swap in swaps if swap not in kept]
+    sysctls = {name: value for name, value in found.sysctls.items() if name not in lost}
+    return dataclasses.replace(found, sysctls=sysctls, swaps=kept), tuple(sorted(sentences))
 
 
 def undo_host(found: HostState, system: System) -> None:
@@ -155,7 +170,12 @@ def _swaps(system: System) -> Iterator[Swap]:
 
 def _swap_on(swap: Swap, system: System) -> None:
     priority = ("--priority", str(swap.priority)) if swap.priority >= 0 else ()
-    system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
+    try:
+        system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
+    except CommandError as error:
+        # zram, for example, is set up by its own unit, which swap.target starts. swap.target is no longer masked.
+        hint = "turn it on with `systemctl start swap.target`"
+        raise ApplyError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
 
 
 def _file(path: str, system: System) -> FoundFile | None:

@@ -1,5 +1,6 @@
 """Removes a node from the host, and with the last node restores the host as it was found before the first one."""
 
+import dataclasses
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -9,7 +10,7 @@ from agent.host.provision.actions import Action, RemoveDriverRoots
 from agent.host.provision.apply import Progress, Tools, run
 from agent.host.provision.chains import observe_network
 from agent.host.provision.differences import since_found
-from agent.host.provision.host_settings import observe_host
+from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.leftovers import Leftovers, leftovers
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, plan_forgetting, plan_removal, plan_restoration, plan_tidying
@@ -36,7 +37,7 @@ class Ending(Struct, frozen=True):
     differences: tuple[str, ...]
     """What still differs from the host as it was found."""
     remarks: tuple[str, ...]
-    """What is new on the host, and may belong to somebody else."""
+    """What is new on the host and may belong to somebody else, and what can no longer be restored."""
     others: tuple[str, ...] = ()
     """Other nodes of the host, for which it keeps its settings."""
 
@@ -95,6 +96,8 @@ class Reset(Struct, frozen=True):
     def _host(self) -> HostFacts:
         """Return the host's facts without its network: only `up` needs that here, and `_leftovers` observes it."""
         found = observe_found(self.system)
+        if isinstance(found, AsFound):
+            found = dataclasses.replace(found, host=restorable(found.host, self.system)[0])
         others = tuple(name for name in made_nodes(self.system) if name != self.machine)
         if not isinstance(found, AsFound):
             return HostFacts(NO_STATE, {}, Network(), found, others)
@@ -114,13 +117,14 @@ class Reset(Struct, frozen=True):
         host = self._host()
         if host.others or isinstance(host.found, Absent):
             return (), ()
-        found, left = host.found, self._leftovers()
+        found, left, recorded = host.found, self._leftovers(), observe_found(self.system)
         assert isinstance(found, AsFound), "`run` has checked the record"
+        assert isinstance(recorded, AsFound), "it is the same record"
         units = [f"{unit} is enabled" for unit, on in host.units.items() if on and found.units.get(unit) is False]
         differences = [*since_found(found.host, host.state), *units]
         differences += [f"{each.describe()} is there again" for each in left.remove]
-        kept = tuple(f"{each.describe()} is new; remove it if the node made it" for each in left.keep)
-        return tuple(differences), kept
+        kept = [f"{each.describe()} is new; remove it if the node made it" for each in left.keep]
+        return tuple(differences), (*restorable(recorded.host, self.system)[1], *kept)
 
 
 def _goal_of(found: HostState) -> HostSettings:
