@@ -1,18 +1,21 @@
 """Waits until API servers answer, and until machines have reported and, if they are nodes, have joined the cluster."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agent.cli.output import started_and_stopped
+from agent.host.apply.bootstrap_token import give_token
 from agent.host.observe.joined import observe_joined
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.provision.preflight import Asking, Check, check_server
+from agent.host.provision.secrets import read_token
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Status
+from agent.model.errors import ApplyError
 from agent.model.paths import machine_unit, token_file
 from agent.model.reasons import Reason
 from agent.system.https import ask
@@ -21,6 +24,8 @@ JOIN_LIMIT = 300.0
 """Seconds to wait for machines to boot, report and join, in addition to their longest driver_wait."""
 SERVER_LIMIT = 900.0
 """Seconds to wait for an API server that does not answer. Often a cluster and its nodes are made at the same time."""
+REJOIN_WAIT = 60.0
+"""Seconds after which a node that had joined before gets a bootstrap token again. A sound one joins sooner."""
 SERVER_POLL = 5.0
 """Seconds between two requests to an API server."""
 POLL = 0.5
@@ -148,6 +153,7 @@ class Watch(Struct, frozen=True):
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
         last_sentence, failing, servers = "", frozenset[str](), _Servers(self.reconciler, self.ask)
+        tokens = _NewTokens(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile()
@@ -165,8 +171,10 @@ class Watch(Struct, frozen=True):
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(
-                    _timed_out(name, why, problems.get(name), now - began) for name, why in waiting.items()
+                    _timed_out(name, why, problems.get(name), now - began, tokens.refused.get(name, ""))
+                    for name, why in waiting.items()
                 )
+            tokens.offer(name for name, problem in problems.items() if problem is None)
             sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
             if sentence != last_sentence:
                 self.reconciler.progress(sentence)
@@ -208,10 +216,49 @@ class _Servers(Struct):
         """Return the failed check that keeps a machine from joining; None if this host sees none."""
         node, now = self.reconciler.config.machines[name].node, time.monotonic()
         if node and now - self.asked_at.get(name, now - SERVER_POLL) >= SERVER_POLL:
-            checks = check_server(node, self.reconciler.system, self.ask)
+            system = self.reconciler.system
+            # A node that has joined before has no token left, and rarely needs one: see _NewTokens.
+            checks = check_server(node, system, self.ask, with_token=system.exists(token_file(name)))
             self.asked_at[name] = now
             self.problems[name] = next((check for check in checks if not check.passed), None)
         return self.problems.get(name)
+
+
+class _NewTokens(Struct):
+    """Gives bootstrap tokens to nodes that had joined before, because their kubelets' certificates may have expired.
+
+    A kubelet uses the token only then (LoadClientConfig in pkg/kubelet/certificate/bootstrap).
+    """
+
+    reconciler: Reconciler
+    ask: Asking
+    since: dict[str, float] = field(default_factory=dict)
+    """Since when nodes have not joined, although this host sees no reason."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why nodes got no token, in words; empty for a node that got one, or needs none."""
+
+    def offer(self, names: Iterable[str]) -> None:
+        """Give a token to each of these nodes that has waited for REJOIN_WAIT seconds; once. Raises AgentError."""
+        now = time.monotonic()
+        self.since = {name: self.since.get(name, now) for name in names}
+        for name, since in self.since.items():
+            if now - since > REJOIN_WAIT and name not in self.refused:
+                self.refused[name] = self._give(name)
+
+    def _give(self, name: str) -> str:
+        node, system = self.reconciler.config.machines[name].node, self.reconciler.system
+        if not node or not node.bootstrap_token or system.exists(token_file(name)):
+            return ""
+        if failed := next((each for each in check_server(node, system, self.ask) if not each.passed), None):
+            why = f"{failed.message} ({failed.advice})"
+            return f"if its certificate has expired, it needs a valid bootstrap token: {why}"
+        what = f"give machine {name} the bootstrap token of {node.bootstrap_token} again"
+        self.reconciler.progress(f"{what}, in case its kubelet's certificate has expired")
+        try:
+            give_token(name, read_token(node.bootstrap_token, system), system)
+        except OSError as error:
+            raise ApplyError(f"cannot {what}: {error.strerror}") from error
+        return ""
 
 
 def _progress(name: str, why: str, problem: Check | None) -> str:
@@ -220,10 +267,11 @@ def _progress(name: str, why: str, problem: Check | None) -> str:
     return f"{name}: waiting: {why}: {problem.message} ({LIMIT_NOTE if problem.late else problem.advice})"
 
 
-def _timed_out(name: str, why: str, problem: Check | None, waited: float) -> str:
+def _timed_out(name: str, why: str, problem: Check | None, waited: float, no_token: str) -> str:
     what = f"machine {name} was not ready within {waited:.0f} s: {why}"
     if problem is None and why == NOT_JOINED:
-        return f"{what} (see `journalctl -M {name} -u kubelet`, then run `unbounded-agent up {name}` again)"
+        again = no_token or f"then run `unbounded-agent up {name}` again"
+        return f"{what} (see `journalctl -M {name} -u kubelet`; {again})"
     if problem is None:
         return f"{what} (see `unbounded-agent doctor`, then run the same command again)"
     if problem.late:

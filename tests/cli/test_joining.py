@@ -185,6 +185,64 @@ def test_a_node_that_has_joined_needs_no_token(host: NodeHost, clock: Clock) -> 
     assert host.exists(joined_file(MACHINE)), "the machine was not started"
 
 
+def test_a_node_whose_certificate_has_expired_joins_again_with_a_new_token(
+    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was off for a year. Its kubelet then uses a bootstrap token again, but the host had removed the used one."""
+    assert run(host, clock) == 0
+    inode = host.link_inode(machine_root(MACHINE))
+    clock.accepted = {OTHER}
+    host.tools(("systemctl", "stop", UNITS[0]), 1)
+    host.remove(joined_file(MACHINE))
+    capsys.readouterr()
+    assert run(host, clock) == 1
+    printed = capsys.readouterr().err
+    assert "if its certificate has expired, it needs a valid bootstrap token: the API server does not accept" in printed
+    assert printed.count("does not accept") == 1, "most nodes that start need no token"
+    assert f"write it to {TOKEN_FILE}, then run `unbounded-agent up` again" in printed
+    write_token(host, OTHER)
+    assert run(host, clock) == 0
+    assert f"give machine {MACHINE} the bootstrap token of {TOKEN_FILE} again" in capsys.readouterr().err
+    assert host.link_inode(machine_root(MACHINE)) == inode
+    assert not host.exists(token_file(MACHINE))
+
+
+def test_a_node_that_starts_within_a_minute_gets_no_token(
+    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(host, clock) == 0
+    host.remove(joined_file(MACHINE))
+    given: list[str | None] = []
+
+    def sleep(seconds: float) -> None:
+        given.append(clock.given())
+        clock.now += 20.0
+        if len(given) == 3:
+            host.write(joined_file(MACHINE), NODE.encode())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "sleep", sleep)
+        assert run(host, clock) == 0
+    assert given == [None] * 3
+
+
+def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHost, clock: Clock) -> None:
+    assert run(host, clock) == 0
+    host.remove(joined_file(MACHINE))
+    host.remove_file(TOKEN_FILE)
+    before = clock.passed
+    clock.answers_at = before + 600.0
+
+    def ask(url: str, **options: object) -> Answer:
+        if clock.passed >= clock.answers_at:
+            host.write(joined_file(MACHINE), NODE.encode())
+        return clock.ask(url)
+
+    agent = node_reconciler(host)
+    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert clock.passed - before > JOIN_LIMIT
+
+
 def test_a_pass_of_the_service_takes_a_used_token_back(host: NodeHost) -> None:
     """`up` may have been killed before it could."""
     give_token(MACHINE, TOKEN, host)
