@@ -16,6 +16,7 @@ from agent.cli.reset import reset_machine
 from agent.cli.up import up
 from agent.host.provision.host_goal import NO_SWAP
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.up import Provisioner
 from agent.model.errors import AgentError, ConfigError
 from agent.model.network import Link
 from agent.model.node_files import parse_node_files
@@ -352,6 +353,32 @@ def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: pytest.Capt
     assert undo(host) == 0
     assert host.read("/proc/swaps") == before["proc/swaps"]
     assert not host.exists(AS_FOUND[0])
+
+
+def test_a_renamed_table_makes_no_second_machine_of_the_same_node(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first machine runs on, and starts at each boot: its kubelet has the same name, and needs the same ports."""
+    agent = node_reconciler(host)
+    assert run(host) == 0
+    (settings,) = agent.config.machines.values()
+    host.bus.unit("systemd-nspawn@new.service", "inactive")
+    host.bus.unit("systemd-networkd.service", "active")
+    agent.config = msgspec.structs.replace(agent.config, machines={"new": settings})
+    capsys.readouterr()
+    assert up(agent, "new", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 1
+    printed = capsys.readouterr().out
+    assert f"FAILED  former nodes: new: machine {MACHINE}, which `up` made, is the node {NODE}, too" in printed
+    assert f"run `unbounded-agent reset {MACHINE}` first" in printed
+    assert settings.node
+    named = msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, name="other"))
+    agent.config = msgspec.structs.replace(agent.config, machines={"new": named})
+    assert up(agent, "new", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 1
+    assert f"machine {MACHINE}, which `up` made, is a node on the host's network, too" in capsys.readouterr().out
+    assert not host.exists(machine_root("new"))
+    own = msgspec.structs.replace(named, nspawn=msgspec.structs.replace(named.nspawn, virtual_ethernet=True))
+    agent.config = msgspec.structs.replace(agent.config, machines={"new": own})
+    assert not Provisioner(agent.config, host, host.network, ask=host.ask).work(("new",), agent.preview()[0]).failed
 
 
 def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.chains import observe_network
 from agent.host.provision.dns import check_dns
+from agent.host.provision.former_nodes import check_former_nodes
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
@@ -179,6 +180,7 @@ class Provisioner(Struct, frozen=True):
 
         checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
         checks += self._server_checks(work)
+        checks += check_former_nodes(name, self.config, self.system)
         checks += check_network(name, self.config.machines[name], self.system)
         checks += check_dns(name, self.config.machines[name], facts, self.system)
 
