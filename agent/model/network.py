@@ -5,6 +5,9 @@ from typing import TypeAlias
 
 from agent.model.text import first_of
 
+NFT = "nft"
+"""The program that lists tables of nftables."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
@@ -71,12 +74,15 @@ class Chains:
     """Chains of the packet filter that Kubernetes' programs make, in one table."""
 
     program: str
-    """The variant of iptables that lists them, such as `iptables-nft`."""
+    """The variant of iptables that lists them, such as `iptables-nft`; NFT for a whole table of nftables."""
     table: str
-    """Empty if the program could not list them."""
+    """Empty if the program could not list them. For a table of nftables, its family and its name."""
     names: tuple[str, ...]
+    """Empty for a table of nftables."""
 
     def describe(self) -> str:
+        if self.program == NFT:
+            return f"table {self.table} ({NFT})"
         return f"chain {first_of(self.names, 1)} ({self.program}, table {self.table})"
 
 
@@ -93,3 +99,5 @@ class Network:
     chains: tuple[Chains, ...] = ()
     plugin_chains: bool = False
     """Whether `chains` would have those of network plugins. Records of earlier releases have only KUBE-* and CNI-*."""
+    tables: bool = False
+    """Whether `chains` would have tables of nftables. Records of earlier releases have none."""

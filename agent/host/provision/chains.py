@@ -1,6 +1,7 @@
 """Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and network plugins make.
 
-This module runs iptables' programs for both, because only they can read their own rules in the kernel's nftables.
+This module runs iptables' programs for both, because only they can read their own rules in the kernel's nftables. With
+nft, it does the same for whole tables of those that use nftables without iptables.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from agent.model.errors import CommandError
-from agent.model.network import Chains, Network
+from agent.model.network import NFT, Chains, Network
 from agent.model.paths import CHAINS_REMOVAL
 from agent.system.files import System
 from agent.system.network import NetworkSource
@@ -21,22 +22,29 @@ only one variant, whose programs are named after the family."""
 KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-\S+|(OLD_)?CILIUM_\S+|WEAVE(-\S+)?|cali-\S+")
 """Names of chains that kube-proxy, the kubelet, CNI plugins and network plugins make."""
 CHAIN = re.compile(r":(\S+) ")
+TABLE = re.compile(r"table (ip6? (?:kube-proxy|flannel-ipv[46]|calico))")
+"""A line of `nft list tables` with a table of kube-proxy, Flannel or Calico."""
 LIMIT = 120.0
 """Seconds for one program to list or change all rules."""
 
 
 def observe_network(network: NetworkSource, system: System) -> Network:
     """Return the host's network, with Kubernetes' chains. Raises OSError."""
-    return dataclasses.replace(network.observe(), chains=observe_chains(system), plugin_chains=True)
+    return dataclasses.replace(network.observe(), chains=observe_chains(system), plugin_chains=True, tables=True)
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
     """Return Kubernetes' chains. A program that cannot list its chains gets one entry, without a table."""
-    return tuple(each for program in _programs(system) for each in _chains(program, system))
+    chains = (each for program in _programs(system) for each in _chains(program, system))
+    return (*chains, *(_tables(system) if system.find_program(NFT) else ()))
 
 
 def remove_chains(chains: Chains, system: System) -> None:
     """Remove chains, and the rules of other chains that jump to them. Raises CommandError or OSError."""
+    if chains.program == NFT:
+        if chains in _tables(system):
+            system.run(NFT, "delete", "table", *chains.table.split(), timeout=LIMIT)
+        return
     saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).split("\n")
     present = {found[1] for line in saved if (found := CHAIN.match(line))}
     names = [name for name in chains.names if name in present]
@@ -68,6 +76,17 @@ def _programs(system: System) -> Iterator[str]:
         kinds = [f"{family}-{kind}" for kind in KINDS]
         found = [program for program in kinds if system.find_program(f"{program}-save")]
         yield from found or ([family] if system.find_program(f"{family}-save") else [])
+
+
+def _tables(system: System) -> Iterator[Chains]:
+    try:
+        listed = system.run(NFT, "list", "tables", timeout=LIMIT)
+    except CommandError:
+        yield Chains(NFT, "", ())
+        return
+    for line in listed.splitlines():
+        if found := TABLE.fullmatch(line.strip()):
+            yield Chains(NFT, found[1], ())
 
 
 def _chains(program: str, system: System) -> Iterator[Chains]:

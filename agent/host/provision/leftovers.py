@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from msgspec import Struct
 
-from agent.model.network import Chains, Leftover, Network
+from agent.model.network import NFT, Chains, Leftover, Network
 
 NAMES = re.compile(
     r"(kube-|flannel|cilium|weave|vethwe|antrea|(genev|vxlan)_sys_|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
@@ -68,6 +68,10 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     chains = [each for each in now.chains if each.table and each not in found.chains]
     kept += [each for each in chains if each.program in had_chains]
     node_chains = [each for each in chains if each.program not in had_chains]
+    if not found.tables:
+        # They may have been there before.
+        kept += [each for each in node_chains if each.program == NFT]
+        node_chains = [each for each in node_chains if each.program != NFT]
     if not found.plugin_chains:
         # Those of network plugins may have been there before.
         kept += _named(node_chains, recorded=False)

@@ -109,3 +109,34 @@ def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) ->
         "COMMIT",
     ]
     assert not filtering.exists(CHAINS_REMOVAL)
+
+
+TABLES = "table ip filter\ntable ip kube-proxy\ntable ip6 kube-proxy\ntable inet kube-proxy\ntable ip docker-bridges\n"
+TABLE, TABLE_6 = Chains("nft", "ip kube-proxy", ()), Chains("nft", "ip6 kube-proxy", ())
+
+
+def test_tables_of_nftables_are_found_and_removed(host: Host) -> None:
+    """Those that kube-proxy makes in its mode `nftables`: its services would still be redirected."""
+    host.file("/usr/sbin/nft", executable=True)
+    host.command("nft", "list", "tables", stdout=TABLES)
+    host.command("nft", "delete", "table", "ip6", "kube-proxy")
+    assert observe_chains(host) == (TABLE, TABLE_6)
+    assert TABLE.describe() == "table ip kube-proxy (nft)"
+    remove_chains(TABLE_6, host)
+    host.command("nft", "list", "tables", stdout="")
+    remove_chains(TABLE, host)
+    assert host.runner.calls.count(("nft", "delete", "table", "ip6", "kube-proxy")) == 1
+
+
+def test_only_new_tables_of_nftables_are_removed(host: Host) -> None:
+    now = Network(chains=(TABLE, TABLE_6))
+    recorded = Network(plugin_chains=True, tables=True)
+    assert leftovers(recorded, now).remove == (TABLE, TABLE_6)
+    assert leftovers(Network(chains=(TABLE,), plugin_chains=True, tables=True), now).keep == (TABLE_6,)
+    for earlier in (Network(), Network(plugin_chains=True)):
+        left = leftovers(earlier, now)
+        assert (left.remove, left.keep) == ((), (TABLE, TABLE_6)), "that release did not record tables"
+    host.file("/usr/sbin/nft", executable=True)
+    host.runner.answers["nft", "list", "tables"] = Completed(1, b"", b"no kernel support")
+    unknown = Network(chains=observe_chains(host), plugin_chains=True, tables=True)
+    assert leftovers(unknown, now).keep == (TABLE, TABLE_6)
