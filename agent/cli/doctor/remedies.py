@@ -158,7 +158,10 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.GPUS_ADVERTISED, Reason.NO_KUBELET): (
         "unbounded-agent up {machine}  # or install the kubelet yourself",
     ),
-    (ConditionType.GPUS_ADVERTISED, Reason.KUBELET_DOWN): (KUBELET_LOG,),
+    (ConditionType.GPUS_ADVERTISED, Reason.KUBELET_DOWN): (
+        KUBELET_LOG,
+        "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is expired",
+    ),
     (ConditionType.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN): (
         "unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",
     ),
