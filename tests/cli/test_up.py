@@ -318,11 +318,15 @@ def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: pytes
     capsys.readouterr()
     host.file(CA_FILE, b"-----BEGIN CERTIFICATE-----\nnew\n-----END CERTIFICATE-----\n" + ca)
     assert run(host) == 0
-    assert f"node {NODE} was made with other settings: the content of ca_file; run `unb" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"node {NODE} was made with other settings: the content of ca_file; run `unb" in printed
+    assert "delete node" not in printed
     host.file(CA_FILE, ca)
     host.file("/proc/sys/kernel/hostname", "renamed\n")
     assert run(host) == 0
-    assert f"node {NODE} was made with other settings: the host's name, now renamed; run" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"node {NODE} was made with other settings: the host's name, now renamed; run" in printed
+    assert f"{MACHINE}`, then `kubectl delete node {NODE}`: it joins as another Node" in printed
     host.remove_file(CA_FILE)
     host.file("/proc/sys/kernel/hostname", "localhost\n")
     assert run(host) == 0

@@ -1,13 +1,15 @@
 """Says what a change of the configuration or of the host does not change in a node that exists already."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from agent.config.settings import Config
 from agent.host.provision.host_goal import NO_SWAP, host_goal
-from agent.host.provision.inputs import changed_inputs
+from agent.host.provision.inputs import changed_inputs, node_names
 from agent.host.provision.observe import NodeFacts
 from agent.host.provision.record import OF_REGISTRATION, SWAP, NodeRecord, changed_settings
 from agent.model.as_found import AsFound
+from agent.model.errors import AgentError
 from agent.model.facts import Seen
 from agent.system.files import System
 
@@ -20,6 +22,8 @@ def node_remark(node: NodeFacts, config: Config, system: System) -> str:
     name, again = node.record.node, f"run `unbounded-agent up --rebuild {node.machine}`"
     if not set(OF_REGISTRATION).isdisjoint(changed):
         again += f", after `kubectl delete node {name}`: an existing Node keeps its labels and taints"
+    elif _name(node.machine, config, system) not in ("", name):
+        again += f", then `kubectl delete node {name}`: it joins as another Node"
     return f"node {name} was made with other settings: {', '.join(changed)}; {again}"
 
 
@@ -36,6 +40,13 @@ def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config
         f'host.swap is "keep", but swap stays off, as an earlier `up` left it: to use it again, run `rm {NO_SWAP} && '
         "systemctl daemon-reload && systemctl start swap.target`"
     )
+
+
+def _name(machine: str, config: Config, system: System) -> str:
+    """Return the name that the Node of a machine would get now; empty if it is unknown."""
+    with suppress(AgentError, OSError):
+        return node_names(config, system)[machine]
+    return ""
 
 
 def _changed(node: NodeFacts, config: Config) -> tuple[str, ...]:
