@@ -34,7 +34,11 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (None, Reason.INTERNAL_ERROR): (SERVICE_LOG, "report the traceback as a bug"),
     (None, Reason.NO_REPORT): ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
     (None, Reason.BAD_REPORT): (SAME_RELEASE,),
-    (None, Reason.HANDOFF_PENDING): ("unbounded-agent status {machine} --wait=120", REPORT),
+    (None, Reason.HANDOFF_PENDING): (
+        "unbounded-agent status {machine} --wait=120",
+        REPORT,
+        f"{SERVICE_LOG}  # if the agent has not written it",
+    ),
     (None, Reason.REPORT_STALE): (SHELL, "systemctl restart unbounded-agent-gpu.timer unbounded-agent-gpu.service"),
     (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
     (None, Reason.MACHINE_NOT_RUNNING): ("machinectl start {machine}",),

@@ -2,7 +2,7 @@
 
 from agent.host.observe.machine_report import Report
 from agent.model.conditions import NOT_NEEDED_FOR_READY, ConditionType, Status
-from agent.model.facts import Absent, Broken, MachineFacts, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.granted import Granted
 from agent.model.paths import STATE
@@ -48,8 +48,13 @@ def names_handoff(report: Report, machine: MachineFacts, generation: str) -> boo
     return report.generation == generation
 
 
-def why_unanswered(machine: MachineFacts) -> str:
+def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> str:
     """Return the message of the conditions of a machine that has not answered."""
+    if not _published(machine, goal, facts):
+        return (
+            "the agent has not written the latest handoff yet, so the machine cannot answer it; if that lasts, "
+            "`unbounded-agent apply` writes it or says why it cannot"
+        )
     if machine.granted_age <= STALE_AFTER:
         return "the machine has not answered the latest handoff yet"
     return (
@@ -57,6 +62,13 @@ def why_unanswered(machine: MachineFacts) -> str:
         f"`journalctl -M {machine.name} -u unbounded-agent-gpu`; if {STATE} was replaced while the machine ran, the "
         f"machine still has the old directory: run `machinectl reboot {machine.name}`"
     )
+
+
+def _published(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> bool:
+    """Return whether the current handoff and the record of its grant are on disk, or one of them cannot be read."""
+    file = facts.files.get(goal.handoff_file.path)
+    found = ((machine.granted, goal.granted), (file.content if file else Absent(""), goal.handoff_file.content))
+    return any(isinstance(seen, Unseen) for seen, _ in found) or all(seen == wanted for seen, wanted in found)
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:

@@ -98,7 +98,7 @@ def evaluate(
     if not any(grant.gpus or grant.problems for grant in goal.grants):
         return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
-    inside = dict(_from_machine(machine, goal, report))
+    inside = dict(_from_machine(machine, goal, facts, report))
     for kind, key in IF_CONFIGURED.items():
         if not getattr(settings, key):
             inside[kind] = not_applicable(kind, f"machines.{goal.name}.{key} is not set")
@@ -122,7 +122,7 @@ def _extras_only(
 ) -> tuple[Condition, ...]:
     """Return the conditions of a machine that gets no GPU, but perhaps other devices, mounts or CDI modes."""
     conditions = without_gpus(settings, facts)
-    inside, relayed = _from_machine(machine, goal, report), {}
+    inside, relayed = _from_machine(machine, goal, facts, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
         kind = ConditionType.DEVICES_ALLOWED
         relayed[kind] = _devices_allowed(machine, goal, refused, inside[kind])
@@ -259,7 +259,7 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
 
 
 def _from_machine(
-    machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen
+    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
 ) -> Mapping[ConditionType, Condition]:
     """Return the conditions that the machine half reports. Without a current report, they are Unknown."""
     kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
@@ -280,7 +280,7 @@ def _from_machine(
         case Unseen(why):
             reason, message = Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            reason, message = Reason.HANDOFF_PENDING, why_unanswered(machine)
+            reason, message = Reason.HANDOFF_PENDING, why_unanswered(machine, goal, facts)
         case _ if machine.report_age > STALE_AFTER:
             reason, message = (
                 Reason.REPORT_STALE,

@@ -8,7 +8,7 @@ import pytest
 
 from agent.cli.doctor.command import examine
 from agent.cli.doctor.machines import MachineFinding
-from agent.cli.doctor.remedies import OFFERED
+from agent.cli.doctor.remedies import OFFERED, SERVICE_LOG
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.facts import PciDevice
@@ -162,6 +162,16 @@ def test_a_seeded_fault_is_found(running: Host, kind: ConditionType, reason: Rea
     (finding,) = (each for each in found(running) if kind in each.conditions and each.reason == reason)
     assert finding.message
     assert finding.fix
+
+
+def test_a_handoff_that_cannot_be_written_is_not_blamed_on_the_machine(running: Host) -> None:
+    """`status` and `doctor` said that the machine had not answered, and to look for the reason in the machine."""
+    running.gpu("0000:03:00.0", 2)
+    running.full = ["/var/lib/unbounded-agent"]
+    assert reconciler(running).reconcile().failures
+    finding = next(each for each in found(running) if each.reason == Reason.HANDOFF_PENDING)
+    assert finding.message.startswith("the agent has not written the latest handoff yet")
+    assert any(line.startswith(SERVICE_LOG) for line in finding.fix)
 
 
 def test_every_fault_of_the_page_is_seeded() -> None:
