@@ -8,7 +8,7 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.observe.units import TEMPLATE, observe_units
-from agent.host.outcome import NO_METRICS
+from agent.host.outcome import NO_METRICS, PASS_FAILED, STEP_FAILED
 from agent.host.vendors import host_vendor
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
@@ -23,6 +23,11 @@ SERVICE = "unbounded-agent.service"
 SOCKET = "unbounded-agent.socket"
 """While this unit is active, systemd listens for the service, perhaps on another address than the configured one."""
 START_SERVICE = "systemctl enable --now unbounded-agent"
+FAILED = {
+    PASS_FAILED: "the service runs, but cannot observe or change this host",
+    STEP_FAILED: "the service runs, but cannot make all of its changes",
+}
+"""Causes by what precedes the reason in the service's line."""
 PLAIN_IMAGE = "agent-ubuntu2404"
 """The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
@@ -89,11 +94,14 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
     log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
     match service.state:
         case "active":
-            yield from _metrics(config, service.path, system)
+            line = _status_line(service.path, system)
+            yield from _failures(line)
+            yield from _metrics(config, line, system)
         case "activating" if service.restarts:
             yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
         case "activating" | "reloading":
-            return
+            # It counts as started after the first pass that finishes.
+            yield from _failures(_status_line(service.path, system))
         case Unseen(why):
             yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
         case Absent(why):
@@ -105,13 +113,30 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
             yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))
 
 
-def _metrics(config: Config, service: str, system: System) -> Iterator[Finding]:
-    """Yield a finding if the service serves no metrics. `service` is the path of its object on the bus."""
-    port = int(config.metrics.address.rpartition(":")[2])
+def _status_line(service: str, system: System) -> str:
+    """Return the service's own line in `systemctl status`; empty if it cannot be read.
+
+    `service` is the path of its object on the bus.
+    """
     try:
-        status = systemd.status_text(service, system)
+        return systemd.status_text(service, system)
     except BusError:
-        status = ""
+        return ""
+
+
+def _failures(status: str) -> Iterator[Finding]:
+    """Yield a finding if the service's last pass failed, or a step of it. `status` is the service's own line."""
+    for beginning, cause in FAILED.items():
+        _, found, why = status.partition(beginning)
+        if found:
+            yield Finding(
+                cause, why, ("journalctl -u unbounded-agent -p warning --since -1h --no-pager", "unbounded-agent apply")
+            )
+
+
+def _metrics(config: Config, status: str, system: System) -> Iterator[Finding]:
+    """Yield a finding if the service serves no metrics. `status` is the service's own line."""
+    port = int(config.metrics.address.rpartition(":")[2])
     if status.startswith(NO_METRICS):
         # Another process may listen on the port.
         evidence = status.removeprefix(NO_METRICS)

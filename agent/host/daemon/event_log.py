@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 
 from agent.host.daemon.http import health
-from agent.host.outcome import Outcome
+from agent.host.outcome import PASS_FAILED, Outcome
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import AgentError
 from agent.model.faults import fault, in_words
@@ -47,7 +47,7 @@ class EventLog:
     def unfinished(self, error: Exception) -> str:
         """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
         expected = isinstance(error, AgentError | OSError)
-        why = f"the last pass failed: {error if expected else in_words(error)}"
+        why = f"{PASS_FAILED}{error if expected else in_words(error)}"
         self.failures((why,), None if expected else error)
         return why
 

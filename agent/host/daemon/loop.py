@@ -201,7 +201,7 @@ class Daemon:
             self._metrics.convergence.end()
         with self._event_log.guarded("publish the pages"):
             self._publish()
-        status = self._why_stale or health.status_line(self._machines())
+        status = self._why_stale or health.status_line(self._machines(), failures)
         unserved = self._endpoint.error
         self._notifier.status(f"{NO_METRICS}{unserved}; {status}" if unserved else status)
         self._notifier.send("WATCHDOG=1")

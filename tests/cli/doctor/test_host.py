@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from agent.cli.doctor.command import doctor, examine
 from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
+from agent.host.daemon.event_log import EventLog
+from agent.host.daemon.http.health import status_line
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
@@ -53,6 +55,22 @@ def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
     (finding,) = found(sound)
     assert finding.cause == "the service runs, but serves no metrics"
     assert finding.evidence.startswith(why)
+
+
+@pytest.mark.parametrize("state", ["active", "activating", "reloading"])
+@pytest.mark.parametrize("before", ["", "no metrics: the port is taken; "])
+def test_a_service_whose_passes_fail(sound: Host, state: str, before: str) -> None:
+    """With /etc read-only, `doctor` found no fault of the host."""
+    line = status_line((), ("cannot write /etc/systemd/nspawn/a.nspawn: Read-only file system", "another"))
+    sound.bus.unit(SERVICE, state, status=f"{before}{line}")
+    finding = found(sound)[0]
+    assert finding.cause == "the service runs, but cannot make all of its changes"
+    assert finding.evidence.startswith("cannot write /etc/systemd/nspawn/a.nspawn: Read-only file system (and 1 more)")
+    assert finding.fix[0] == "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
+    sound.bus.unit(SERVICE, state, status=f"{before}{EventLog().unfinished(OSError(28, 'no space'))}")
+    finding = found(sound)[0]
+    assert finding.cause == "the service runs, but cannot observe or change this host"
+    assert "no space" in finding.evidence
 
 
 def test_systemd_may_listen_elsewhere(sound: Host) -> None:

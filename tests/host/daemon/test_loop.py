@@ -522,6 +522,8 @@ def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Ser
     service.behave(failures=["cannot write /a: simulated"])
     service.change_loader_cache()
     wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
+    status = "STATUS=the last pass had a failure: cannot write /a: simulated; gpu-node: Ready"
+    wait_for(lambda: service.notifications(status) >= 1)
     service.behave(error="simulated")
     wait_for(lambda: service.statusz()["whyNotObserved"] == "the last pass failed: simulated")
     assert service.statusz()["machines"]["gpu-node"]["gpus"]

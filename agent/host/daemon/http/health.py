@@ -1,22 +1,28 @@
 """Describes the result of a pass for probes, `systemctl status` and the log. Pure."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import TypeAlias
 
 from agent.host.daemon.http.server import VERBOSE, Page
-from agent.host.outcome import NO_MACHINES, MachineOutcome
+from agent.host.outcome import NO_MACHINES, STEP_FAILED, MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.text import one_line
 
 NOT_EVALUATED = "not evaluated"
 """Describes a machine before its first pass."""
+FAILURE_LIMIT = 300
+"""Characters of a failure in the line for `systemctl status`, so that the machines have room too."""
 
 
-def status_line(machines: Iterable[MachineOutcome]) -> str:
-    """Return one line that describes each machine in a few words."""
-    return "; ".join(f"{machine.name}: {_in_words(machine)}" for machine in machines) or NO_MACHINES
+def status_line(machines: Iterable[MachineOutcome], failures: Sequence[str] = ()) -> str:
+    """Return one line with the last pass's first failure, if any, and with each machine in a few words."""
+    line = "; ".join(f"{machine.name}: {_in_words(machine)}" for machine in machines) or NO_MACHINES
+    if not failures:
+        return line
+    more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return f"{STEP_FAILED}{failures[0][:FAILURE_LIMIT]}{more}; {line}"
 
 
 def _in_words(machine: MachineOutcome) -> str:
