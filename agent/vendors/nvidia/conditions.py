@@ -87,7 +87,10 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     present_kinds = {node.kind for node in grant.nodes}
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if needed not in present_kinds:
-            return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
+            # The node may be there, and unusable: its number may be that of a module that was loaded before.
+            wrong = [problem for problem in facts.problems if problem.startswith(f"{path}: ")]
+            what = "; ".join(wrong) or f"{path} is missing"
+            return false(kind, Reason.NODES_MISSING, f"{what}; run `{command}`")
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
     present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), 'GPU')}{incomplete}"
     if grant.detached:

@@ -174,6 +174,24 @@ def test_a_handoff_that_cannot_be_written_is_not_blamed_on_the_machine(running: 
     assert any(line.startswith(SERVICE_LOG) for line in finding.fix)
 
 
+def test_a_node_that_is_there_is_not_called_missing(running: Host) -> None:
+    """The major number of nvidia-uvm may change when its module is loaded again; nodes stay when it is unloaded."""
+    path, command = "/dev/nvidia-uvm", "; run `nvidia-modprobe -u -c 0`"
+    running.remove_file(path)
+    running.node(path, 235, 0)
+    assert found(running)[0].message == (
+        f"{path}: is 235:0, but the driver uses 511:0; remove the node and create it again{command}"
+    )
+    devices = running.read_text("/proc/devices")
+    running.file("/proc/devices", devices.replace("511 nvidia-uvm\n", ""))
+    assert found(running)[0].message == (
+        f"{path}: its driver is not loaded (nvidia-uvm is not in /proc/devices){command}"
+    )
+    running.remove_file(path)
+    del running._nodes[path]
+    assert found(running)[0].message == f"{path} is missing{command}"
+
+
 def test_every_fault_of_the_page_is_seeded() -> None:
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     words = {word for row in rows if len(row) == 4 for word in re.findall(r"`(\w+)`|\b([A-Z][A-Za-z]+)\b", row[1])}
