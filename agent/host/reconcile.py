@@ -100,18 +100,19 @@ class Reconciler(Struct):
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
         """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
         goals, now = {goal.name: goal for goal in planned.goal.machines}, time.monotonic()
-        released, missing_nodes, faults = set(), set(), {}
+        released, missing_nodes, forbidden, faults = set(), set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
             goal = goals[machine.name]
             try:
                 report = read_report(machine)
                 released |= {machine.name} if answers.released(machine, goal, report, now) else set()
                 missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
+                forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
                 # Treat the report as malformed, so that an error here does not keep permissions in force.
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why), now) else set()
-        return Acknowledged(released, missing_nodes, faults, now)
+        return Acknowledged(released, missing_nodes, forbidden, faults, now)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.

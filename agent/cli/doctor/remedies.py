@@ -117,6 +117,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         APPLY,
         "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says EPERM",
         "ls -l NODE  # the path above, if the message says EACCES",
+        f"{RESTART}; if nothing else helps",
     ),
     (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (RESTART,),
     (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),

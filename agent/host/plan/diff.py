@@ -32,6 +32,8 @@ class Acknowledged(Struct, frozen=True):
     """Machines from which permissions for withdrawn devices can be removed."""
     missing_nodes: Set[str] = frozenset()
     """Machines in which nodes of their current handoff are missing."""
+    forbidden_nodes: Set[str] = frozenset()
+    """Machines that may not open nodes of their current handoff."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors while reading reports, by machine."""
     at: float = 0.0
@@ -115,7 +117,14 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
 def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _Steps:
     missing_nodes = machine.name in acknowledged.missing_nodes
     released = machine.name in acknowledged.released
-    running = change_running(machine, facts, released=released, missing_nodes=missing_nodes, now=acknowledged.at)
+    running = change_running(
+        machine,
+        facts,
+        released=released,
+        missing_nodes=missing_nodes,
+        forbidden_nodes=machine.name in acknowledged.forbidden_nodes,
+        now=acknowledged.at,
+    )
     republish = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
     settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write_if_different(file, facts)]
     return _Steps(running, settings, _publish_handoff(machine, facts, republish=republish))

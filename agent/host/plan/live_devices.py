@@ -13,14 +13,15 @@ from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 
 
 def change_running(
-    goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool, now: float
+    goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool, forbidden_nodes: bool, now: float
 ) -> list[ChangeDevices]:
     """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
     `released` means that permissions for withdrawn devices can be removed (agent.host.verify.answers.released): the
     machine has stopped using the devices, has had enough time to do so, or no longer reports. `missing_nodes` means
     that it reports nodes of its current handoff as missing: all nodes are then bound again. For one handoff, this is
-    repeated only after a pass with `released` and without missing nodes. `now` is the time by CLOCK_MONOTONIC.
+    repeated only after a pass with `released` and without missing nodes. `forbidden_nodes` means that it reports a node
+    that it may not open: permissions that its unit has lost are then given again. `now` is the time by CLOCK_MONOTONIC.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -38,7 +39,11 @@ def change_running(
         # Without `released`, the report may still be about an earlier handoff, and says nothing about these nodes.
         rebound = ""
     kept_since = (before.kept_since or now) if still_needed else 0.0
-    same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes
+    in_force = before.allow
+    if forbidden_nodes:
+        # Somebody may have changed the unit's list, for example with `systemctl set-property`.
+        in_force = tuple(entry for entry in before.allow if entry in machine.device_allow)
+    same = set(allow) == set(in_force) and goal.live.nodes == before.nodes
     same = same and (rebound, kept_since) == (before.rebound, before.kept_since)
     if same and device_owners == before.owners and not before.unsure:
         return []
@@ -52,7 +57,7 @@ def change_running(
         mounts=before.mounts,
         kept_since=kept_since,
     )
-    base = before
+    base = replace(before, allow=in_force)
     if rebind:
         # Act as if the machine had no nodes, so that all are bound. Permissions may be missing too: the record may have
         # a GPU that left the bus while the machine started, and that the machine's settings neither bind nor permit.

@@ -91,8 +91,15 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
 
 def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Return whether the machine reports, for this handoff, that a node is missing or wrong."""
+    return _reports(Reason.WRONG_NODE, goal, report)
+
+
+def reports_forbidden_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+    """Return whether the machine reports, for this handoff, that it may not open a node."""
+    return _reports(Reason.NOT_PERMITTED, goal, report)
+
+
+def _reports(reason: Reason, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     if not isinstance(report, Report) or report.generation != goal.generation:
         return False
-    return any(
-        (each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE) for each in report.conditions
-    )
+    return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, reason) for each in report.conditions)

@@ -174,6 +174,25 @@ def test_a_handoff_that_cannot_be_written_is_not_blamed_on_the_machine(running: 
     assert any(line.startswith(SERVICE_LOG) for line in finding.fix)
 
 
+def test_permissions_that_somebody_took_are_given_again(running: Host) -> None:
+    """The message says to run `apply`, and `apply` did nothing: the agent's record said that all were given."""
+    agent, own = reconciler(running), [("/dev/net/tun", "rwm")]
+    units(running, "active", device_allow=own)
+    assert "change" not in {each.kind for each in agent.preview()[2].actions}, "the machine has no fault"
+    report(running, false(KIND.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "simulated"))
+    (change,) = agent.reconcile().actions
+    assert "permit " in change.sentence
+    assert "/dev/char/195:0 rw" in change.sentence
+    assert "bind" not in change.sentence
+    (call,) = running.bus.changes
+    assert call[0] == "SetUnitProperties"
+    given: list[tuple[str, str]] = call[3][-1][1][1]  # type: ignore[index]
+    assert set(own) < set(given)
+    # The report is still the one from before.
+    units(running, "active", device_allow=given)
+    assert agent.reconcile().actions == ()
+
+
 def test_a_node_that_is_there_is_not_called_missing(running: Host) -> None:
     """The major number of nvidia-uvm may change when its module is loaded again; nodes stay when it is unloaded."""
     path, command = "/dev/nvidia-uvm", "; run `nvidia-modprobe -u -c 0`"
