@@ -31,6 +31,7 @@ from agent.host.verify.changed_files import with_changed_files
 from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
+from agent.host.verify.no_gpus import without_gpus
 from agent.host.verify.unseen_machine import with_unseen_machine
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
@@ -206,7 +207,7 @@ class Reconciler(Struct):
     def _conditions_without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
         if machine.name in planned.held:
             return readiness.held(machine, planned.held[machine.name])
-        return readiness.without_gpus(self.config.machines[machine.name], facts)
+        return without_gpus(self.config.machines[machine.name], facts, machine)
 
     def _outcome_of_goal(
         self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference

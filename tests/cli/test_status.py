@@ -16,7 +16,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
-from tests.fakes.gpu_host import MACHINE, reconciler, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
 SUMMARY = Request()
@@ -195,6 +195,28 @@ def test_watch_clears_a_terminal(gpu_host: Host, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EndError):
         status(reconciler(gpu_host), Request(watch=1))
     assert terminal.getvalue().count("\x1b[H\x1b[2J") == 2
+
+
+# ---- hosts without GPUs
+
+
+@pytest.mark.parametrize("settings", [{}, {"extra_devices": [{"path": "/dev/harmless"}]}], ids=["skipped", "set up"])
+def test_a_machine_without_gpus_that_does_not_run_is_called_so(
+    gpu_host: Host, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+) -> None:
+    """It counts as ready. `status` gave no sign that it was stopped or masked."""
+    agent = reconciler(no_gpus(gpu_host), **settings)
+    for state, load, said in (
+        ("active", "loaded", ""),
+        ("activating", "loaded", f"machine {MACHINE} is starting"),
+        ("inactive", "masked", f"machine {MACHINE} does not run: see `systemctl status {UNITS[0]}`"),
+        ("failed", "loaded", f"machine {MACHINE} does not run: see `systemctl status {UNITS[0]}`"),
+    ):
+        gpu_host.bus.unit(UNITS[0], state, load)
+        ready = json.loads(printed(agent, capsys, Request(form="json")))["machines"][MACHINE]
+        assert (ready["ready"], ready["reason"]) == ("True", "NoGPU")
+        assert ready["message"] == "this host has no GPU: no GPU is set up" + (f"; {said}" if said else "")
+        assert said in " ".join(printed(agent, capsys).split())
 
 
 # ---- what a user may not look at

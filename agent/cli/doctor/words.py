@@ -11,6 +11,7 @@ from agent.cli.terminal import WIDTH
 from agent.host.outcome import NO_MACHINES
 from agent.model.conditions import Status
 from agent.model.finding import Finding
+from agent.model.reasons import Reason
 from agent.model.text import printable
 from agent.vendors.host_vendor import DriverForPods
 
@@ -51,6 +52,9 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
     for diagnosis in report.machines:
         state = STATES.get(diagnosis.ready.status, "readiness unknown")
         yield f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}"
+        if diagnosis.ready.status is Status.TRUE and diagnosis.ready.reason != Reason.ALL_CONDITIONS_TRUE:
+            # Without a GPU, the message may say that the machine does not run.
+            yield from paragraph("    ", diagnosis.ready.message, width)
         for finding in diagnosis.findings:
             yield from _machine_finding(finding, width)
     if cluster is not None:
@@ -107,6 +111,7 @@ def as_object(report: Report) -> dict[str, object]:
             each.machine: {
                 "ready": each.ready.status,
                 "reason": each.ready.reason,
+                "message": each.ready.message,
                 "findings": [_object(finding) for finding in each.findings],
             }
             for each in report.machines

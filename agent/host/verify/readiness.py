@@ -6,6 +6,7 @@ from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, answers, why_unanswered
+from agent.host.verify.no_gpus import without_gpus
 from agent.model.conditions import (
     IN_MACHINE,
     Condition,
@@ -44,23 +45,6 @@ IF_CONFIGURED = {
     ConditionType.NODE_CONDITION_SET: "node_condition",
 }
 """Conditions that the machine half reports only if this key of the machine's settings is set."""
-
-
-def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU."""
-    reason, message = Reason.NO_GPU, "this host has no GPU"
-    if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
-        reason = Reason.GPU_DETACHED
-        message = f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
-    elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
-        reason = Reason.NO_GPU_GRANTED
-        message = f"no GPU of this host has a driver that machines can use (drivers: {', '.join(drivers)})"
-    conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
-    if settings.require_gpus:
-        ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")
-    else:
-        ready = true(ConditionType.READY, reason, f"{message}: no GPU is set up")
-    return (*conditions, ready)
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
@@ -121,7 +105,7 @@ def _extras_only(
     refused: str | Unseen,
 ) -> tuple[Condition, ...]:
     """Return the conditions of a machine that gets no GPU, but perhaps other devices, mounts or CDI modes."""
-    conditions = without_gpus(settings, facts)
+    conditions = without_gpus(settings, facts, machine)
     inside, relayed = _from_machine(machine, goal, facts, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
         kind = ConditionType.DEVICES_ALLOWED

@@ -12,7 +12,7 @@ from agent.cli.doctor.words import Report, as_object, in_words
 from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
-from agent.model.conditions import ConditionType, Status, false, unknown
+from agent.model.conditions import ConditionType, Status, false, true, unknown
 from agent.model.facts import Broken, Facts
 from agent.model.finding import Finding
 from agent.model.reasons import Reason
@@ -95,6 +95,12 @@ def test_conditions_not_needed_for_ready_are_listed_but_are_not_faults() -> None
     assert sound(diagnosis)
 
 
+def test_why_a_machine_without_gpus_is_ready_is_said() -> None:
+    ready = true(ConditionType.READY, Reason.NO_GPU, "this host has no GPU; machine gpu-node does not run")
+    diagnosis = diagnose(MachineOutcome("gpu-node", (ready,)))
+    assert words(diagnosis)[1:3] == ["gpu-node: ready: NoGPU", f"    {ready.message}"]
+
+
 def test_error_codes_that_people_confuse_are_explained() -> None:
     fabric = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "start it")
     versions = false(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH, "reload it")
@@ -123,6 +129,7 @@ def test_for_programs() -> None:
             "gpu-node": {
                 "ready": "False",
                 "reason": "ModuleNotLoaded",
+                "message": diagnosis.ready.message,
                 "findings": [
                     {
                         "conditions": ("DriverLoaded",),
