@@ -158,7 +158,12 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     ),
     (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
-    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (SHELL, "systemctl status containerd"),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (
+        SHELL,
+        "systemctl status containerd",
+        "systemctl unmask containerd  # if it is masked",
+        "systemctl start containerd",
+    ),
     (ConditionType.VALIDATION_MARKERS_SET, Reason.NOT_PROVEN): ("see the condition named above",),
     (ConditionType.GPUS_ADVERTISED, Reason.NO_KUBELET): (
         "unbounded-agent up {machine}  # or install the kubelet yourself",

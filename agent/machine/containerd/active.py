@@ -95,6 +95,12 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
+    if state == "inactive":
+        # While the machine boots, that is normal: this run comes before containerd's start.
+        masked = unit.get("LoadState") == "masked"
+        start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
+        advice = f"if the machine has booted, run {start} in the machine"
+        return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {'masked' if masked else state}: {advice}")
     return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
 
 

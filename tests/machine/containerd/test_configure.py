@@ -496,6 +496,12 @@ def test_a_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -
     run(machine)
     assert restarts(machine) == 0
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotStarted")
+    assert "run `systemctl start containerd.service` in the machine" in machine.message("RuntimeActive")
+    machine.program("systemctl", systemctl("inactive", 0, "dead", load="masked"))
+    run(machine)
+    message = machine.message("RuntimeActive")
+    assert message.startswith("containerd.service is masked: ")
+    assert message.endswith("run `systemctl unmask containerd.service` and start it in the machine")
     machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
