@@ -14,6 +14,9 @@ AgentError
 └── ApplyError          a step towards the goal failed
 """
 
+LONG_COMMAND = 200
+"""Characters of a command that a message may begin with."""
+
 
 class AgentError(Exception):
     """An error with one sentence on what failed, and one on what to do next, which may be empty."""
@@ -50,12 +53,18 @@ class ObservationError(AgentError):
 class CommandError(AgentError):
     """A program failed, was not found, or ran out of time.
 
-    The message has the program's arguments, how the program ended (`ended`), and the last part of its standard error.
+    The message has the program's arguments, how the program ended (`ended`), and the last part of its standard error. A
+    long command comes last: `status` cuts off messages at the terminal's width.
     """
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
-        tail = " ".join(stderr.split())[-1000:]
-        super().__init__(f"{' '.join(argv)}: {ended}" + (f": {tail}" if tail else ""), hint)
+        tail, command = " ".join(stderr.split())[-1000:], " ".join(argv)
+        why = f"{ended}: {tail}" if tail else ended
+        is_long = len(command) > LONG_COMMAND
+        message = (
+            f"{' '.join(argv[:3])[:80]} ...: {why}; the whole command: {command}" if is_long else f"{command}: {why}"
+        )
+        super().__init__(message, hint)
         self.argv, self.ended, self.stderr = argv, ended, stderr
 
 
