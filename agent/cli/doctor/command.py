@@ -44,8 +44,9 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     nodes = {each.name: observe_joined(each.name, system) for each in machines}
     modules = loaded_modules(system)
     dra = {name for name, settings in reconciler.config.machines.items() if settings.allocation == DRA}
+    as_root = os.geteuid() == 0
     diagnoses = tuple(
-        diagnose(each, environment_of(facts, modules, nodes[each.name], offers_gpus=each.name in dra))
+        diagnose(each, environment_of(facts, modules, nodes[each.name], offers_gpus=each.name in dra, as_root=as_root))
         for each in machines
     )
     cluster = None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
-from agent.cli.doctor.remedies import REMARKS, remedy
+from agent.cli.doctor.remedies import AS_ROOT, REMARKS, remedy
 from agent.cli.summary import causes, prevents_ready
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
@@ -62,11 +62,16 @@ class Environment(Struct, frozen=True):
     """The name of the machine's Node object."""
     offers_gpus: bool = False
     """Whether the machine offers its GPUs itself (`allocation = "dra"`)."""
+    as_root: bool = False
+    """Whether root observed the host."""
 
 
-def environment_of(facts: Facts, modules: Set[str], node: str, *, offers_gpus: bool = False) -> Environment:
+def environment_of(
+    facts: Facts, modules: Set[str], node: str, *, offers_gpus: bool = False, as_root: bool = False
+) -> Environment:
     """Return the environment of a machine. It has only the vendors that have a GPU on this host."""
-    return Environment(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE", offers_gpus)
+    vendors = tuple(each for each in facts.vendors if each.gpus)
+    return Environment(vendors, modules, node or "NODE", offers_gpus, as_root)
 
 
 NO_ENVIRONMENT = Environment()
@@ -133,6 +138,7 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
         for each in dict.fromkeys((*special, *general, *_remarks(condition)))
+        if each != AS_ROOT or not environment.as_root
     )
 
 

@@ -17,6 +17,8 @@ REBOOT = (
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
+AS_ROOT = "sudo unbounded-agent doctor  # other users may not read everything"
+"""Left out for root."""
 APPLY = "unbounded-agent apply"
 SHELL = "machinectl shell {machine}  # then, in the machine:"
 PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
@@ -30,7 +32,7 @@ DRA_LOG = (
 SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
 
 REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
-    (None, Reason.OBSERVATION_FAILED): ("sudo unbounded-agent doctor  # as root, if you were not", SERVICE_LOG),
+    (None, Reason.OBSERVATION_FAILED): (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
     (None, Reason.INTERNAL_ERROR): (SERVICE_LOG, "report the traceback as a bug"),
     (None, Reason.NO_REPORT): ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
     (None, Reason.BAD_REPORT): (SAME_RELEASE,),

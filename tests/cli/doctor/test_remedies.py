@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.doctor.machines import Environment, diagnose, environment_of
-from agent.cli.doctor.remedies import REMEDIES, remedy
+from agent.cli.doctor.remedies import AS_ROOT, KERNEL_LOG, REMEDIES, remedy
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
@@ -81,6 +81,15 @@ def test_a_reboot_is_announced_to_all_machines() -> None:
 def test_no_command_needs_an_editor() -> None:
     """The images of containerfiles/ have none. A copy of the unit would not change its drop-ins either."""
     assert [line for fix in REMEDIES.values() for line in fix if line.startswith("systemctl edit")] == []
+
+
+@pytest.mark.parametrize("as_root", [True, False])
+def test_only_who_is_not_root_is_told_to_be(as_root: bool) -> None:
+    """Root was sent to run the same command again, and not to the kernel's log, which says why a read hangs."""
+    unseen = unknown(ConditionType.DRIVER_LOADED, Reason.OBSERVATION_FAILED, "information: no answer within 5 s")
+    (finding,) = diagnose(MachineOutcome("gpu-node", conditions(unseen)), replace(AROUND, as_root=as_root)).findings
+    assert (AS_ROOT in finding.fix) is not as_root
+    assert KERNEL_LOG in finding.fix
 
 
 # ---- the rows of the troubleshooting pages
