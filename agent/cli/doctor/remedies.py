@@ -84,7 +84,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "lspci -D | grep -Ei 'vga|3d|display|processing accel'  # is one missing?",
         "unbounded-agent gpus forget",
     ),
-    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see LibrariesPresent",),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see the condition named above",),
     (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS): ("see LibrariesPresent",),
     (ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED): (
         "systemctl --failed --type=mount",

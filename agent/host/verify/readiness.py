@@ -166,6 +166,8 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
         return not_applicable(kind, "the granted GPUs need no driver files from the host")
     if not roots and waiting:
         return false(kind, Reason.NOTHING_FITS, f"no driver root fits the loaded kernel module; {'; '.join(waiting)}")
+    if not any(grant.driver_files and grant.gpus for grant in goal.grants):
+        return false(kind, Reason.NOTHING_TO_STAGE, "the machine gets no GPU that needs a driver; see DevicesPresent")
     if not roots:
         return false(kind, Reason.NOTHING_TO_STAGE, "the host has no complete driver to stage; see LibrariesPresent")
     for root in roots:

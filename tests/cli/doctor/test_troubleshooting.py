@@ -193,6 +193,20 @@ def test_permissions_that_somebody_took_are_given_again(running: Host) -> None:
     assert agent.reconcile().actions == ()
 
 
+@pytest.mark.parametrize("libraries", [True, False])
+def test_a_wrong_address_is_not_called_a_driver_that_is_missing(gpu_host: Host, libraries: bool) -> None:
+    """DriverRootStaged said that the host has no complete driver, and to see LibrariesPresent, which was True."""
+    make_sound(gpu_host)
+    answer_of_libcuda(gpu_host, "12040\n")
+    if not libraries:
+        not_installed(gpu_host)
+    (machine,) = examine(reconciler(gpu_host, gpus=["0000:09:00.0"])).machines
+    staged = next(each for each in machine.findings if each.reason == Reason.NOTHING_TO_STAGE)
+    assert staged.message == "the machine gets no GPU that needs a driver; see DevicesPresent"
+    assert staged.fix == ("see the condition named above",)
+    assert KIND.DEVICES_PRESENT in machine.findings[0].conditions
+
+
 def test_a_node_that_is_there_is_not_called_missing(running: Host) -> None:
     """The major number of nvidia-uvm may change when its module is loaded again; nodes stay when it is unloaded."""
     path, command = "/dev/nvidia-uvm", "; run `nvidia-modprobe -u -c 0`"
