@@ -48,6 +48,9 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "systemctl enable --now nvidia-fabricmanager",
         FABRIC_LOG,
     ),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (
+        "nvidia-smi -L  # is the instance that is named above listed? If not, destroy it and create it again",
+    ),
     (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): (
         "systemctl enable --now nvidia-persistenced",
         "nvidia-smi -pm 1  # instead, only until the next boot",

@@ -120,6 +120,11 @@ def test_a_gpu_whose_uuid_is_not_known_yet_may_be_the_missing_one() -> None:
     assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND)[0].startswith("unbounded-agent gpus")
 
 
+def test_a_partition_that_is_missing_is_looked_for_on_the_host() -> None:
+    """docs/conditions.md says so; `doctor` named only the kernel's log."""
+    assert fix(ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING)[0].startswith("nvidia-smi -L  # ")
+
+
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     """modprobe would do nothing then."""
     gpus = (facts.gpu(0), replace(facts.gpu(1), driver=""))
