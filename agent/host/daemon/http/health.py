@@ -31,10 +31,12 @@ def _in_words(machine: MachineOutcome) -> str:
     ready = machine.ready
     if ready.status is Status.TRUE:
         return "Ready"
+    # As in `unbounded-agent status`.
+    state = "unknown" if ready.status is Status.UNKNOWN else "not ready"
     for each in machine.conditions:
         if each.type not in NOT_NEEDED_FOR_READY and each.status is ready.status:
-            return f"not ready: {each.type} {each.reason}"
-    return f"not ready: {ready.reason}"
+            return f"{state}: {each.type} {each.reason}"
+    return f"{state}: {ready.reason}"
 
 
 def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
