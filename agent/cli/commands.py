@@ -78,7 +78,8 @@ COMMANDS = {
         "diagnose: list each fault with its evidence and the commands that fix it",
         "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
         "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
-        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too.",
+        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too; while "
+        "the configuration is invalid, root gets a report on the last good one, and exit code 2.",
         (
             "unbounded-agent doctor",
             "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",

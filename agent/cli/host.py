@@ -8,7 +8,7 @@ from agent.cli.printing import progress
 from agent.config.last_good import last_good_identity
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.model.errors import NoMachinesError, UnsupportedError
+from agent.model.errors import ConfigError, NoMachinesError, UnsupportedError
 from agent.model.paths import CONFIG_FILE
 from agent.system.dbus import SystemBus
 from agent.system.files import System
@@ -78,6 +78,11 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
                 raise
             progress(str(error))
             config = Config(machines={})
+        except ConfigError:
+            if options.command != "doctor" or not standard:
+                raise
+            # Who looks for a fault must not have to correct the configuration first.
+            return load_or_last_good(system)
         return Loaded(config, in_force=standard, before=before)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":

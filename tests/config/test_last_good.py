@@ -105,6 +105,24 @@ def test_the_last_good_configuration_of_an_earlier_release_is_used(tmp_path: Pat
     assert load_or_last_good(system).config.machines["a"].devices == ["kvm"]
 
 
+def test_doctor_uses_the_last_good_one_too(tmp_path: Path) -> None:
+    """A typo kept whoever was called at night from every other diagnosis. Other commands still refuse it."""
+    load_or_last_good(host(tmp_path, RIGHT))
+    system = host(tmp_path, RIGHT + b"speed = 9\n")
+    loaded = load(Namespace(command="doctor", config=CONFIG_FILE), system)
+    assert loaded.config.machines["a"].devices == ["kvm"]
+    assert make_reconciler(loaded, system).rejected == f"{CONFIG_FILE}: machines.a.speed: unknown key"
+    system.remove(LAST_GOOD_CONFIG)
+    for options in (
+        Namespace(command="doctor", config=CONFIG_FILE),
+        Namespace(command="doctor", config=f"{CONFIG_FILE}/../config.toml"),
+        Namespace(command="status", config=CONFIG_FILE),
+        Namespace(command="plan", config=CONFIG_FILE),
+    ):
+        with pytest.raises(ConfigError, match="speed"):
+            load(options, system)
+
+
 def test_only_root_can_read_the_last_good_configuration(tmp_path: Path) -> None:
     load_or_last_good(host(tmp_path, RIGHT))
     assert (tmp_path / LAST_GOOD_CONFIG[1:]).stat().st_mode & 0o777 == 0o600

@@ -22,8 +22,8 @@ def doctor(
 ) -> int:
     """Print the diagnoses as text, or as JSON for programs. Return 0 if the report is sound, otherwise 1.
 
-    With `bundle`, write an archive to that path instead, and return 0. An empty path means a new file in the current
-    directory.
+    If the configuration on disk is invalid, the report is about the last good one, and the code is 2. With `bundle`,
+    write an archive to that path instead, and return 0. An empty path means a new file in the current directory.
     """
     report = examine(reconciler, kubeconfig)
     if bundle is not None:
@@ -33,6 +33,8 @@ def doctor(
         say([f"{path} is written{aside}", "Secrets that were recognised are removed. Read it before you send it."])
         return 0
     say([document("doctor", time.time(), as_object(report))] if for_programs else in_words(report, style().width))
+    if reconciler.rejected:
+        return 2
     return 0 if report.sound else 1
 
 
@@ -53,4 +55,4 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     if kubeconfig:
         read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))
         cluster = ClusterDiagnosis(findings(read), read.unknown)
-    return Report(diagnoses, diagnose_host(facts, reconciler.config, system), cluster)
+    return Report(diagnoses, diagnose_host(facts, reconciler.config, system, reconciler.rejected), cluster)

@@ -53,9 +53,13 @@ class HostDiagnosis(Struct, frozen=True):
     """Sentences on what was refused, discarded or not understood. These are not faults: they may be intended."""
 
 
-def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis:
-    """Return the host's findings, the drivers for pods, and the machine image that its GPUs need."""
+def diagnose_host(facts: Facts, config: Config, system: System, rejected: str = "") -> HostDiagnosis:
+    """Return the host's findings, the drivers for pods, and the machine image that its GPUs need.
+
+    `rejected` says why the configuration on disk is not the one in force; empty if it is.
+    """
     findings = (
+        *_configuration(rejected),
         *_template(facts),
         *_service(config, system),
         *_plain_roots(facts),
@@ -79,6 +83,15 @@ def loaded_modules(system: System) -> frozenset[str]:
 def _image(facts: Facts) -> str:
     needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
     return " and ".join(sorted(needed)) or PLAIN_IMAGE
+
+
+def _configuration(rejected: str) -> Iterator[Finding]:
+    if rejected:
+        yield Finding(
+            "the configuration is invalid; the service, machines that start, and this report use the last good one",
+            "; ".join(rejected.splitlines()),
+            ("correct it, then: unbounded-agent plan  # checks it", "systemctl reload unbounded-agent"),
+        )
 
 
 def _template(facts: Facts) -> Iterator[Finding]:

@@ -93,6 +93,21 @@ def test_a_kernel_for_which_the_driver_was_not_built(sound: Host) -> None:
     assert finding.fix[0] == f"apt install linux-headers-{KERNEL} && dkms autoinstall -k {KERNEL}"
 
 
+def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(
+    sound: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound.file("/proc/sys/kernel/panic", "0\n")
+    agent = reconciler(sound)
+    agent.rejected = "/etc/unbounded-agent/config.toml: machines.a.gpu: unknown key\nspeed: unknown key"
+    first, second = examine(agent).host.findings
+    assert first.cause.startswith("the configuration is invalid")
+    assert first.evidence == "/etc/unbounded-agent/config.toml: machines.a.gpu: unknown key; speed: unknown key"
+    assert second.cause.startswith("kernel.panic is 0")
+    assert doctor(agent) == 2
+    assert f"{MACHINE}: not ready: NotStaged" in capsys.readouterr().out
+    assert doctor(agent, for_programs=True) == 2
+
+
 def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sound, "free_bytes", lambda path: 5 << 20 if path == "/run" else 1 << 40)
     (finding,) = found(sound)

@@ -85,7 +85,7 @@ def test_no_command_needs_an_editor() -> None:
 
 @pytest.mark.parametrize("as_root", [True, False])
 def test_only_who_is_not_root_is_told_to_be(as_root: bool) -> None:
-    """Root was sent to run the same command again, and not to the kernel's log, which says why a read hangs."""
+    """Root was sent to run the same command again, and not to the kernel log, which says why a read hangs."""
     unseen = unknown(ConditionType.DRIVER_LOADED, Reason.OBSERVATION_FAILED, "information: no answer within 5 s")
     (finding,) = diagnose(MachineOutcome("gpu-node", conditions(unseen)), replace(AROUND, as_root=as_root)).findings
     assert (AS_ROOT in finding.fix) is not as_root
@@ -121,7 +121,7 @@ def test_a_gpu_whose_uuid_is_not_known_yet_may_be_the_missing_one() -> None:
 
 
 def test_a_partition_that_is_missing_is_looked_for_on_the_host() -> None:
-    """docs/conditions.md says so; `doctor` named only the kernel's log."""
+    """docs/conditions.md says so; `doctor` named only the kernel log."""
     assert fix(ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING)[0].startswith("nvidia-smi -L  # ")
 
 
