@@ -14,6 +14,7 @@ from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.model.finding import Finding
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
+from agent.model.text import rfc3339
 from agent.system import systemd
 from agent.system.files import System
 from agent.system.seen import read_seen
@@ -64,6 +65,7 @@ def diagnose_host(facts: Facts, config: Config, system: System, rejected: str = 
         *_service(config, system),
         *_plain_roots(facts),
         *_modules(facts, system),
+        *_gpu_faults(facts),
         *_space(system),
         *(each for name, wanted in KERNEL_SETTINGS.items() for each in _setting(system, name, wanted)),
     )
@@ -220,6 +222,22 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
                 f"the running kernel has no module {' or '.join(drivers)} for GPU {', '.join(unbound)}",
                 f"/lib/modules/{kernel}/modules.dep does not name it",
                 (f"apt install linux-headers-{kernel} && dkms autoinstall -k {kernel}", f"modprobe {drivers[0]}"),
+            )
+
+
+def _gpu_faults(facts: Facts) -> Iterator[Finding]:
+    """Yield a finding for each GPU with a fatal error in the kernel log. DevicesPresent reports those that are lost."""
+    lost = {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.why_lost}
+    for address, fault in sorted(facts.gpus.faults.items()):
+        if address not in lost:
+            yield Finding(
+                f"GPU {address} has had a fatal error ({fault.reason}): pods cannot rely on it",
+                f"{fault.meaning} (read {rfc3339(fault.since)})",
+                (
+                    "unbounded-agent gpus holders  # who has it open, and which pods these belong to",
+                    "stop the machines that have it (`unbounded-agent gpus` lists them), and do what the evidence says",
+                    f"unbounded-agent gpus attach {address}  # after a reset: forgets the error",
+                ),
             )
 
 

@@ -14,6 +14,7 @@ from agent.host.daemon.http.health import status_line
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
+from agent.model.gpu_facts import GpuFault
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -106,6 +107,21 @@ def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(
     assert doctor(agent) == 2
     assert f"{MACHINE}: not ready: NotStaged" in capsys.readouterr().out
     assert doctor(agent, for_programs=True) == 2
+
+
+def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:
+    """An alert sent people to the host, where neither `doctor` nor `gpus` knew of the error."""
+    seen = reconciler(sound).preview()[0]
+    fault = GpuFault("Xid48", "a double-bit ECC error: reset the GPU", 1.7e9)
+    seen = replace(seen, gpus=replace(seen.gpus, faults={"0000:02:00.0": fault}))
+    (finding,) = diagnose_host(seen, EMPTY, sound).findings
+    assert finding.cause == "GPU 0000:02:00.0 has had a fatal error (Xid48): pods cannot rely on it"
+    assert finding.evidence == "a double-bit ECC error: reset the GPU (read 2023-11-14T22:13:20Z)"
+    assert finding.fix[-1].startswith("unbounded-agent gpus attach 0000:02:00.0")
+    # DevicesPresent reports a GPU that fell off the bus.
+    vendor = seen.vendors[0]
+    gone = replace(vendor, gpus=tuple(replace(each, why_lost="Xid 79") for each in vendor.gpus))
+    assert diagnose_host(replace(seen, vendors=(gone, *seen.vendors[1:])), EMPTY, sound).findings == ()
 
 
 def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:
