@@ -193,6 +193,8 @@ class MachineFacts(Struct, frozen=True):
     """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
+    made_by_up: bool = False
+    """Whether `up` made the machine, so that it starts whenever the host boots; also True if that is unknown."""
     masked: bool = False
     """That unit is masked. The machine may still run, or stop."""
     starts: bool = False

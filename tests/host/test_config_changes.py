@@ -116,3 +116,16 @@ def test_a_machine_that_is_removed_while_its_start_waits_keeps_its_settings(two_
     two_machines.bus.jobs.clear()
     process(two_machines, OLD).reconcile()
     assert not two_machines.exists(nspawn_file(SECOND)), "its start was cancelled"
+
+
+def test_a_stopped_node_that_was_removed_keeps_its_settings_until_it_is_reset(tmp_path: Path) -> None:
+    """`up` has enabled it. Without the settings, the template's -U would apply when the host boots."""
+    node = node_host(tmp_path / "host")
+    made = node_reconciler(node)
+    assert up(made, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    node.bus.unit(machine_unit(MACHINE), "inactive", stopped_at=1)
+    removed = process(node, {})
+    removed.reconcile()
+    assert has_settings(node, MACHINE)
+    assert reset_machine(MACHINE, removed, node.network) == 0
+    assert not node.exists(nspawn_file(MACHINE))

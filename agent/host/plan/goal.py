@@ -94,16 +94,21 @@ def _faults(facts: Facts) -> dict[str, Fault]:
 
 
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
-    """Return machines that may run but are no longer configured, with the reason why they keep their settings.
+    """Return machines that keep their settings although they are no longer configured, each with the reason.
 
     Without the agent's settings, the option -U in systemd-nspawn@.service would apply at the next start, and change the
     owners of the machine's files.
     """
-    return {
-        machine.name: "it is no longer in the configuration; its settings stay while it runs"
-        for machine in facts.machines
-        if machine.name not in config.machines and not machine.stays_ended
-    }
+    held = {}
+    for machine in (each for each in facts.machines if each.name not in config.machines):
+        if not machine.stays_ended:
+            held[machine.name] = "it is no longer in the configuration; its settings stay while it runs"
+        elif machine.made_by_up and not isinstance(machine.root, Absent):
+            held[machine.name] = (
+                "it is no longer in the configuration; its settings stay, because it starts when the host boots, until "
+                f"`unbounded-agent reset {machine.name}`"
+            )
+    return held
 
 
 class _Roots:

@@ -314,6 +314,19 @@ def test_a_running_machine_keeps_settings_that_are_no_longer_configured() -> Non
     assert diff(planned, seen).actions == ()
 
 
+def test_a_stopped_node_keeps_settings_that_are_no_longer_configured_until_it_is_reset() -> None:
+    """`up` has enabled it, so it starts at the next boot, with the template's -U if the settings were gone."""
+    seen = facts(machine="old")
+    seen = replace(seen, files={nspawn_file("old"): FileState(b"ours", owned=True)}, vendors=(VendorFacts("nvidia"),))
+    seen = replace(seen, machines=(replace(seen.machines[0], made_by_up=True),))
+    planned = plan(Config(machines={}), seen)
+    assert "`unbounded-agent reset old`" in planned.held["old"]
+    assert diff(planned, seen).actions == ()
+    # `reset` removes the root file system first.
+    without_root = replace(seen, machines=(replace(seen.machines[0], root=Absent("removed")),))
+    assert RemoveFile(nspawn_file("old")) in diff(plan(Config(machines={}), without_root), without_root).actions
+
+
 SET_PROPERTY = """\
 # This is a drop-in unit file extension, created via "systemctl set-property"
 # or an equivalent operation. Do not edit.
