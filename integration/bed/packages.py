@@ -83,10 +83,10 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
         else:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
-    # Each kind has its own name: otherwise, building one could remove the others from the cache.
     tools = [Path(str(module.__file__)) for module in ((debian, ubuntu) if suite == ubuntu.UBUNTU else (debian,))]
+    # Each suite and set of packages has its own name in the cache: a new build removes older ones of the same name.
     base = cached("-".join(("package-root", suite, *more)), [*included, *tools], build) / "root"
-    # Not in /tmp, which may be a tmpfs or itself an overlay.
+    # The directory is not in /tmp, because that may be a tmpfs, or itself an overlay.
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:
         upper, work, merged = (Path(name) / part for part in ("upper", "work", "merged"))
         for each in (upper, work, merged):

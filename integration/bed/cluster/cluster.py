@@ -288,7 +288,8 @@ def pod(
     }
     if gpus:
         container["resources"] = {"limits": {resource: str(gpus)}}
-    # Without a token: to mount one, the kubelet would start systemd-run and mount.
+    # The pod gets no service account token. To mount one, the kubelet would start systemd-run and mount, which are slow
+    # in an emulated host.
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,

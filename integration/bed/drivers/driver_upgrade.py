@@ -32,7 +32,7 @@ def older_version(root: Path) -> str:
 
 
 def send_upgrade(guest: Guest) -> str:
-    """Send the other driver's files and modules to /root of the host, and return its version."""
+    """Send the other driver's files and modules to /root in the guest, and return the driver's version."""
     version = older_version(crowded_root())
     directory = crowded_root() / LIBRARIES / "nvidia" / f"tesla-{version.split('.')[0]}"
     files: dict[str, Path | bytes] = {

@@ -84,8 +84,12 @@ def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
 
 
 def apply_rpm_changes(root: Path, version: str) -> None:
-    """Make nvidia-driver.spec's changes: a Vulkan file with a path for each architecture, and libGLX_nvidia's name."""
-    # Fedora's glibc searches this directory by default.
+    """Change the tree as the RPM package does (nvidia-driver.spec).
+
+    Each architecture gets its own Vulkan file, which has the path of that architecture's libGLX_nvidia. The file of
+    libGLX_nvidia is named after its soname, and a link has the name with the version.
+    """
+    # Fedora's glibc searches /usr/lib64 by default; this host's glibc has to be told.
     (root / "etc/ld.so.conf.d/lib64.conf").write_text("/usr/lib64\n")
     icd = root / "usr/share/vulkan/icd.d/nvidia_icd.json"
     document = json.loads(icd.read_text())

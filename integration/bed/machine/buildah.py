@@ -16,13 +16,13 @@ def buildah(*arguments: Argument) -> str:
 
 def build(name: str, base: str, *options: Argument) -> str:
     """Return the image that containerfiles/build makes from containerfiles/NAME on `base`. Layers are cached."""
-    # The toolkit is compiled, because not every computer can reach NVIDIA's packages.
     script = REPOSITORY / "containerfiles" / "build"
-    # One build at a time. The newest layer of a build that still runs has no name, so another build would remove it, or
-    # fail because it is in use.
+    # One build at a time, because of the prune below: while another build runs, its newest layer has no name yet, and
+    # the prune would remove that layer, or fail because it is in use.
     with locked("buildah"):
+        # --build-toolkit: the toolkit is compiled, because not every computer can reach NVIDIA's packages.
         run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
-        # Layers of earlier builds that no image uses now.
+        # Remove layers of earlier builds that no image uses now.
         buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"
 

@@ -16,7 +16,7 @@ PACKAGES = ("base-files", "containerd", "runc", "crun")
 def debian_root(suite: str) -> Path:
     """Return a root with containerd, runc and crun from a Debian suite, unpacked but not configured.
 
-    trixie has containerd 1.7, whose configuration is of version 2; sid has 2.1, with version 3.
+    trixie has containerd 1.7, which reads configurations of version 2; sid has 2.1, which also reads version 3.
     """
 
     def build(target: Path) -> None:

@@ -35,7 +35,8 @@ def _parse(text: str) -> dict[str, str]:
     found = {}
     for line in text.splitlines():
         part, _, value = line.partition("=")
-        # Programs print their version among other words; a distribution's name is kept whole.
+        # A program prints its version among other words. The values of `host` and `machine` are names of distributions,
+        # such as "Debian GNU/Linux 13 (trixie)", and are kept whole.
         version = re.search(r"\d+\.\d+[\w.]*", value)
         found[part] = version[0] if version and part not in ("host", "machine") else value
     return found
