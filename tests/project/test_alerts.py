@@ -222,7 +222,10 @@ def request(url: str, body: object = None) -> Any:  # noqa: ANN401
 def test_alertmanager_inhibits_what_says_nothing_new(alertmanager: str) -> None:
     """Everything happens at once on one host; on another one, only tickets."""
     host, machine = {"job": "unbounded-agent", "instance": "h"}, {"machine": "gpu-node"}
-    without_machine = {"UnboundedAgentGPUMissing", "UnboundedAgentStuck", "UnboundedAgentDriverMismatch"}
+    without_machine = (
+        *("UnboundedAgentGPUMissing", "UnboundedAgentGPUFailed"),
+        *("UnboundedAgentStuck", "UnboundedAgentDriverMismatch"),
+    )
     fired = [
         *({"alertname": "UnboundedAgentMachineNotReady", "severity": "page", **host, **machine},),
         *({"alertname": each, **host} for each in without_machine),
@@ -240,11 +243,13 @@ def test_alertmanager_inhibits_what_says_nothing_new(alertmanager: str) -> None:
             for each in found
             if each["status"]["inhibitedBy"]
         }
-        if len(found) == len(fired) and len(silent) == 4:
+        if len(found) == len(fired) and len(silent) >= 3:
             break
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
-    assert silent == {("GPUMissing", "h"), ("DriverMismatch", "h"), ("GPULost", "h"), ("Stalled", "h")}
+    assert silent == {("DriverMismatch", "h"), ("GPULost", "h"), ("Stalled", "h")}, (
+        "the other GPUs may be another machine's"
+    )
     (lost,) = [each for each in found if each["labels"].get("machine") == "other"]
     assert not lost["status"]["inhibitedBy"], "the page is about another machine"
     pages = [each for each in found if {"name": "pager"} in each["receivers"]]
