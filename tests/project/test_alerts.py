@@ -142,9 +142,10 @@ def test_a_lost_scrape_neither_delays_nor_ends_an_alert(tmp_path: Path) -> None:
         pytest.skip("promtool is not installed (apt install prometheus)")
     # Not a loader that knows numbers: `0x29` is no hexadecimal number here.
     document = yaml.load((RULES / "unbounded-agent.rules.test.yml").read_text(), yaml.BaseLoader)
-    document["rule_files"] = [str(RULES / "unbounded-agent.rules.yml")]
+    document["rule_files"] = [str(RULES / each) for each in document["rule_files"]]
     document["tests"] = [each for each in document["tests"] if each["interval"] == "1m"]
     for test in document["tests"]:
+        test.pop("promql_expr_test", None)
         firing = [each for each in test["alert_rule_test"] if each.get("exp_alerts")]
         minutes = {int(each["eval_time"].removesuffix("m")) for each in firing}
         for series in test["input_series"]:
