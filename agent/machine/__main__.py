@@ -17,7 +17,7 @@ def main() -> int:
     runner = MachineRunner()
     try:
         start_generators(runner)
-        # Imported only now, while the generators run: the import takes half as long as a generator.
+        # Imported only now that the generators run in the background: the import takes half as long as a generator.
         from agent.machine import run
 
         return run.main(runner)

@@ -19,7 +19,7 @@ class Once:
         self._results: dict[str, Any] = {}
 
     def get(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the result with this name. The first caller computes it; if that raises, the next caller does."""
+        """Return the result with this name. The first caller computes it; if `compute` raises, the next one does."""
         with self._lock:
             if name not in self._results:
                 self._results[name] = compute()
@@ -39,7 +39,8 @@ class Context(NamedTuple):
     once: Once
     """Results that are computed only once for this handoff."""
     unsynced: list[str]
-    """Files that a crash of the kernel may still damage. They are synced after the report, which must not wait."""
+    """Files that a crash of the kernel may still damage. They are synced only after the report has been written,
+    because the report must not wait for that."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":

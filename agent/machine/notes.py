@@ -1,7 +1,8 @@
 """Keeps the machine half's records between its runs.
 
-Most notes only spare a later run some work. Notes are in MACHINE_STATE, below /run, which each boot of the machine
-clears. The ownership record is on disk, because the files that the agent writes into /etc outlive a boot.
+There are two kinds of records. Notes (`Notes`) are in MACHINE_STATE, below /run, so each boot of the machine clears
+them; most notes only spare a later run some work. The ownership record (`Owned`) is on disk, because the files that the
+agent writes into /etc outlive a boot.
 """
 
 import contextlib
@@ -25,15 +26,16 @@ TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NA
 and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
 AGES = "ages"
-"""Name of the note about when files last changed: files whose times are compared, or that must be recent."""
+"""Name of the note about when some files last changed: files whose times are compared with each other, and files that
+must be recent."""
 
 
 class Notes:
-    """Reads and writes notes: JSON objects by name. A missing note is empty.
+    """Reads and writes notes: JSON objects by name. Of a missing note, `load` returns an empty object.
 
     Each note has a digest of its content. A note without the right digest, or one that is no regular file, is removed
-    and counts as missing. So readers get only what some release of the agent wrote. Raises OSError if a note cannot be
-    read now.
+    and counts as missing. So readers get only what some release of the agent wrote. If a note cannot be read now, but
+    may be intact, OSError is raised.
     """
 
     def __init__(self, system: System) -> None:
@@ -70,9 +72,9 @@ def ages_in(note: object) -> Ages:
     observations = {}
     for path, each in note.items() if isinstance(note, dict) else ():
         match each:
-            # Another release may have noted something else since the boot of the machine.
             case [float(), float(), float()]:
                 observations[path] = Observation(*each)
+            # Another release may have noted something else since the boot of the machine.
             case _:
                 pass
     return Ages(observations)
@@ -82,7 +84,7 @@ def ages_in(note: object) -> Ages:
 def noted_ages(notes: Notes) -> Iterator[Ages]:
     """Yield the ages as the last run knew them, and keep them for the next run.
 
-    Ignores failures: the note only matters if somebody sets the wall clock.
+    If the note cannot be read or written, that is ignored: the note only matters if somebody sets the wall clock.
     """
     ages = Ages()
     with contextlib.suppress(OSError):
@@ -95,7 +97,7 @@ def noted_ages(notes: Notes) -> Iterator[Ages]:
 def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
-        # Not those of other services, which may be writing them now.
+        # Other services' temporary files stay, because those services may be writing them now.
         if name.endswith(NEW) and not name.startswith(TEMPORARY_OF_OTHERS):
             system.remove(f"{MACHINE_STATE}/{name}")
 
@@ -131,8 +133,8 @@ class Owned:
     def make_way(self, path: str) -> bool:
         """Return whether the agent may write this file: True if it is recorded as the agent's, or nothing is there.
 
-        Anything but a regular file, even a link to one, is removed from a recorded path. A directory is moved aside
-        instead, because its content may matter.
+        If something other than a regular file is at a recorded path, it is removed, even if it is a link to a regular
+        file. A directory is moved aside instead, because its content may matter.
         """
         if path not in self._recorded():
             return not self._system.exists(path)
@@ -155,7 +157,10 @@ class Owned:
             self._save(self._paths | {path})
 
     def remove(self, path: str) -> bool:
-        """Remove a file that is recorded as the agent's, with its record. Return whether anything was there."""
+        """If the path is recorded as the agent's, remove the file and the record of the path.
+
+        Return whether a file was removed.
+        """
         if path not in self._recorded():
             return False
         removed = self._system.exists(path)
@@ -179,7 +184,8 @@ class Owned:
         content = json.dumps({"paths": sorted(paths)}).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
-        # Only after both writes: if a failed `claim` counted, a second one would succeed without recording the path.
+        # Set only after both writes. Otherwise, if they failed in `claim`, a second `claim` would find the path in
+        # `_paths` and succeed, although the path is not recorded on disk.
         self._paths = paths
 
 

@@ -2,8 +2,8 @@
 
 A generator takes longer than everything else, and depends only on what the host provides: the driver root and the
 device nodes. When the rest of the machine half runs the same command, it gets the result of the generator that was
-started here. If the host has published the handoff again since, or the command is another one, it starts its own
-generator.
+started here. If the host has published the handoff again since, or if the commands differ, the rest of the machine half
+starts a generator of its own.
 """
 
 import os
@@ -25,7 +25,7 @@ MARK = f"{MACHINE_STATE}/early"
 once per generation, because later runs may not need the result."""
 
 LIMIT = 1 << 20
-"""Bytes of the largest handoff: SIZE_LIMIT of agent.model.handoff, a module that would take too long to import."""
+"""Bytes of the largest handoff. The value is SIZE_LIMIT of agent.model.handoff; importing it would take too long."""
 
 
 class _JsonSettings:
@@ -37,7 +37,10 @@ class _JsonSettings:
 
 
 def start_generators(runner: MachineRunner, root: str = "") -> None:
-    """Start the generators for a new generation of the handoff. Raises nothing: agent.machine.run reports errors."""
+    """Start the generators, unless that was done before for this generation of the handoff.
+
+    Raises nothing: agent.machine.run reports errors.
+    """
     try:
         _start_generators(runner, root)
     # Any exception: the rest of the machine half starts the generators that were not started here.
@@ -46,8 +49,8 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
 
 
 def _start_generators(runner: MachineRunner, root: str) -> None:
-    # Not json, which loads re and enum: that takes as long as Python's own start. If this Python has another scanner,
-    # there is an exception here, and the rest of the machine half starts the generators later.
+    # Not the module json, because it loads re and enum, which takes as long as Python's own start. If this Python has
+    # another scanner, an exception is raised here, and the rest of the machine half starts the generators later.
     from _json import make_scanner
 
     path = f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -65,8 +68,9 @@ def _start_generators(runner: MachineRunner, root: str) -> None:
                 if vendor in GENERATORS:
                     os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
                     command = GENERATORS[vendor](driver_root, spec_directory(vendor), request.get("cdi_hooks", ()))
-                    # While the rest is loaded, the host may grant further GPUs, or bind nodes that were missing. The
-                    # generator may have searched for GPUs before that, so its result must not be used then.
+                    # While the rest of the machine half is loaded, the host may grant further GPUs, or bind nodes that
+                    # were missing. In both cases it publishes the handoff again. The generator may have searched for
+                    # GPUs before, so its result is used only if the handoff is still the same file.
                     runner.start(command, lambda: _identity(path) == published)
 
 

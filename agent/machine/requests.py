@@ -31,7 +31,8 @@ class Outcome(NamedTuple):
     allocatable: "AllocatableVendor | None" = None
     """Only for one request of GPUs: the devices that claims can have; None without Dynamic Resource Allocation."""
     accepts_new_keys: bool = True
-    """Only for all requests: whether the host half accepts keys that reports got later, such as `repairs`."""
+    """Only for all requests: whether the host half accepts the keys that later releases added to the report, such as
+    `repairs`."""
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
@@ -74,8 +75,9 @@ def _settle_gpus(
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
-        # Tried again: the generator lists every GPU that has a node, so it omits a withdrawn GPU only after the GPU's
-        # node is gone. If the removal could not be noted, nodes may be gone although `removed` is empty.
+        # Try again. The generator lists every GPU that has a node, so only now that withdrawn nodes are gone does it
+        # omit the GPUs that were withdrawn. With `not_withdrawn`, try too, because some nodes may be gone even if
+        # `removed` is empty: that is so if the removal could not be noted.
         spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]
@@ -84,7 +86,7 @@ def _settle_gpus(
     conditions += settle_markers(context, vendor, request, conditions)
     names = published.devices
     if len(context.handoff.requests) > 1:
-        # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
+        # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
     conditions += (not_withdrawn,) if not_withdrawn else ()
     return Outcome(conditions, names, _allocatable(context, vendor, request, published.devices, spec_condition))
@@ -124,14 +126,15 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
         from agent.machine.devices.dri_links import link_dri_nodes  # Here, because few machines need it.
 
         link_dri_nodes(context, request)
-        # Not `link_libraries`: without a driver root, it would remove the links to another vendor's libraries.
+        # `link_libraries` is not called: as this request has no driver root, it would take the links to another
+        # vendor's libraries for stale ones, and remove them.
         return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
     return link_libraries(context, request, vendor.data_directories)
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # Unmount old nodes before the check. When its condition reports nodes with wrong numbers, the host binds new nodes
-    # at once, and those must stay.
+    # Unmount nodes that the host has removed, and do that before the check. Once the check's condition reports nodes
+    # with wrong numbers, the host binds new nodes at once, and these must not be unmounted.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported only if there are nodes, or links from an earlier run.

@@ -60,7 +60,8 @@ def main(runner: Runner) -> int:
 def run(system: System) -> int:
     """Settle handoffs until a report answers the newest one, in at most ROUNDS rounds. Return exit code 0.
 
-    Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
+    Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot be
+    restarted.
     """
     outcome, failed = None, ""
     try:
@@ -70,15 +71,20 @@ def run(system: System) -> int:
         failed = str(error)
         raise
     finally:
-        # Restarted after all rounds: containerd starts again only when this run ends, and until then pods cannot start.
-        # Restarted even if no report could be written, because pods need the new configuration all the same.
+        # containerd is restarted only after all rounds: once it has stopped, it starts again only when this run ends
+        # (see `restart`), and until then no pod can start. It is restarted even if no report could be written, because
+        # pods need the new configuration all the same.
         if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
             _restart(system, failed)
     return 0
 
 
 def _restart(system: System, failed: str) -> None:
-    """Restart containerd. If that fails too, log `failed`, the error before it: the new one takes its place."""
+    """Restart containerd.
+
+    `failed` is the error that ended the rounds; empty if there was none. If the restart fails too, `failed` is logged
+    here, because the caller gets only the error of the restart.
+    """
     try:
         restart(system)
     except (AgentError, OSError):
@@ -95,8 +101,8 @@ def _rounds(system: System) -> Iterator[Outcome]:
     reported = None
     for rounds_left in reversed(range(ROUNDS)):
         try:
-            # The file's identity is compared, not its content: after binding missing nodes, the host publishes an
-            # unchanged handoff again.
+            # The file's identity is compared, not its content: after the host has bound missing nodes, it publishes the
+            # handoff again with the same content, and this run must check the nodes again.
             published = system.identity(HANDOFF)
             if published == reported:
                 break
@@ -108,8 +114,9 @@ def _rounds(system: System) -> Iterator[Outcome]:
         outcome = settle(context)
         _log(context, outcome)
         yield outcome
-        # Not reported if outdated, except in the last round: the host may have bound missing nodes since, and an older
-        # host half would take this report for the answer to its new handoff.
+        # If the host has published the handoff again during this round, the outcome is not reported, except in the last
+        # round: the host may have bound the nodes that this outcome calls missing, and a host half of an older release
+        # would take the report for the answer to the new handoff.
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
@@ -168,7 +175,8 @@ def settle(context: Context) -> Outcome:
     return Outcome(
         (*conditions, *((node_condition,) if node_condition else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
-        # A host half that does not write this key refuses reports with newer keys (see agent.model.handoff).
+        # A host half that does not write `restart_device_plugin` into the handoff refuses reports with keys that were
+        # added later (see agent.model.handoff).
         accepts_new_keys=context.handoff.restart_device_plugin is not None,
     )
 
@@ -182,7 +190,7 @@ def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, 
         with contextlib.suppress(OSError):
             context.system.remove(ALLOCATABLE)
         return ()
-    # Imported only if it is configured.
+    # Imported here: only nodes with Dynamic Resource Allocation need it.
     from agent.machine.kubelet.offered import settle_offer
 
     vendors = [each.allocatable for each in outcomes if each.allocatable]
@@ -209,7 +217,7 @@ def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tupl
 
 
 def report(context: Context, outcome: Outcome, publication: Publication) -> None:
-    """Write the report. Every run writes it, even without a change, because it is also the heartbeat."""
+    """Write the report. Every run writes it, even without a change, because it is also the machine's heartbeat."""
     system = context.system
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(

@@ -10,7 +10,7 @@ from agent.model.reasons import Reason
 from agent.model.text import one_line
 
 ERROR_SHOWN = 200
-"""Characters of an error that a condition or a remark shows."""
+"""The largest number of characters of an error that a condition or a remark shows."""
 
 
 def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:

@@ -1,7 +1,7 @@
 """Publishes which devices pods may get through claims: those in verified CDI specifications.
 
-They are listed in a document (ALLOCATABLE). agent.dra reads it, and offers only these devices. The document exists only
-while the host's settings ask for Dynamic Resource Allocation.
+A document (ALLOCATABLE) lists these devices. agent.dra reads the document, and offers no other devices. The document
+exists only while the host's settings ask for Dynamic Resource Allocation.
 """
 
 import json

@@ -62,9 +62,9 @@ class Foreign(NamedTuple):
     """Other programs' specifications that have devices of the same kind as one of the agent's specifications."""
 
     same_directory: Mapping[str, str]
-    """Paths of those in the directory of the agent's specification, by device name."""
+    """By qualified device name, the path of a specification in the same directory as the agent's."""
     preferred: Mapping[str, str]
-    """Paths of those in directories that take precedence, by device name."""
+    """By qualified device name, the path of a specification in a directory that takes precedence over the agent's."""
     remarks: tuple[str, ...] = ()
     """Remarks on files that do not affect the agent's devices."""
     blocking: tuple[str, ...] = ()
@@ -122,8 +122,10 @@ def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec,
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
     """Return the condition if a specification with these devices must not be published; None if it may be.
 
-    If another file in the directory has one of the names, publishing would make that name unusable in both files. If
-    the agent's file exists already, the names are unusable anyway, so the file may be replaced.
+    A device name that two files in one directory define is unusable. If another program's file defines one of these
+    names, and the agent's file does not exist yet, publishing would take the device from pods that now get it from that
+    other file. If the agent's file exists, the names that both files define are unusable already, so the agent's file
+    may be replaced.
     """
     shared_names = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
     if not shared_names or system.exists(own.spec_path):
@@ -138,7 +140,7 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
 
 
 def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, own: OwnSpec) -> Condition:
-    """Return the condition of a specification with these devices, adjusted to the effect of the other files. Pure."""
+    """Return the condition of a specification with these devices, adjusted to other programs' specifications. Pure."""
     if condition.status is not Status.TRUE:
         return condition
     if foreign.blocking:

@@ -68,8 +68,8 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 f"{name}: the image's agent does not support this mode: update it to the host agent's release"
             )
             with contextlib.suppress(OSError, AgentError):
-                # A newer agent wrote this file. It is removed, because this release cannot tell which of its devices
-                # are still granted.
+                # A newer release of the agent wrote this file. The file is removed, because this release cannot tell
+                # which of the devices in it are still granted.
                 owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.mode_request(name, request, granted), path, kind)
@@ -166,7 +166,8 @@ class _Publisher:
         """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
         noted, inputs = self._notes.load(mode.note), _inputs_digest(self._context, mode)
         if noted.get("inputs") == inputs:
-            # An earlier run generated it from the same inputs. If it would be refused again, it need not be generated.
+            # An earlier run generated a specification from the same inputs, and noted its devices. If a specification
+            # with these devices would be refused, it need not be generated again.
             self._raise_if_refused(mode, noted["devices"], foreign)
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
         if limit < SHORTEST:

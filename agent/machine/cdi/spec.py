@@ -80,7 +80,7 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> P
 
 
 def remove_stale_specs(context: Context) -> None:
-    """Remove the agent's specifications under names of earlier releases, and those of modes no longer requested.
+    """Remove the agent's specifications under names of earlier releases, and for modes that are no longer requested.
 
     Temporary files that killed writers left next to notes and specifications are removed too. Errors are only logged.
     """
@@ -113,7 +113,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     live = live_numbers(system, request.devices)
     current = _current(system, vendor, request, live)
     if vendor.driver_files and not request.driver_root:
-        # An empty --driver-root= would mean the machine's own root.
+        # The generator is not run: to it, an empty --driver-root= would mean the machine's own root.
         return _kept(
             current, Reason.NO_DRIVER_ROOT, "GPUs are granted, but no driver files: see DriverRootStaged on the host"
         )
@@ -122,7 +122,8 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     current = _excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
-    # An earlier run generated it from the same inputs. If it would be refused again, it need not be generated.
+    # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted. If a
+    # specification with these devices would be refused again, it need not be generated again.
     if noted.get("inputs") == inputs and (
         refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
     ):
@@ -144,8 +145,8 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         return Published(refused)
     if not current or current.text != new.text:
         context.owned.claim(vendor.spec_path)
-        # The temporary file in the same directory does not end in .yaml or .json, so that runtimes do not read it:
-        # devices in two files would be unusable.
+        # The name of the temporary file, which is in the same directory, does not end in .yaml or .json. So runtimes do
+        # not read it. If they did, devices that are in both files would be unusable.
         system.write_quickly(vendor.spec_path, new.text)
         context.unsynced.append(vendor.spec_path)
         is_as_published = current is not None and noted.get("digest") == sha256(current.text)
@@ -236,7 +237,8 @@ def _current(
 ) -> Candidate | None:
     """Return the published specification; None if it is missing or malformed.
 
-    Raises OSError if it cannot be read. It must not be replaced then: it may serve more GPUs than a new one.
+    Raises OSError if it exists but cannot be read now. It must not be replaced then, because it may serve more GPUs
+    than a new one.
     """
     try:
         text = system.read_untrusted(vendor.spec_path)[0]

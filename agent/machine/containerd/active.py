@@ -16,9 +16,12 @@ from agent.system.files import System
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
 CHANGED = "containerd-changed"
-"""Name of the note about the agent's last change to containerd's configuration: its time in `microseconds` of the
-monotonic clock, and in `effective` a digest of the result. The digest is null until all files are written, and then
-empty until the result has been read back. From this, a later run knows at which step an earlier one was killed."""
+"""Name of the note about the agent's last change to containerd's configuration.
+
+`microseconds` is the time of the change by the monotonic clock. `effective` is null until all files are written, then
+empty until the effective configuration has been read back, and then the digest of that configuration. If a run is
+killed, the next run knows from `effective` at which step that happened.
+"""
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd process that was known to run with its current configuration: when it
 started, and a digest of the configuration."""
@@ -34,14 +37,17 @@ CONFIG_OPTION = re.compile(r"--?c(?:onfig)?(?:=(.*))?", re.DOTALL)
 def note_change(notes: Notes, *, written: bool) -> None:
     """Note that containerd's configuration has changed or, if `written` is False, is about to change.
 
-    After that, only a containerd that started later, or that already runs with the same result, is up to date. The
-    digest of the result is added once it is known (`note_result`).
+    From then on, containerd is up to date only if it started after the noted time, or if it already runs with the same
+    effective configuration. The digest of that configuration is added once it is known (`note_result`).
     """
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": "" if written else None})
 
 
 def note_result(notes: Notes, effective: str) -> None:
-    """Add the digest of the result to the note. Its time stays: containerd has this result if it started after that."""
+    """Add the digest of the effective configuration to the note.
+
+    The noted time stays, because every containerd that started after it has this configuration.
+    """
     notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
 
 
@@ -75,8 +81,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # By ExecStartPost=, the agent's drop-in for containerd's unit starts another run of this service. Meanwhile the
-    # unit may still be in the state start-post, in which containerd has already sent READY=1.
+    # containerd's unit itself may have started this run, with an ExecStartPost= from the agent's drop-in for the unit.
+    # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
     running = state == "active" or unit.get("SubState") == "start-post"
     config_path = _config_path(context.system, unit.get("MainPID", "0")) if running else ""
     if config_path not in ("", MAIN):
@@ -86,8 +92,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
             f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
         )
     loaded = {"started": started, "effective": changed.get("effective", "")}
-    # The second alternative: containerd started before the change, but already runs with the same result, because the
-    # change only restored a file that somebody had edited.
+    # If containerd started before the change, it is up to date only if it already runs with the same effective
+    # configuration. That is so if the change only restored a file that somebody had edited.
     if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
         notes.save(LOADED, loaded)
         return true(ACTIVE, Reason.RUNNING, f"{UNIT} runs with this configuration")
@@ -107,7 +113,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
 def _config_path(system: System, process: str) -> str:
     """Return the main configuration file that containerd's process was started with; empty if no argument names one.
 
-    The unit does not show it: ExecStart= may have variables, or name a script that executes containerd in its place.
+    The unit's ExecStart= does not always show this: it may have variables, or name a script that executes containerd.
     """
     try:
         return config_argument(system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT))
@@ -148,7 +154,7 @@ def containerd_state(context: Context) -> list[object]:
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     # The note is about a process whose program file was replaced. While that process runs, specifications must suit the
-    # old program, which rejects additionalGids; after it has ended, they need not.
+    # old program, which rejects additionalGids. After the process has ended, they may have additionalGids.
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
     return [program and program_identity(system, program), ended]
 

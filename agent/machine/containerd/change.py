@@ -57,12 +57,14 @@ def write_and_read_back(
 ) -> tuple[str, str]:
     """Write the files that differ, and read back the result.
 
-    Return what is wrong with it (empty if it is right), and a digest of what it depends on, from `digest_inputs`. That
-    function is called before the result is read back: if somebody changes the files later, the next run notices it.
+    Return what is wrong with the result (empty if it is right), and the digest of what the result depends on.
+    `digest_inputs` computes this digest. It is called before the result is read back, so that the next run notices if
+    somebody changes the files after the call.
 
     `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
-    result is wrong or unknown, the files are restored. A drop-in with which containerd cannot start is emptied instead.
-    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
+    result is wrong or unknown, the files are restored. If the result is wrong although this run wrote neither MAIN nor
+    the drop-in, restoring cannot help: then the drop-in is emptied if containerd may not even start with it. Raises
+    AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in
     written = {
@@ -100,15 +102,16 @@ def write_and_read_back(
         _restore(context, changes, before, noted)
         done = [f"restored {', '.join(changes)}"] if changes else []
         if not written and (unchecked or refused):
-            # The faulty drop-in was there before this run: a run was killed before it had checked it, or containerd has
-            # changed since. containerd works without it (`baseline`), but may not even start with it. The file is not
-            # removed, because containerd does not start without a file that is imported by its path.
+            # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
+            # change, or containerd has changed since that check. containerd works without the drop-in (`baseline`), but
+            # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a
+            # file that is imported by its path is missing.
             files.put(context.system, {drop_in: files.HEADER.encode()})
             notes.save(CHANGED, {})
             done.append(f"emptied {drop_in}")
         return "; ".join([f"the drop-in does not work: {faults}", *done]), inputs
     if change_was_interrupted(notes):
-        # This run's change, or that of a run that was killed before it knew the result.
+        # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
         note_result(notes, effective)
     for path in paths.former:
         context.owned.remove(path)

@@ -80,7 +80,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     )
     if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
         record_repair(notes, Repair.CONTAINERD, problem)
-    # After a fault, the drop-in is as it was before, or empty.
+    # After a fault, `write_and_read_back` has restored or emptied the drop-in, so its content must be read again.
     content = files.read_optional(system, drop_in) if faults else planned.drop_in or before[drop_in]
     result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
     notes.save(name, result if faults else {**result, "import": planned.pattern})
@@ -122,9 +122,10 @@ def _handlers() -> list[RuntimeHandler]:
 def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
-    It may be enabled by the agent's drop-in for a vendor's runtime, which stays when that vendor's last GPU is
-    withdrawn. That drop-in is loaded after the one for CDI, whose table containerd 1.x then ignores. If there is no
-    drop-in for a vendor's runtime, an existing one for CDI is taken to be needed.
+    The agent's drop-in for a vendor's runtime may enable CDI: it stays when that vendor's last GPU is withdrawn.
+    containerd loads it after the drop-in for CDI alone, and containerd 1.x then ignores the table of the latter. If
+    there is a drop-in for CDI alone, and none for a vendor's runtime, False is returned: the existing drop-in is taken
+    to be needed.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
@@ -194,7 +195,8 @@ def _planned_change(
         text = files.render_toml({"version": tables.new_version(version)}) + text
     pattern = next((each for each in tables.imports(MAIN, main) if tables.covers(each, drop_in)), "")
     if not pattern:
-        # The import that somebody removed may have loaded other files too.
+        # Somebody may have removed the import that is noted. It may have loaded other files too, so the same pattern is
+        # used again if it covers the drop-in.
         former = context.notes.load(_note(vendor)).get("import")
         known = isinstance(former, str) and "*" in former and tables.covers(former, drop_in)
         pattern = str(former) if known else new_import(system, text, drop_in, paths.former)

@@ -138,10 +138,11 @@ def put(system: System, files: Mapping[str, bytes | None]) -> None:
 
 
 def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
-    """Write a file and keep its mode (`mode` for a new file). Through a link, write the file that it leads to.
+    """Write a file and keep its mode. If the path is a link, write the file that the link leads to.
 
-    Only root may read a new file, because it may contain passwords of registries. The link is replaced by a file if it
-    leads into VENDOR, whose files belong to packages, or to a read-only file system.
+    `mode` is the mode of a new file. By default, only root may read a new file, because it may contain passwords of
+    registries. A link is replaced by a file if it leads into VENDOR, whose files belong to packages, or to a read-only
+    file system.
     """
     place = path
     if system.exists(path):

@@ -25,7 +25,7 @@ def loaded_files(
     """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers the agent's drop-in, the drop-in is included as an empty file, even if it does not exist.
+    If an import covers the agent's drop-in, the result has the drop-in with empty content, whether it exists or not.
     `imports_of` returns a file's imports, as `parsed_imports` does.
     """
     loaded: dict[str, bytes] = {}
@@ -44,9 +44,10 @@ def loaded_files(
 def new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
     """Return the pattern by which the main file is to import the drop-in. Raises DocumentError or OSError.
 
-    It is IMPORT, unless IMPORT does not cover the drop-in, or would load further files that containerd does not load
-    now. `own` has the agent's other drop-ins. It is a pattern, because containerd does not start if a file that is
-    imported by its name is missing.
+    The pattern is IMPORT if IMPORT covers the drop-in, and matches only the agent's drop-ins and files that containerd
+    already loads. `own` has the agent's other drop-ins. Otherwise, the pattern is the path of the drop-in with an
+    asterisk before the suffix. The plain path is not used, because containerd does not start if a file that is imported
+    by its plain path is missing.
     """
     loaded = loaded_files(system, main, drop_in, parsed_imports)
     if covers(IMPORT, drop_in) and not {*_glob(system, IMPORT)} - {drop_in, *own, *loaded}:
@@ -113,7 +114,7 @@ class NotedImports:
 
     def save(self) -> None:
         """Note what was used. An error does not matter."""
-        # `Notes.save` would read the note again before it finds that nothing has changed.
+        # Compared here, because `Notes.save` would read the note again before it finds that nothing has changed.
         if self._used != self._noted:
             with contextlib.suppress(OSError):
                 self._notes.save(self._name, self._used)

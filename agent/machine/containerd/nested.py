@@ -22,7 +22,7 @@ def copy_of(value: Any) -> Any:  # noqa: ANN401 - a value of any type in a table
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield the path and the value of each key that is no table with content."""
+    """Yield the path and the value of each key whose value is not a table, or is an empty table."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, str(key)))

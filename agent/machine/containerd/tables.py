@@ -158,7 +158,10 @@ def render(
 def problems(
     before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the drop-in. `before` and `after` are containerd's dumps without it and with it."""
+    """Yield what is wrong with the drop-in.
+
+    `before` is containerd's dump without the drop-in, and `after` is the dump with it.
+    """
     settings = dict(leaves(after.get("plugins", {})))
     for path, value in leaves(before.get("plugins", {})):
         if _is_set_by_drop_in(path, handler):
@@ -182,7 +185,8 @@ def _handler_problems(before: Table, after: Table, drop_in: Table, handler: Runt
     runtime = at(cri_of(after), "containerd", "runtimes", handler.name)
     if at(runtime, "options").get("BinaryName") != handler.binary:
         yield f"runtime {handler.name} does not run {handler.binary}"
-    # Compared with the base runtime in `before`, not with the drop-in, which may have keys unknown to containerd.
+    # The result is compared with the base runtime in `before`. It is not compared with the drop-in, because that may
+    # have keys that containerd does not know, and so does not print.
     actual, base = dict(leaves(runtime)), dict(leaves(_base_runtime(cri_of(before), handler)))
     for path, _ in leaves(at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
         ours = _is_set_by_drop_in((handler.name, *path), handler)
@@ -227,14 +231,18 @@ def _combined_cri_table(configuration: Configuration, containerd: tuple[int, ...
 def _cri_tables(document: Table) -> tuple[str, ...]:
     """Return the names of the CRI tables that count in one file, for a containerd that migrates each file."""
     value = document.get("version", 1)
-    # Migration to version 4 adds CRI_2 to CRI_3, whose keys win (configMigration in containerd's plugins/cri/runtime).
+    # In an older file, both tables count: migration to version 4 adds the keys of CRI_2 to those of CRI_3, and a key of
+    # CRI_3 wins (configMigration in containerd's plugins/cri/runtime).
     return (CRI_3,) if isinstance(value, int) and value > 3 else (CRI_2, CRI_3)
 
 
 def _add_settings(
     table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool
 ) -> None:
-    """Add to the drop-in's `table` what CDI and the handler need. `effective` is the CRI table without it."""
+    """Add to the drop-in's `table` what CDI and the handler need.
+
+    `effective` is the CRI table that containerd uses without these additions.
+    """
     if version < 3 or effective.get("enable_cdi") is False:
         # `enable_cdi` is true by default since containerd 2.0, and deprecated since 2.2.
         table["enable_cdi"] = True
@@ -255,8 +263,9 @@ def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
     """Return the runtime whose settings the handler takes over: that of its name, else the default one, else runc.
 
     A default runtime with another shim, such as Kata's, is not used: it may lack runc's options, such as SystemdCgroup.
-    One with the handler's name is used whatever its shim is: none of its settings may be lost (`problems`), containerd
-    2 merges them with the drop-in's anyway, and containerd ignores options that SHIM does not have.
+    But a runtime with the handler's name is used whatever its shim is: none of its settings may be lost (`problems`),
+    and containerd 2 merges its settings with those of the drop-in anyway. Options that SHIM does not have do no harm,
+    because containerd ignores them.
     """
     containerd = at(effective, "containerd")
     runtimes = at(containerd, "runtimes")

@@ -57,8 +57,8 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 def _version_without_groups(context: Context) -> str:
     """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
 
-    A specification must suit both the program on disk and a running containerd whose program has been replaced. The
-    version of the latter is followed by advice to restart it.
+    A specification must suit both the program on disk and a running containerd whose program has been replaced. If the
+    version is the running containerd's, advice to restart it follows the version.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):
@@ -76,8 +76,9 @@ def _version_without_groups(context: Context) -> str:
 def _running_without_groups(context: Context, program: str) -> str:
     """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
 
-    Return an empty string if it does, or if the program on disk was not replaced: then that program's version counts.
-    The process is noted, because the result changes when it exits.
+    Return an empty string if the running containerd supports them, or if the program on disk was not replaced: then
+    only that program's version counts. If a version is returned, the process is noted, because the result changes when
+    the process exits.
     """
     system = context.system
     process = unit_properties(context).get("MainPID", "0")

@@ -1,8 +1,8 @@
 """Makes the links /dev/char/MAJOR:MINOR to the granted nodes.
 
 On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
-runc, and systemd for the scopes of containers, use the links to find a device's path. `nvidia-ctk system
-create-dev-char-symlinks` and the GPU Operator's validator make the same links.
+releases of runc use the links to find a device's path, and so does systemd for the scopes of containers. The command
+`nvidia-ctk system create-dev-char-symlinks` and the GPU Operator's validator make the same links.
 """
 
 import posixpath
@@ -32,7 +32,7 @@ def link_nodes(context: Context, request: Request) -> None:
         for link, target in noted.items():
             if wanted.get(link) != target and system.read_link(link) == target:
                 system.remove(link)
-        # Another program's links are left alone.
+        # A link that another program made is neither noted nor changed.
         own = {link: target for link, target in wanted.items() if noted.get(link) == target or not system.exists(link)}
         # Noted before they are made, so that links of a killed run are removed later.
         notes.save(name, own)

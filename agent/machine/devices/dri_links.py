@@ -20,7 +20,8 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     }
     name = f"dri-links-{request.vendor}"
     noted = notes.load(name)
-    # A correct link that is not noted is udev's, for example if all of /dev/dri is bound. The agent never removes it.
+    # A correct link that is not noted was made by the host's udev: all of /dev/dri may be bound into the machine. Such
+    # a link is not noted now either, so the agent never removes it.
     own = {
         link: target for link, target in wanted.items() if noted.get(link) == target or system.read_link(link) != target
     }

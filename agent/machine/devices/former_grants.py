@@ -14,7 +14,7 @@ from agent.system.files import System
 
 
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
-    """Find mounted nodes that the handoff does not name, and note them like granted ones: later steps withdraw them.
+    """Find mounted nodes that the handoff does not name, and note them like granted ones, so that they are withdrawn.
 
     Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
     before a run could note them. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an
@@ -22,7 +22,8 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     """
     requests = context.handoff.requests
     known = {device.path for request in requests for device in request.devices}
-    # A DRM node may belong to any vendor, so unknown ones are noted for a vendor that this run settles anyway.
+    # A DRM node may belong to any vendor, so unknown ones are noted for a vendor that this run settles anyway, if there
+    # is one: the vendors of the handoff's requests come first below.
     vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
         for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
@@ -30,8 +31,8 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
             if unknown:
                 _note(context, vendor, unknown)
                 known |= unknown
-        # Nodes of GPUs are recognised by their names. Only the host knows which other nodes it bound, so the handoff
-        # lists those that it has withdrawn.
+        # The nodes above are recognised as GPUs' nodes by their names. The nodes of other devices have no such names.
+        # Only the host knows which of these it has bound and withdrawn, so the handoff lists the withdrawn ones.
         withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
         if withdrawn - known:
             _note(context, OTHER_DEVICES, withdrawn - known)
@@ -71,7 +72,7 @@ def withdrawn_requests(context: Context) -> list[Request]:
 
 
 def may_have_content(notes: Notes, name: str) -> bool:
-    """Return whether a note has content; True if it cannot be read, which a later step reports."""
+    """Return whether a note has content; True if the note cannot be read, so that a later step reports the error."""
     try:
         return bool(notes.load(name))
     except OSError:

@@ -29,17 +29,17 @@ minute."""
 def name_left_open(
     context: Context, conditions: tuple[Condition, ...], limit: float = SEARCH_LIMIT
 ) -> tuple[Condition, ...]:
-    """Add the processes to the message of DevicesAllowed, and forget nodes that no process has open.
+    """Add to the message of DevicesAllowed which processes have withdrawn nodes open, and forget nodes that none has.
 
     Raises any error of the search, and TimeoutError after `limit` seconds. After FAILED_SEARCHES consecutive errors, no
-    search is made, and all nodes are forgotten.
+    search is made, and all withdrawn nodes are forgotten.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
     granted_numbers = {
         (device.major, device.minor) for request in context.handoff.requests for device in request.devices
     }
-    # Without numbers that are granted again: they may now belong to other GPUs, which processes may have open.
+    # Numbers that are granted again are left out: they may now belong to another GPU, which processes may have open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in granted_numbers}
     noted_failures = notes.load(SEARCHES).get("failed")
     failed = noted_failures if isinstance(noted_failures, int) else 0

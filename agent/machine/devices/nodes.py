@@ -19,9 +19,9 @@ from agent.system.files import System
 from agent.system.journal import WARNING, say
 
 OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
-"""The time limit, in seconds, for opening all nodes is NODE_LIMIT for each node, but at least OPEN_LIMIT and at most
-LONGEST, which leaves time to report before the unit's own limit. Without a persistence daemon, the first open
-initialises the GPU, which takes seconds; the driver may initialise one GPU after another."""
+"""The time limit, in seconds, for opening all nodes together is NODE_LIMIT for each node, but at least OPEN_LIMIT and
+at most LONGEST. LONGEST leaves time to report before the unit's own limit. Without a persistence daemon, the first open
+of a GPU initialises it, which takes seconds; the driver may initialise one GPU after another."""
 
 STACKED = 16
 """The largest number of mounts that are removed from one node. systemd before 255 stacks each new mount on the old
@@ -81,8 +81,8 @@ def check_devices(context: Context, request: Request) -> Condition:
     due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
-    # Save the results even if nothing was opened, without those of nodes that are gone. A GPU that was detached and is
-    # attached again gets the same nodes, but an old result must not count for them.
+    # The results are saved even if nothing was opened now, because this drops the results of nodes that are gone. If a
+    # GPU is detached and later attached again, it gets the same nodes, and their old results must not count.
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
     notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
     if not request.devices:
@@ -93,9 +93,9 @@ def check_devices(context: Context, request: Request) -> Condition:
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
     """Return DevicesAllowed, with reason DriverHidden if the nodes open, but some of `paths` do not exist.
 
-    The kernel has these paths while the driver is loaded. If all are missing, the driver was unloaded meanwhile, and
-    `condition` is returned unchanged. The status stays True even with DriverHidden: whether NVML works without the
-    paths shows in CDISpecCurrent, because the specification is generated with NVML.
+    The kernel has these paths while the driver is loaded. If all of them are missing, the driver was unloaded
+    meanwhile, and `condition` is returned unchanged. Even with DriverHidden, the status is True: NVML may work without
+    the paths. CDISpecCurrent shows whether it does, because the specification is generated with NVML.
     """
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
@@ -114,9 +114,9 @@ def withdraw_nodes(
     """Remove nodes that are no longer granted. Return the removed paths, and a condition if that failed.
 
     The host cannot remove nodes: machinectl(1) can bind into a machine, but not unbind. `newest` is the current
-    handoff, which may be newer than this run's. Its nodes are kept, because the host may have bound them already. If
-    `newest` is None, because the handoff cannot be read, nothing is removed. If a removal cannot be noted, no path is
-    returned, although nodes may be gone.
+    handoff, which may be newer than this run's. The nodes that `newest` grants are kept, because the host may have
+    bound them already. If `newest` is None, because the handoff cannot be read, nothing is removed. If a removal cannot
+    be noted, no path is returned, although nodes may be gone.
     """
     try:
         return _withdraw_nodes(context, request, newest)
@@ -141,7 +141,8 @@ def _withdraw_nodes(
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None
-    # A path may now be granted for another vendor. Then the node is kept, and only that vendor's note still has it.
+    # A path may now be granted for another vendor. Then the node is kept, but this vendor's note no longer has it: the
+    # other vendor's note does.
     kept = {*granted, *(device.path for each in newest_requests for device in each.devices)}
     stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []
@@ -153,8 +154,8 @@ def _withdraw_nodes(
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
-    # This note is saved first: if the run is killed before it saves the other one, the next run withdraws the nodes
-    # again. In the other order, nodes that may still be open would be forgotten.
+    # WITHDRAWN is saved before the vendor's own note: if the run is killed between the two, the next run withdraws the
+    # nodes again. In the opposite order, nodes that may still be open would be in neither note, and so be forgotten.
     notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
     notes.save(name, granted)
     if not failures:

@@ -2,7 +2,7 @@
 
 The arguments are a time limit in seconds and the nodes. It prints a line `<errno> <path>` for each node: 0 if it
 opened, 110 (ETIMEDOUT) if it did not open within the limit, 11 (EAGAIN) if it could not be tried: no thread could be
-started, or the child was killed. It exits in time even if open(2) hangs in the kernel.
+started, or the child process was killed. The program exits in time even if open(2) hangs in the kernel.
 """
 
 import errno
@@ -75,8 +75,8 @@ def _open(path: str, index: int, writer: int) -> None:
     # always succeeds. A FIFO in the node's place does not block this open, which is for reading and writing (fifo(7)).
     code = 0
     try:
-        # Not closed: without persistence mode, the driver would shut the GPU down, and initialise it again for the CDI
-        # generator. It is closed when this process is killed.
+        # The node is not closed here, but when this process is killed: without persistence mode, the driver would shut
+        # the GPU down at the close, and initialise it again for the CDI generator.
         os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         code = error.errno or errno.EIO

@@ -13,9 +13,9 @@ from agent.system.files import System
 
 NOTE = "node-files"
 DELAY = 45.0
-"""Seconds between the first run after a boot and the first comparison. The kubelet waits for the first runs, and
-digests of Kubernetes' programs take a third of a second. DELAY is less than the minute between two runs of the
-timer."""
+"""Seconds between the first run after a boot and the first comparison. The kubelet's start waits for the first runs,
+and computing the digests of Kubernetes' programs takes a third of a second. DELAY is less than the minute between two
+runs of the timer, so the timer's next run compares."""
 
 
 def changed_files(context: Context) -> tuple[str, ...]:

@@ -43,7 +43,8 @@ class Plugin(NamedTuple):
     """A vendor's device plugin, as the kubelet's directory shows it."""
 
     serving: Mapping[str, int]
-    """Sockets that accept connections, with the id of the process that listens (0 in another PID namespace)."""
+    """Sockets that accept connections, each with the id of the process that listens. The id is 0 for a process outside
+    this PID namespace."""
     dead: tuple[str, ...] = ()
     """Sockets that nobody listens on."""
     registered: Mapping[str, tuple[str, ...]] | None = None
@@ -138,7 +139,7 @@ def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
     by_resource = {name: ids for name, ids in registered.items() if _gives_gpus(vendor, name)}
-    # Not compared directly: the wall clock may have been set between two of these times.
+    # The times are converted by `ages` before they are compared: the wall clock may have been set between two of them.
     begun = [(ages.changed_at(path, mtime_ns / 1e9), mtime_ns) for path, mtime_ns in times.items()]
     begun_at, newest = max(begun, default=(-math.inf, 0))
     up_to_date = ages.changed_at(CHECKPOINT, written / 1e9) >= begun_at
@@ -206,8 +207,8 @@ def _compare(
     """Compare the GPUs in the CDI specification with the advertised ones, and return the condition.
 
     The GPUs' identities are compared, because time-slicing and MIG change the counts. `once_advertised` has the GPUs
-    that the plugin has advertised since it started; None if the plugin needs no restart to notice the CDI
-    specification's last change.
+    that the plugin has advertised since it started. It is None if the plugin notices the CDI specification's last
+    change without a restart.
     """
     gpus = _gpus(vendor, request, registered)
     pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
@@ -224,8 +225,8 @@ def _compare(
     parts = [f"not advertised, although granted: {in_words(missing)}"] if missing else []
     parts += [f"advertised, but not (or no longer) in the CDI specification: {in_words(stale)}"] if stale else []
     message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
-    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. That is no reason
-    # for a restart, after which the plugin would offer the GPU again.
+    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. Such a GPU must
+    # not cause a restart: a restarted plugin would offer the unhealthy GPU to pods again.
     if once_advertised is not None and (missing - once_advertised or stale):
         why = "the plugin started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
@@ -237,7 +238,11 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Return several vendors' conditions of one type. For GPUsAdvertised, leave out unused plugins if any is used."""
+    """Return the conditions that count for the machine, of several vendors' conditions of one type.
+
+    For GPUsAdvertised: if any vendor's device plugin is used, the conditions of vendors without a used plugin are left
+    out. For any other type, all conditions count.
+    """
     used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
     return used if conditions[0].type is KIND and used else conditions
 

@@ -89,7 +89,7 @@ def _published(system: System) -> FileIdentity | None:
     try:
         return system.identity(HOST_STATUS)
     except OSError:
-        # `run` reports what keeps it from being read.
+        # `run` reports what keeps the host status from being read.
         return None
 
 
@@ -173,7 +173,8 @@ def _wanted(system: System, ages: Ages) -> tuple[Condition, Condition | None]:
 def _target(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
     """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
     same_status = applied is not None and applied.status == wanted.status
-    # The first transition has the host half's time. Later ones, such as to Unknown, have the time of this run.
+    # For the first condition that is set, the time of the transition is the host half's. For later transitions, such as
+    # to Unknown, it is the time of the run that sets the condition.
     transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
     if applied and new._replace(heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
@@ -200,8 +201,8 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
 def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
-    If another Node is recorded, its condition stays, because this kubelet may not change it; only the record is
-    removed. Return the condition that the Node now has (None if it has none), and NodeConditionSet.
+    If the recorded Node is not this kubelet's, its condition stays, because this kubelet may not change it; only the
+    record is removed. Return the condition that the Node now has (None if it has none), and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     recorded = _recorded_node(system)

@@ -26,8 +26,9 @@ CHANGED_MEANWHILE = (
 )
 """What the API server answers if others changed the Node between our read and our write.
 
-NodeRestriction compares our copy with the current Node before the API server compares resourceVersions, so it
-mistakes their change for ours (admitNode of plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
+The admission plugin NodeRestriction compares our copy with the current Node before the API server compares
+resourceVersions. So it takes the others' change for one that we make (admitNode of
+plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
 """
 
 UNAVAILABLE = (
@@ -44,7 +45,7 @@ The first one is for an answer with the HTTP status 500 and no reason, as after 
 """
 DENIED = "denied the request"
 """What the API server says of an admission webhook that refuses (ToStatusErr of k8s.io/apiserver). Such an answer may
-have no reason either."""
+have no reason, so it may begin like the first one in UNAVAILABLE."""
 
 
 def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:

@@ -18,7 +18,10 @@ SHOWN = 3
 
 
 def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
-    """Return GPUsAdvertised; False instead of True if the plugin's specification is out of date. Raises OSError."""
+    """Return `advertised`, which is GPUsAdvertised; False if the plugin's own specification is out of date.
+
+    A status other than True stays as it is. Raises OSError.
+    """
     if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
         return advertised
     try:

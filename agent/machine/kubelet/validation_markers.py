@@ -24,9 +24,9 @@ def settle_markers(
 ) -> tuple[Condition, ...]:
     """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    While a condition that a marker needs is Unknown, and none is False, the marker stays as it is. If markers are not
-    configured, remove those that the agent made before. In that case, and if the vendor has no markers, return an empty
-    tuple.
+    A marker is refuted if a condition that it needs is False. If none of these conditions is False, but one is Unknown,
+    the marker stays as it is. If markers are not configured, those that the agent made before are removed, and an empty
+    tuple is returned. If the vendor has no markers, an empty tuple is returned too.
     """
     configured = context.handoff.validation_markers
     if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
@@ -64,7 +64,7 @@ def _write_marker(system: System, marker: Marker) -> None:
 
 
 def _may_write(system: System, path: str) -> bool:
-    """Return whether there is no file at this path, or one of the agent's."""
+    """Return whether the agent may write this file: True if no file is there, or if the agent wrote the file."""
     content = _content(system, path)
     return content is None or content.startswith(FIRST_LINE.encode())
 

@@ -64,7 +64,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
     _record_repair(context.notes, request, wanted, plan)
-    # Without a driver root, ldconfig must run only if links were removed, so that they leave the loader cache.
+    # Without a driver root, ldconfig must run only if links were removed: the loader cache still lists these links.
     if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
     faults = _refresh_loader_cache(
@@ -171,10 +171,11 @@ def _refresh_loader_cache(
     handoff names is missing.
     """
     system, notes = context.system, context.notes
-    # Conflicting files are left out: they may not be libraries, and would never be in the cache.
+    # Conflicting files are left out: a file that is not a library would never be in the cache.
     needed = soname_links(request, directories) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
-    # The identity is read before the content: another ldconfig may replace the cache at any time.
+    # The cache's identity is read before its content: another run of ldconfig may replace the cache in between, and the
+    # next run must notice that.
     cache = _identity(system)
     if not ldconfig_pending and cache and notes.load(name) == {"cache": cache, "needed": sorted(needed)}:
         return CacheFaults()

@@ -16,7 +16,7 @@ TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
-"""The library directory itself, and two of its subdirectories, from which libraries load plugins by path."""
+"""The library directory itself, and its two subdirectories for plugins, which libraries load by path."""
 
 FOREIGN = ""
 """Stands in place of a link's target for an entry that is not a link."""
@@ -95,8 +95,8 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
     `present` has the entries of all link directories by path: the target of each link, and FOREIGN for other files.
     """
     own = {path for path, target in present.items() if _points_into_driver_root(path, target)}
-    # ldconfig adds links to the agent's links, such as from libcuda.so.1 to libcuda.so.550.163.01. They may be replaced
-    # here, but need not be removed, because ldconfig also removes links that dangle.
+    # ldconfig makes links of its own that lead to the agent's links, such as libcuda.so.1 to libcuda.so.550.163.01. The
+    # agent may replace such a link, but need not remove it, because ldconfig also removes links that dangle.
     replaceable = own | {
         path for path, target in present.items() if target and _resolve(path, target) in own | set(wanted)
     }
