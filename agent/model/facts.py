@@ -157,7 +157,8 @@ class Driver(Struct, frozen=True):
     module_version: Seen[str]
     user_space: UserSpace
     fabric: Seen[str] = Absent("no NVSwitch")
-    """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`), or `running` without a unit."""
+    """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`). If the Fabric Manager runs without
+    a unit: `running`."""
     persistence: Seen[str] = Absent("no persistence daemon")
 
 
@@ -182,7 +183,8 @@ class FileState(Struct, frozen=True):
 
     content: Seen[bytes]
     owned: bool
-    """By the ownership record or, if the record cannot be read, by the file's first line."""
+    """Whether the agent wrote the file, according to the ownership record. If the record cannot be read, the file's
+    first line decides."""
 
 
 class MachineFacts(Struct, frozen=True):
@@ -194,20 +196,22 @@ class MachineFacts(Struct, frozen=True):
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     made_by_up: bool = False
-    """Whether `up` made the machine, so that it starts whenever the host boots; also True if that is unknown."""
+    """Whether `up` made the machine; also True if that is unknown. Such a machine starts whenever the host boots."""
     masked: bool = False
-    """That unit is masked. The machine may still run, or stop."""
+    """The machine's unit is masked. The machine may still run, or be stopping."""
     starts: bool = False
-    """A start of that unit is queued or under way. Until unbounded-agent-prepare@ has ended, the unit is inactive."""
+    """A start of the machine's unit is queued or under way. Until unbounded-agent-prepare@ has ended, the unit is
+    inactive."""
     restarts: bool = False
     """The machine has ended, and systemd waits before it starts it again."""
     has_run: bool = False
-    """The unit is not active, and since the host booted it has stopped, failed to start, or had a start cancelled. Also
-    True if the unit is masked and inactive. If `unit_state` is `inactive`, somebody stopped the machine."""
+    """The machine's unit is not active, and since the host booted it has stopped, failed to start, or had a start
+    cancelled. Also True if the unit is masked and inactive. If `has_run` is True and `unit_state` is `inactive`,
+    somebody stopped the machine."""
     unit_needs_reload: bool = False
-    """NeedDaemonReload of that unit: its files changed since systemd read them."""
+    """NeedDaemonReload of the machine's unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()
-    """DeviceAllow= of that unit in systemd, including entries from files that the agent did not write."""
+    """DeviceAllow= of the machine's unit in systemd, including entries from files that the agent did not write."""
     granted: Seen[Granted] = Absent("nothing was granted to it yet")
     granted_age: float = 0.0
     """Seconds since the grant was last published, changed or not."""
@@ -218,8 +222,8 @@ class MachineFacts(Struct, frozen=True):
     started: tuple[bytes, bytes] | None = None
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is None or has no `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of driver roots that handoffs have named since the machine's start. Those of the current handoff may be
-    missing."""
+    """Indices of driver roots that handoffs have named since the machine's start. The record may lack the roots that
+    the current handoff names."""
     publication: Publication | None = None
     """The last publication of the handoff; None if there is none, or its file could not be observed."""
     report: Seen[bytes] = Absent("the machine has not reported")
@@ -256,7 +260,7 @@ class Facts(Struct, frozen=True):
     corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
-    """Indices of driver roots that are plain directories, which the root user of one machine can change for all."""
+    """Indices of driver roots that are plain directories: the root user of one machine can change them for all."""
     mounting_failed: bool = False
     """The last attempt to mount HOST_NVIDIA, inside which driver roots are mounted, failed."""
     stale_staging: tuple[str, ...] = ()
@@ -268,7 +272,8 @@ class Facts(Struct, frozen=True):
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
-    """PCI addresses of detached GPUs that processes may still open, until the last process using them has exited."""
+    """PCI addresses of detached GPUs that processes may still use. A GPU is in this set until the last of these
+    processes has exited."""
     gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     nspawn_sources: Mapping[str, str] = field(default_factory=dict)

@@ -16,12 +16,12 @@ class Share(Struct, frozen=True):
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs that any machine's settings name, or that other machines have, unless those request `all`. Only `count=N`
-    excludes these GPUs."""
+    """GPUs that the settings of any machine name, and GPUs of other machines, except machines that request `all`. A
+    machine with `count=N` gets none of these GPUs. Machines with other settings may share them."""
     current: frozenset[str] = frozenset()
     """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
-    """Detached GPUs in `current`: no machine is granted them, but processes may use them until they exit."""
+    """The detached GPUs in `current`. A new grant does not have them, but processes may use them until they exit."""
     reserved: Mapping[str, str] = field(default_factory=dict)
     """GPUs kept for other machines that have an internal error. The values complete "GPU X is ..."."""
 
@@ -112,7 +112,7 @@ class Goal(Struct, frozen=True):
     """Roots that the handoffs name."""
     machines: tuple[MachineGoal, ...]
     waiting_roots: tuple[StagedRoot, ...]
-    """Roots that no handoff names yet, because no kernel module of that version is loaded."""
+    """Roots that no handoff names yet, because no kernel module of the root's version is loaded."""
     remembered: Seen[Remembered]
     """The GPUs that machines were last granted, including those lost since."""
 

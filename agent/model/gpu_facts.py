@@ -15,8 +15,9 @@ class GpuFault(Struct, frozen=True):
     since: float
     """When the service read the error, in seconds since the epoch. The error is older if the service was down.
 
-    The record's own time is not used: the kernel log's clock drifts, and stops during suspend. This is also `timeAdded`
-    of the GPU's taint: if it lay before the taint, pods with `tolerationSeconds` would be evicted too early.
+    The time in the log's record is not used: the kernel log's clock drifts, and stops during suspend. `since` is also
+    `timeAdded` of the GPU's taint: if `since` were earlier than the taint, pods with `tolerationSeconds` would be
+    evicted too early.
     """
 
 
@@ -44,6 +45,6 @@ class GpuFacts(Struct, frozen=True):
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """GPUs that are detached or being detached. Machines still have the latter."""
+    """GPUs that are detached or being detached. Machines still have the GPUs that are being detached."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""

@@ -13,6 +13,7 @@ class Granted(Struct, frozen=True):
 
     generation: str
     gpus: tuple[str, ...]
-    """PCI addresses of the GPUs, including detached ones that the machine's processes may use until they exit."""
+    """PCI addresses of the granted GPUs, and of detached GPUs that the machine's processes may use until they exit. The
+    handoff does not have these detached GPUs."""
     driver_roots: Mapping[str, int]
     """Indices of the driver roots, by vendor."""

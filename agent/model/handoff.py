@@ -57,7 +57,7 @@ class Publication(NamedTuple):
 
     inode: int
     mtime_ns: int
-    """In nanoseconds since the epoch. It needs more than the 53 bits of a JSON number that some programs keep."""
+    """In nanoseconds since the epoch. The number has more than 53 bits, so some programs that read JSON round it."""
 
 
 class Repair(StrEnum):

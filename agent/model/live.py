@@ -24,8 +24,8 @@ class LiveSettings(Struct, frozen=True):
     """In a goal, the settings that a machine should have; in facts, the settings that it has."""
 
     fixed: str
-    """Digest of the settings that only a restart can change; empty if all that is known is that they differ from
-    the goal's."""
+    """Digest of the settings that only a restart can change. It is empty if nothing is known about these settings but
+    that they differ from the goal's."""
     allow: tuple[DeviceAllow, ...]
     """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
@@ -40,11 +40,11 @@ class LiveSettings(Struct, frozen=True):
     mounts: tuple[str, ...] = ()
     """Targets of the configured mounts that the machine has: those whose sources existed when the machine started."""
     withdrawn: tuple[str, ...] = ()
-    """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes them,
-    but keeps no record that it did."""
+    """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes these
+    nodes, but they stay in this list, because the host half does not learn that they are gone."""
     kept_since: float = 0.0
     """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_MONOTONIC; 0 if it has
-    none. If more permissions lose their grant meanwhile, the time of the first one counts for all."""
+    no such permission. If several permissions lost their grant one after another, the time of the first one counts."""
 
 
 def render_live(live: LiveSettings) -> bytes:

@@ -17,7 +17,8 @@ class Link:
     kind: str
     """The kernel's name for a virtual interface, such as `bridge`; empty for hardware."""
     bridge: str = field(default="", compare=False)
-    """Name of the interface that it is a port of; empty if it is none's. Records of earlier releases lack it."""
+    """Name of the interface of which this one is a port; empty if it is not a port. Records of earlier releases lack
+    this field."""
 
     def describe(self) -> str:
         return f"interface {self.name} ({self.kind or 'hardware'})"
@@ -71,12 +72,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Chains:
-    """Chains of the packet filter that Kubernetes' programs make, in one table."""
+    """Chains that Kubernetes' programs make in one table of the packet filter."""
 
     program: str
     """The variant of iptables that lists them, such as `iptables-nft`; NFT for a whole table of nftables."""
     table: str
-    """Empty if the program could not list them. For a table of nftables, its family and its name."""
+    """Empty if the program could not list the chains. For a table of nftables, its family and its name."""
     names: tuple[str, ...]
     """Empty for a table of nftables."""
 
@@ -98,6 +99,7 @@ class Network:
     rules: tuple[Rule, ...] = ()
     chains: tuple[Chains, ...] = ()
     plugin_chains: bool = False
-    """Whether `chains` would have those of network plugins. Records of earlier releases have only KUBE-* and CNI-*."""
+    """Whether chains of network plugins were looked for. If not, an earlier release made the record, and `chains` has
+    only KUBE-* and CNI-*."""
     tables: bool = False
-    """Whether `chains` would have tables of nftables. Records of earlier releases have none."""
+    """Whether tables of nftables were looked for. If not, an earlier release made the record."""

@@ -35,8 +35,8 @@ class NodeBinary:
     path: str
     """The program's path in the machine. For an archive of several programs, their directory."""
     archive: Archive = ""
-    """Empty if the file is the program itself; otherwise the file is a tar archive compressed by gzip, which has the
-    program `name` (`program`) or several programs (`programs`)."""
+    """Empty if the file is the program itself. Otherwise, the file is a tar archive compressed by gzip: with `program`,
+    it has the program `name`; with `programs`, it has several programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class HostState:
     sysctls: Mapping[str, str | None]
     """None for a parameter that the kernel does not have, perhaps because its module is not loaded."""
     modules: Mapping[str, bool] = field(compare=False)
-    """Whether a module is loaded, or built in. `==` ignores modules: `reset` cannot unload one that others use."""
+    """Whether a module is loaded, or built in, by its name. `==` ignores modules, because `reset` cannot unload a
+    module that somebody else uses."""
     swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
     """None for a file that does not exist."""

@@ -49,7 +49,10 @@ def decode(where: str, data: bytes, kind: type[T]) -> T:
 
 
 def convert(where: str, document: dict[str, Any], kind: type[T]) -> T:
-    """Return the value in a parsed document. If the document is invalid, most of its content is removed from it."""
+    """Return the value in a parsed document.
+
+    If the document is invalid, most of its content is removed while `_with_names` searches for the wrong key.
+    """
     try:
         return _convert(document, kind)
     except msgspec.ValidationError as error:
@@ -97,7 +100,7 @@ def _split(error: msgspec.ValidationError) -> tuple[str, str]:
 def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noqa: ANN401
     """Return msgspec's path below `value`, with the name of a key in place of each ANY_KEY.
 
-    To find the key, this tries the items of the dict one by one, each without the others, until `fails` returns True.
+    To find the key, all items are removed from the dict, and each is put back alone, until `fails` returns True.
     """
     before, found, after = path.partition(ANY_KEY)
     if not found:
