@@ -25,8 +25,8 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     same, but nothing is permitted or bound: each later pass would permit and bind what is not in the record again.
     """
     before, after = action.before, action.after
-    # Keep the nodes that are still granted with the same device number. The machine half removes nodes that are not
-    # granted any more; nodes with a changed number are bound again below.
+    # Keep the nodes that are still granted with the same device number. Nodes that are no longer granted
+    # are removed by the machine half, and nodes with a changed number are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)

@@ -288,8 +288,7 @@ def pod(
     }
     if gpus:
         container["resources"] = {"limits": {resource: str(gpus)}}
-    # The pod gets no service account token. To mount one, the kubelet would start systemd-run and mount, which are slow
-    # in an emulated host.
+    # No service account token: to mount one, the kubelet would start systemd-run and mount, which take long here.
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,

@@ -89,7 +89,7 @@ def apply_rpm_changes(root: Path, version: str) -> None:
     Each architecture gets its own Vulkan file, which has the path of that architecture's libGLX_nvidia. The file of
     libGLX_nvidia is named after its soname, and a link has the name with the version.
     """
-    # Fedora's glibc searches /usr/lib64 by default; this host's glibc has to be told.
+    # Fedora's glibc searches /usr/lib64 by default. Debian's does so only if the directory is listed.
     (root / "etc/ld.so.conf.d/lib64.conf").write_text("/usr/lib64\n")
     icd = root / "usr/share/vulkan/icd.d/nvidia_icd.json"
     document = json.loads(icd.read_text())
