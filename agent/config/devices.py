@@ -53,8 +53,8 @@ CDI_MODES = {
     "nvswitch": ("", ""),
     "management": ("", ""),
 }
-"""By mode, the setting that grants its device nodes, and the value that this setting's list must contain. Both are
-empty if the mode needs no other setting; the value is empty if the setting is not a list."""
+"""By mode, the setting that grants the mode's device nodes, and the value that this setting's list must contain. If the
+setting is not a list, the value is empty. If the mode needs no other setting, both are empty."""
 
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]

@@ -33,11 +33,11 @@ def read_document(system: System, path: str) -> Document:
     try:
         files = [path] if system.exists(path) else []
         if path == CONFIG_FILE and system.exists(CONFIG_DIRECTORY):
-            # Hidden files are not for anybody to read: editors and programs that are writing a file make them.
+            # Leave out hidden files. Editors make such files, and so do programs that are still writing a file.
             names = [name for name in system.entries(CONFIG_DIRECTORY) if not name.startswith(".")]
             files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
     except OSError as error:
-        # A file that cannot be read must not count as absent: its machines would be removed from the configuration.
+        # A file that cannot be read must not count as absent: the machines in it would no longer be configured.
         raise ConfigError(f"cannot read {path} or {CONFIG_DIRECTORY}: {error.strerror}") from error
     if not files:
         raise NoMachinesError(

@@ -58,7 +58,7 @@ def taint(value: str) -> str:
 
 
 def startup_taint(value: str) -> str:
-    """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pods away."""
+    """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pod away."""
     if value and split_taint(value)[2] == "PreferNoSchedule":
         raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
     return value

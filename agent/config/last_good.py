@@ -1,9 +1,12 @@
-"""Keeps the last good configuration, which is the last valid one, in a file.
+"""Keeps the last good configuration in a file. It is the last configuration that was valid.
 
-The file has the document, and the settings that its validation returned. While the current configuration is invalid,
-the service and starting machines use the document, because machines must start after a reboot of the host and keep
-their GPUs. While the current configuration is the same document, the settings are used, and nothing is validated again.
-Every process that makes passes saves its configuration here, so that the others notice which one is in force.
+The file has two parts: the document, which is what the configuration files contained, and the settings that the
+document's validation returned. If the current configuration is invalid, the service and starting machines use the saved
+document, because machines must start after a reboot of the host and keep their GPUs. If the current configuration files
+still contain the saved document, the saved settings are used, so that nothing has to be validated again.
+
+Every process that makes passes saves its configuration here. So other processes notice when a different configuration
+comes into force (InForce).
 """
 
 import contextlib
@@ -26,34 +29,38 @@ from agent.system.files import System
 
 def _installation() -> str:
     try:
-        # Installing a package replaces the files in this directory, which changes its ctime.
+        # Installing a package replaces the files in this directory, and so changes the directory's ctime.
         return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
     except OSError:
         return ""
 
 
 INSTALLATION = _installation()
-"""Identifies the code that this process runs: other code may not accept a document that this code accepts. Empty if
-unknown."""
+"""Identifies the code that this process runs. Settings that other code validated are not used, because this code might
+reject their document. Empty if unknown."""
 
 
 def last_good_document(system: System) -> object:
     """Return the last good document, or an empty one if none is saved. The caller must validate it again."""
     saved = _saved(system)
-    # Earlier releases saved only the document.
+    # Earlier releases saved only the document, so it is the file's whole content.
     return saved.get("document", saved)
 
 
 def known_settings(document: dict[str, Any], system: System) -> Config | None:
-    """Return the settings in a document if it is the last good one, and this installation validated it; else None."""
+    """Return the saved settings if `document` is the last good one and this installation validated it; else None."""
     saved = _saved(system)
     known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
     return _settings(saved) if known else None
 
 
 def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
-    """Save the configuration as the last good one. If that fails, remove one that differs. Raises no error."""
-    # A later release validates the document, not the settings, because it may have other defaults.
+    """Save the configuration as the last good one. Raises no error.
+
+    If saving fails, remove the configuration that was saved before, unless it is the same.
+    """
+    # The document is saved too, because a later release may have other defaults: it validates the document again, and
+    # does not use the settings.
     saved = {"validated_by": INSTALLATION, "document": document, "settings": to_builtins(config)}
     content = json.dumps(saved, default=str).encode() + b"\n"
     try:
@@ -61,7 +68,7 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
             # Not public, because the configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
-        # Better no copy than an outdated one, which may grant what this configuration no longer grants. A file can be
+        # Remove a saved configuration that is outdated: it may grant what `config` no longer grants. A file can be
         # removed even from a full disk.
         with contextlib.suppress(OSError):
             if not _same(_saved(system), document):
@@ -69,25 +76,27 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
 
 
 class InForce(Struct):
-    """Checks whether a process still works with the configuration in force, which is the one saved last."""
+    """Checks whether this process still works with the configuration in force: the one that any process saved last."""
 
     config: Config
     system: System
     checked: FileIdentity | None = None
-    """The identity that the file had at the last check, or before `config` was read (`last_good_identity`)."""
+    """The file's identity (`last_good_identity`) at the last check; before the first check, its identity from before
+    `config` was read."""
 
     def check(self) -> None:
         """Raises ConfigChangedError, once after each change, if another process has put other settings in force.
 
-        A missing or damaged file says nothing about that, so it raises no error, and stops no pass. Nor does one that
-        is older than `config`: if a file system is read-only, it can be neither replaced nor removed.
+        If the file is missing or damaged, the settings in force are unknown. No error is raised then, so that passes go
+        on. If the file has not changed since `config` was read, no error is raised either, even if its settings differ
+        from `config`: on a read-only file system, an outdated file can be neither replaced nor removed.
         """
         identity = last_good_identity(self.system)
         if identity is None or identity == self.checked:
             return
         settings = _settings(_saved(self.system))
         if settings is None:
-            # Read it again at the next check: perhaps only this attempt failed.
+            # Leave `checked` unchanged, so that the next check reads the file again: perhaps only this attempt failed.
             return
         self.checked = identity
         if _compared(settings) != _compared(self.config):
@@ -103,9 +112,10 @@ def last_good_identity(system: System) -> FileIdentity | None:
 
 
 def _compared(config: Config) -> str:
-    """Return a text that is the same for the same settings, whether or not they have been saved in between.
+    """Return a text that is the same for the same settings, even if only one of the two was saved and read again.
 
-    TOML has dates, times and NaN: JSON saves a date as a string, and NaN does not equal itself.
+    The settings themselves cannot be compared, because TOML has dates, times and NaN. Saved as JSON, a date or time
+    becomes a string. NaN does not even equal itself.
     """
     return json.dumps(to_builtins(config), default=str, sort_keys=True)
 
@@ -120,10 +130,11 @@ def _settings(saved: dict[str, Any]) -> Config | None:
 
 @contextlib.contextmanager
 def _only_writer(system: System) -> Iterator[None]:
-    """Keep other processes from writing the file. Raises OSError at once if one writes it now.
+    """Keep other processes from writing the file. Raises OSError at once if another process is writing it now.
 
     At the first boot after an upgrade, the service and every starting machine save the same document. All use the same
-    temporary file, and no machine's start may wait for another process.
+    temporary file, so only one of them may write. The others do not wait, because no machine's start may wait for
+    another process.
     """
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(LAST_GOOD_LOCK)
@@ -135,7 +146,7 @@ def _only_writer(system: System) -> Iterator[None]:
 
 
 def _saved(system: System) -> dict[str, Any]:
-    """Return the file's content; empty if there is none or it is damaged."""
+    """Return the file's content; empty if there is no file, or the file is damaged."""
     try:
         return parse_object(LAST_GOOD_CONFIG, system.read(LAST_GOOD_CONFIG))
     except (OSError, DocumentError):
@@ -148,5 +159,5 @@ def _same(saved: dict[str, Any], document: dict[str, Any]) -> bool:
         # Compare texts, because Python's 1, 1.0 and True are equal.
         return json.dumps(saved.get("document")) == json.dumps(document)
     except TypeError:
-        # TOML has dates and times, which JSON lacks.
+        # The document has a date or time of TOML, which JSON lacks. So it is validated again each time.
         return False

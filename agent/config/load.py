@@ -18,16 +18,16 @@ class Loaded(Struct, frozen=True):
     rejected: str = ""
     """Why the files were rejected, if the last good configuration is used instead; otherwise empty."""
     in_force: bool = True
-    """Whether it is the host's configuration, so that each pass checks that it is still in force (InForce); False if
-    the user named another file (--config)."""
+    """Whether `config` is the host's own configuration. If so, each pass checks that `config` is still in force
+    (InForce). False, for example, if the user named another file (--config)."""
     before: FileIdentity | None = None
-    """The identity that the last good configuration's file had before this one was read (agent.config.last_good)."""
+    """The identity that the last good configuration's file had before `config` was read (agent.config.last_good)."""
 
 
 def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) -> Config:
     """Return the validated configuration. If `path` is not CONFIG_FILE, read only that file.
 
-    With `save`, the configuration of the standard files becomes the last good one; that of another `path` never does.
+    With `save`, the configuration becomes the last good one, but only if `path` is CONFIG_FILE.
     Raises ConfigError, which names the file and the key.
     """
     document, standard = read_document(system, path), path == CONFIG_FILE
@@ -45,8 +45,9 @@ def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) 
 def load_or_last_good(system: System) -> Loaded:
     """Return the configuration and save it as the last good one; if it is invalid, return the last good one.
 
-    Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no file, or no
-    file has a table of machines: the last good one is not used then, because removed machines must not come back.
+    Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no configuration
+    file, or no file has a table of machines. The last good one is not used then, because it would bring back machines
+    that were removed.
     """
     before = last_good_identity(system)
     try:

@@ -20,7 +20,7 @@ REFUSED_SOURCES = {
         "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
     ),
 }  # fmt: skip
-"""By reason, the paths that cannot be a source. Nothing below them can be one either."""
+"""By reason, the paths that cannot be a source. No path below them can be a source either."""
 CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
@@ -32,8 +32,8 @@ CONTROL_PATHS = (
     *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
     *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
-    # Programs in other directories, and files that make root's programs load a library, run a program or change any
-    # file. Directories of libraries may be mounted read-only, as docs/security.md warns.
+    # Further directories with programs, and files that make root's programs load a library, run a program or change any
+    # file. Directories of libraries are not here: they may be mounted read-only, and docs/security.md warns of that.
     *("/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
     *("/usr/lib/tmpfiles.d", "/run/tmpfiles.d", "/run/udev/rules.d", "/usr/lib/modprobe.d"),
     *(f"/etc/{name}" for name in ("tmpfiles.d", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "security")),
@@ -54,7 +54,7 @@ REFUSED_TARGETS = {
     ),
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
-"""By reason, the paths that cannot be a target. Nothing below them can be one either."""
+"""By reason, the paths that cannot be a target. No path below them can be a target either."""
 LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
 """Directories in which the machine half makes links. They cannot be targets themselves, but paths below them can."""
 
@@ -62,7 +62,8 @@ LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-l
 def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = CONTROL_PATHS) -> str:
     """Return the path. Raises ValueError if it must not be the source of a mount.
 
-    `control_paths` may also have the real paths of CONTROL_PATHS, some of which may be links.
+    Some of CONTROL_PATHS may be links on the host. A caller that can read the host passes as `control_paths` both
+    CONTROL_PATHS and the paths to which they lead.
     """
     for why, paths in REFUSED_SOURCES.items():
         if is_below(value, paths):

@@ -21,7 +21,7 @@ Repository = Annotated[
     str, text(r"docker://[^\s@]+[^\s@/:]", "a repository, such as docker://registry.example.com/nodes", longest=400)
 ]
 Tag = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image")]
-"""The distribution specification's grammar."""
+"""A tag as in the grammar of the OCI distribution specification."""
 Version = Annotated[str, text(r"[0-9]+\.[0-9]+\.[0-9]+", "a version, such as 1.36.3")]
 Sha256 = Annotated[str, text(r"[0-9a-f]{64}", "a SHA-256 digest: 64 hexadecimal digits in lower case")]
 Url = Annotated[
@@ -63,18 +63,18 @@ LoadCredential=). The secret itself is never in the configuration."""
 
 
 ARCHIVES: tuple[Literal["crictl", "cni_plugins"], ...] = ("crictl", "cni_plugins")
-"""Programs that their projects publish in archives."""
+"""Programs whose projects publish them in archives, not as single files."""
 
 
 class ImageSettings(Table, frozen=True, kw_only=True):
     """The OCI image from which the machine's root file system is made."""
 
     name: ImageName | Literal[""] = ""
-    """An image: `docker://REGISTRY/NAME:TAG`, with `@sha256:...` to pin it, `oci:/DIRECTORY:TAG` or
+    """An image: `docker://REGISTRY/NAME:TAG` (with `@sha256:...` to pin it), `oci:/DIRECTORY:TAG` or
     `docker-archive:/FILE:TAG`. Overrides `repository`."""
     repository: Repository | Literal[""] = ""
-    """A repository such as `docker://registry.example.com/nodes`. The image is `agent-ubuntu2404-nvidia` in it if the
-    machine gets an NVIDIA GPU, and otherwise `agent-ubuntu2404`."""
+    """A repository such as `docker://registry.example.com/nodes`. If the machine gets an NVIDIA GPU, its image is
+    `agent-ubuntu2404-nvidia` in this repository; otherwise, it is `agent-ubuntu2404`."""
     tag: Tag = "latest"
     """The tag of the image in `repository`."""
     credentials: SecretFile | Literal[""] = ""
@@ -105,7 +105,7 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
     crictl_version: Version | Literal[""] = ""
     """The version of `crictl`, from cri-tools."""
     cni_plugins_version: Version | Literal[""] = ""
-    """The version of the standard CNI plugins. They replace those of the image in `containerd.cni_binaries`."""
+    """The version of the standard CNI plugins. They replace the image's plugins in `containerd.cni_binaries`."""
     github_mirror: Url = "https://github.com"
     """The URL below which `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their
     releases, for `crictl` and the CNI plugins."""
@@ -141,8 +141,8 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     startup_taint: StartupTaint = ""
     """A further taint that somebody else removes when the node's GPUs are ready (docs/bootstrap.md#startup-taint)."""
     node_ip: NodeAddresses = ""
-    """The node's address. Empty means the host's address on the default route, or, if the machine has a network of its
-    own, the one that the kubelet finds in it."""
+    """The node's address. Empty means the host's address on the default route. If the machine has a network of its own,
+    empty means the address that the kubelet finds in the machine."""
     cluster_dns: list[IpAddress] = field(default_factory=lambda: ["10.96.0.10"])
     """Addresses of the cluster's DNS service."""
     cluster_domain: NodeName = "cluster.local"
@@ -171,8 +171,8 @@ class HostNodeSettings(Table, frozen=True, kw_only=True):
     kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter", "nf_conntrack"])
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
-    """Whether swap is turned off, as the kubelet requires by default. `"keep"` leaves swap as it is: after an `up` that
-    has turned it off, the next one says how to turn it on again."""
+    """Whether swap is turned off, as the kubelet requires by default. `"keep"` leaves swap as it is. If an earlier `up`
+    has turned swap off, the next `up` says how to turn it on again."""
 
 
 class NodeSettings(Table, frozen=True, kw_only=True):
@@ -188,7 +188,7 @@ class NodeSettings(Table, frozen=True, kw_only=True):
     """The path of a file with the bootstrap token (`ID.SECRET`) that only root may read, or `credential:NAME`
     (docs/bootstrap.md#secrets). After the node has joined, the token is removed from the machine."""
     exec_credential: list[str] = []
-    """A program in the machine, with arguments, that prints an ExecCredential, instead of a bootstrap token."""
+    """Instead of a bootstrap token: a program in the machine, with its arguments, that prints an ExecCredential."""
     image: ImageSettings
     """What the machine's root file system is made from."""
     binaries: BinariesSettings | None = None

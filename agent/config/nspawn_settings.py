@@ -69,11 +69,12 @@ class NspawnSettings(Table, frozen=True, kw_only=True):
             raise ValueError(NO_USER_NAMESPACE)
 
     def mounted_paths(self) -> Iterator[str]:
-        """Yield the host paths in which root in the machine can write, as `extra` has them, but without escapes.
+        """Yield the host paths in `extra` in which root in the machine can write. The paths have no escapes.
 
-        They include those of BindReadOnly=, because root in the machine can remount them writable. An overlay's changes
-        go to the last directory before the target or, with only two paths, to the second path, which is the target too.
-        OverlayReadOnly= has no directory that takes changes.
+        Paths of BindReadOnly= are among them, because root in the machine can remount them writable. Of an overlay's
+        paths, only the one that takes the overlay's changes is among them: the last path before the target. If Overlay=
+        has only two paths, the second one takes the changes, and is the target too. OverlayReadOnly= has no path that
+        takes changes.
         """
         files = self.extra.get("Files", {})
         for key in ("Bind", "BindReadOnly", "Overlay"):
@@ -82,6 +83,6 @@ class NspawnSettings(Table, frozen=True, kw_only=True):
                 # systemd removes blanks at the start.
                 parts = [re.sub(r"\\(.)", r"\1", part) for part in MOUNT_PART.findall(line.strip())]
                 path = parts[-2 if len(parts) > 2 else -1] if key == "Overlay" else parts[0].removeprefix("-")
-                # Other paths start with "+", which means below the machine's own root, or are empty.
+                # Leave out empty paths, and paths that start with "+", which lie below the machine's own root.
                 if path.startswith("/"):
                     yield path

@@ -21,12 +21,13 @@ VariableValue = Annotated[
 ]
 """One line of text. No driver's variable needs a line break, so one in the configuration is a mistake.
 
-Machine halves of earlier releases write a character above U+FFFF as JSON does, as a pair of two escapes. Runtimes read
-the CDI specification as YAML, which has no such pairs: they would refuse all of it, and no pod would get a GPU.
+Characters above U+FFFF are refused: machine halves of earlier releases write such a character as JSON does, as a pair
+of two escapes. Container runtimes read the CDI specification as YAML, which has no such pairs. They would refuse the
+whole specification, and no pod would get a GPU.
 """
 NUMBER_LIMIT = 32
-"""The largest number of variables that may be set: far more than the drivers know, and too few to slow down the start
-of containers."""
+"""The largest number of variables that may be set. The drivers know far fewer. More could slow down the start of
+containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),

@@ -28,8 +28,8 @@ ADDRESS = text(
 PORT_LIMIT = 65535
 
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
-"""Matches a path for containerd's `imports`. They are glob patterns, so the path must have no wildcards. No name in it
-may begin with a dot."""
+"""Matches a path for containerd's `imports`. The entries of `imports` are glob patterns, so the path must have no
+wildcards. No name in the path may begin with a dot."""
 
 
 def _gpus(value: str | list[str]) -> str | list[str]:
@@ -75,12 +75,12 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     are meant for virtual machines, and a machine gets one only if `gpus` lists its address. Write a PCI address as
     `0000:01:00.0`, or as `nvidia-smi` prints it.
 
-    NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all of them, detached ones included,
-    gets these nodes.
+    NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all GPUs, detached ones included, gets
+    these nodes.
     """
     require_gpus: bool = False
-    """Whether the machine counts as not ready while it gets no GPU: the host has none, an administrator detached them,
-    or they have another kernel driver or none (docs/conditions.md#ready)."""
+    """Whether the machine counts as not ready while it gets no GPU, because the host has no GPU, an administrator
+    detached the GPUs, or they have another kernel driver or none (docs/conditions.md#ready)."""
     driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 

@@ -1,6 +1,6 @@
 """The base class of the configuration's tables, and the checks that `Annotated` attaches to the types of their keys.
 
-pydantic validates a document, because it finds all mistakes in it; msgspec would stop at the first. Nevertheless, the
+pydantic validates a document, because it finds all mistakes; msgspec would stop at the first one. Nevertheless, the
 tables are msgspec structs: to load pydantic takes 80 ms and 13 MB, so only code that validates a new document loads it.
 """
 
@@ -50,7 +50,7 @@ class Check(Struct, frozen=True):
     """Checks the value of a key, or an item in that value."""
 
     function: Callable[[Any], object]
-    """Takes the value, and returns the one to use, which may be the same in another form. Raises ValueError."""
+    """Takes the value, and returns it, perhaps in another form. Raises ValueError if the value is not allowed."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
         """Let pydantic call the function after it has checked the type."""
@@ -60,7 +60,7 @@ class Check(Struct, frozen=True):
 
 
 class Range(Struct, frozen=True):
-    """Limits a whole number; both limits are allowed."""
+    """Limits a whole number. The limits themselves are allowed."""
 
     lowest: int
     highest: int
@@ -75,8 +75,9 @@ class Range(Struct, frozen=True):
 def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False) -> Check:
     """Return a check for strings that match a regular expression as a whole.
 
-    `expected` says in the error what the string should be. `longest` limits its length, if not 0. If the string may be
-    `secret`, the error does not quote it: everyone can read the error in conditions and on the service's pages.
+    In the error, `expected` says what the string should be. If `longest` is not 0, it limits the string's length. If
+    the string may be `secret`, the error does not quote it: everyone can read the error in conditions and on the
+    service's pages.
     """
 
     def check(value: str) -> str:

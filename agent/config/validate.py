@@ -13,14 +13,14 @@ def validate(document: Document) -> Config:
     try:
         return Config.validated(document.content)
     except ValidationError as error:
-        # NoMachinesError only if nothing else is wrong: another mistake, such as a misspelt [machines], may be the
-        # reason why there is no table.
+        # Raise NoMachinesError only if nothing else is wrong: another mistake, such as a misspelt [machines], may be
+        # the reason why there is no table of machines.
         no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES_KEY)]
         raise (NoMachinesError if no_machines else ConfigError)(_error_lines(error, document)) from error
 
 
 def validate_again(content: object) -> Config | None:
-    """Return the configuration in the content of a document that was valid once; None if it no longer is."""
+    """Return the configuration in a document's content, which was valid once; None if it is no longer valid."""
     try:
         return Config.validated(content)
     except ValidationError:
@@ -31,12 +31,14 @@ def _error_lines(error: ValidationError, document: Document) -> str:
     """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
     sentences: dict[tuple[str, ...], str] = {}
     for each in error.errors():
-        # pydantic adds the names of union members and "[key]" to the location. These are not keys in the file.
+        # pydantic adds the names of union members and "[key]" to the location. These are not keys in a file, so use
+        # only the longest beginning of the location that is a key in a file.
         keys = tuple(str(part) for part in each["loc"])
         named = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in document.origins), ())
         file = document.origins.get(named, document.file)
         if each["type"] == "missing" or (each["type"] == "extra_forbidden" and named != keys):
-            # Name the whole location: neither a missing key nor a key of a table in a list is in `origins`.
+            # The key is missing, or is an unknown one in a table that is in a list. Such keys are not in `origins`, so
+            # name the whole location.
             named = keys
         sentences.setdefault(named, f"{file}: {'.'.join(named or keys)}: {_what_is_wrong(each)}")
     return "\n".join(sentences.values())

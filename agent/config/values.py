@@ -1,4 +1,4 @@
-"""Checks that several settings use: for paths, and for lists without repetitions. Pure."""
+"""The checks of values that several settings share: paths, hosts, URLs, and lists without repetitions. Pure."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,8 +9,8 @@ from agent.config.table import Check
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Matches paths that a Bind= line takes literally if their colons are escaped. systemd strips blanks at both ends, and
-a backslash begins an escape sequence."""
+"""Matches a path that systemd takes literally in a Bind= line, once the path's colons are escaped. The path neither
+begins nor ends with a blank, which systemd would strip. It has no backslash, which would begin an escape sequence."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
 """The largest numbers of bytes in a path, and in each name in it (PATH_MAX and NAME_MAX of limits.h)."""
 
@@ -42,7 +42,7 @@ def plain(value: str) -> str:
 def host_name(value: str) -> str:
     """Return the host name or address.
 
-    Raises ValueError if Python could not look it up, for example because a label is empty.
+    Raises ValueError if Python could not look it up, for example because a label (a part between two dots) is empty.
     """
     try:
         value.encode("idna")
@@ -56,7 +56,7 @@ def usable_url(value: str) -> str:
 
     The error does not quote the URL, because it may contain a secret.
     """
-    # Imported here, because every command loads this module, but few validate.
+    # Imported here, because every command loads this module, but few commands check a URL.
     from urllib.parse import urlsplit
 
     try:
@@ -70,14 +70,14 @@ def usable_url(value: str) -> str:
 
 
 def is_below(path: str, others: Iterable[str]) -> bool:
-    """Return whether the path is one of the others, or lies below one."""
+    """Return whether the path is one of the others, or lies below one of them."""
     return f"{path}/".startswith(tuple(f"{other}/" for other in others))
 
 
 def once(kind: str, key: Callable[[T], str]) -> Check:
     """Return a check for lists that raises ValueError if two items have the same key.
 
-    `kind` says in the error what the items are.
+    In the error, `kind` says what the items are.
     """
 
     def check(values: list[T]) -> list[T]:
