@@ -119,7 +119,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, now: float) -> None:
 
 
 def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield the files' names, each with a function that returns its text."""
+    """Yield the name of each file in the archive, with a function that returns the file's text."""
     now, system = time.time(), reconciler.system
     facts, planned, difference = reconciler.preview()
     machines = as_dated(reconciler.evaluate(facts, planned, difference), system)
@@ -157,7 +157,7 @@ def _machine_contents(machine: str, system: System) -> Iterator[tuple[str, Calla
 
 
 def _text(system: System, path: str) -> str:
-    # Read as untrusted, because processes in the machine can write the report.
+    # Read the file as untrusted: it may be a machine's report, which processes in the machine can write.
     data, _ = system.read_untrusted(path)
     return data.decode(errors="replace")
 

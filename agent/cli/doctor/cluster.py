@@ -39,7 +39,7 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
         nodes=found_nodes,
         pods=pods,
         daemon_sets=kubectl.items("daemonsets.apps", "--all-namespaces"),
-        # Events from a kubelet name its node; those from controllers name none.
+        # Events from a kubelet name its node; events from controllers name none.
         events=[each for each in events if _concerns((each.get("source") or {}).get("host"), nodes)],
         logs={name(pod): kubectl.log(pod) for pod in _failing(pods)},
         unmatched=_unmatched(kubectl, pods),

@@ -42,7 +42,7 @@ def findings(cluster: Cluster) -> tuple[Finding, ...]:
     """Return what is wrong in the cluster."""
     vendors = (each for vendor in HOST_VENDORS for each in vendor.cluster_findings(cluster))
     all_findings = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
-    # Only the first finding of each fault: all pods of a DaemonSet may have the same one.
+    # Keep only the first of several findings with the same cause and fix: all pods of a DaemonSet may have one fault.
     return tuple({(each.cause, each.fix): each for each in reversed(all_findings)}.values())[::-1]
 
 

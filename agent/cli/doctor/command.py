@@ -22,8 +22,9 @@ def doctor(
 ) -> int:
     """Print the diagnoses as text, or as JSON for programs. Return 0 if the report is sound, otherwise 1.
 
-    If the configuration on disk is invalid, the report is about the last good one, and the code is 2. With `bundle`,
-    write an archive to that path instead, and return 0. An empty path means a new file in the current directory.
+    If the configuration on disk is invalid, the report is about the last good one, and the exit code is 2. If `bundle`
+    is not None, it is a path: write an archive there instead, and return 0. An empty path means a new file in the
+    current directory.
     """
     report = examine(reconciler, kubeconfig)
     if bundle is not None:

@@ -28,11 +28,11 @@ FAILED = {
     PASS_FAILED: "the service runs, but cannot observe or change this host",
     STEP_FAILED: "the service runs, but cannot make all of its changes",
 }
-"""Causes by what precedes the reason in the service's line."""
+"""Causes, by the text that precedes the reason in the service's line in `systemctl status`."""
 PLAIN_IMAGE = "agent-ubuntu2404"
 """The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
-"""Values in /proc/sys that the kubelet requires (setupKernelTunables), but cannot set in a machine: there they are
+"""Values in /proc/sys that the kubelet requires (setupKernelTunables), but cannot set in a machine, where /proc/sys is
 read-only."""
 SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 """Bytes that must be free, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is nearly
@@ -70,7 +70,7 @@ def diagnose_host(facts: Facts, config: Config, system: System, rejected: str = 
         *(each for name, wanted in KERNEL_SETTINGS.items() for each in _setting(system, name, wanted)),
     )
     drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
-    # A problem that is a finding is not a remark as well.
+    # If a problem is a finding already, do not list it as a remark too.
     reported = {each.evidence for each in findings}
     remarks = tuple(each for each in facts.all_problems() if each not in reported)
     return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
@@ -115,7 +115,7 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
         case "activating" if service.restarts:
             yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
         case "activating" | "reloading":
-            # It counts as started after the first pass that finishes.
+            # The service counts as started only after the first pass that finishes. Until then, passes may fail.
             yield from _failures(_status_line(service.path, system))
         case Unseen(why):
             yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
@@ -153,7 +153,7 @@ def _metrics(config: Config, status: str, system: System) -> Iterator[Finding]:
     """Yield a finding if the service serves no metrics. `status` is the service's own line."""
     port = int(config.metrics.address.rpartition(":")[2])
     if status.startswith(NO_METRICS):
-        # Another process may listen on the port.
+        # Do not look for a socket that listens on the port: it may be another process's.
         evidence = status.removeprefix(NO_METRICS)
     elif _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
         evidence = f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})"
@@ -199,7 +199,7 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
 
 
 def _modules(facts: Facts, system: System) -> Iterator[Finding]:
-    """Yield a finding for each vendor with GPUs for which the running kernel has no module.
+    """Yield a finding for each vendor whose GPUs have no driver, because the running kernel has no module for them.
 
     Usually, the module was not built when the kernel was upgraded.
     """
@@ -226,7 +226,10 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
 
 
 def _gpu_faults(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding for each GPU with a fatal error in the kernel log. DevicesPresent reports those that are lost."""
+    """Yield a finding for each GPU with a fatal error in the kernel log.
+
+    GPUs that stopped answering are left out, because DevicesPresent reports them.
+    """
     lost = {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.why_lost}
     for address, fault in sorted(facts.gpus.faults.items()):
         if address not in lost:
@@ -246,7 +249,7 @@ def _space(system: System) -> Iterator[Finding]:
         try:
             free = system.free_bytes(path)
         except OSError:
-            # The path is missing or cannot be read, which passes report.
+            # The path is missing or cannot be read. Passes report that.
             continue
         if free < wanted:
             yield Finding(

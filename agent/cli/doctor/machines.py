@@ -26,7 +26,7 @@ NOTABLE = frozenset(
 
 
 class MachineFinding(Struct, frozen=True):
-    """One fault of a machine, or something to do although the conditions are True, with the conditions that show it."""
+    """One fault of a machine, with the conditions that show it; or True conditions that still call for an action."""
 
     conditions: tuple[ConditionType, ...]
     status: Status
@@ -94,7 +94,7 @@ def _needs_action(condition: Condition) -> bool:
 
 def _remarks(condition: Condition) -> list[str]:
     """Return the commands for the remarks in a condition's message."""
-    # The messages of other conditions may contain names that users of pods choose, and so any word.
+    # Do not search the messages of other conditions. They may contain names that users of pods choose, and so any word.
     if condition.type is not ConditionType.CDI_SPEC_CURRENT:
         return []
     return [command for word, command in REMARKS.items() if word in condition.message]
@@ -116,8 +116,8 @@ def _finding(group: Sequence[Condition], machine: str, environment: Environment)
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
     """Return the symptoms that the vendors of the host's GPUs list for these conditions.
 
-    For each condition, these are the ones that a vendor lists for this reason or, if there are none, for any reason. On
-    a host without GPUs, they are those of all vendors.
+    For each condition, these are the symptoms that a vendor lists for this reason. If the vendor lists none, they are
+    the ones that it lists for all other reasons. If the host has no GPUs, take the symptoms of all vendors.
     """
     vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
     reported = [

@@ -18,7 +18,7 @@ REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
 AS_ROOT = "sudo unbounded-agent doctor  # other users may not read everything"
-"""Left out for root."""
+"""This command is not shown to root."""
 APPLY = "unbounded-agent apply"
 SHELL = "machinectl shell {machine}  # then, in the machine:"
 PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
@@ -232,8 +232,8 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     Reason.API_UNREACHABLE: (*DRA_LOG, KUBELET_LOG),
     Reason.FAILED: DRA_LOG,
 }
-"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. With these reasons, REMEDIES has commands for
-device plugins, or none."""
+"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. For these reasons, REMEDIES has only commands
+for device plugins, or no commands."""
 
 REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",

@@ -53,7 +53,7 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
         state = STATES.get(diagnosis.ready.status, "readiness unknown")
         yield f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}"
         if diagnosis.ready.status is Status.TRUE and diagnosis.ready.reason != Reason.ALL_CONDITIONS_TRUE:
-            # Without a GPU, the message may say that the machine does not run.
+            # A machine without a GPU may be Ready even if it does not run. In that case, only the message says so.
             yield from paragraph("    ", diagnosis.ready.message, width)
         for finding in diagnosis.findings:
             yield from _machine_finding(finding, width)
