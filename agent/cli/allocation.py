@@ -43,8 +43,8 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
     machine = _machine(options.machine, options.to, reconciler)
     if not options.kubeconfig:
-        # The cluster is not observed, so the user must replace NODE and RESOURCE (the device plugin's resource). A
-        # count of 0 is not printed.
+        # The cluster is not observed. So the steps have NODE and RESOURCE (the device plugin's resource), which the
+        # user must replace. The resource's count is unknown: it is 0 here, because a count of 0 is not printed.
         node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": "0"}, (), (), ())
         say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
         return 0
@@ -97,7 +97,7 @@ class _Move:
         self._kubeconfig, self._reconciler, self._system = kubeconfig, reconciler, reconciler.system
 
     def run(self) -> bool:
-        """Take the steps in order until one is left that only the user can take. Return whether all are done."""
+        """Take the steps in order. Stop at the first one that only the user can take. Return whether all are done."""
         for index in range(len(steps := self._reconcile_and_list_steps())):
             number, step = index + 1, steps[index]
             if not step.done and step.kubectl:
@@ -114,7 +114,8 @@ class _Move:
     def _take(self, step: Step) -> None:
         note = cordoned_file(self._machine)
         if step.kubectl[0] == "cordon":
-            # Noted first, so that `start` uncordons the node if this command is never repeated.
+            # Write the note before the node is cordoned, so that `start` uncordons the node if this command is never
+            # repeated.
             self._system.write(note, f"{self._node}\n".encode())
         self._kubectl(*step.kubectl)
         if step.kubectl[0] == "uncordon":

@@ -1,7 +1,8 @@
 """The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
 
-The order matters. A device plugin does not know which GPUs agent.dra has given to pods, and vice versa, so each could
-give the other's GPUs to further pods. Therefore no pod may have a GPU while the node is moved.
+The order matters. A device plugin does not know which GPUs agent.dra has given to pods, and agent.dra does not know
+which GPUs the plugin has given. So each could give a GPU to a pod although another pod already has it. Therefore no pod
+may have a GPU while the node is moved.
 """
 
 import json
@@ -20,8 +21,8 @@ CLAIM_LINES = (
     'jsonpath={range .items[*]}{.metadata.namespace}{"\\t"}{.status.allocation.devices.results[*].driver}{"\\t"}'
     '{.status.allocation.devices.results[*].pool}{"\\t"}{.status.reservedFor[*].name}{"\\n"}{end}'
 )
-"""The form of kubectl's output for `parse_claimants`: a line for each claim. A claim takes 60 bytes, as JSON 3000, and
-a cluster has many thousands."""
+"""The form of kubectl's output for `parse_claimants`: a line for each claim. In this form, a claim takes 60 bytes; as
+JSON, it would take 3000. A cluster has many thousands of claims."""
 PLUGIN = "the vendor's device plugin"
 
 
@@ -35,11 +36,11 @@ class Node(Struct, frozen=True):
     allocatable: Mapping[str, str]
     """The counts that device plugins offer, by resource."""
     capacity: Mapping[str, str]
-    """The counts that the kubelet has from device plugins, even from those that are gone."""
+    """The counts that the kubelet has from device plugins, even from plugins that are gone."""
     holders: tuple[str, ...]
-    """Pods that request a device plugin's resource and have no claim for it, as `NAMESPACE/NAME`."""
+    """Pods, as `NAMESPACE/NAME`, that request a device plugin's resource and have no claim for it."""
     claimants: tuple[str, ...]
-    """Pods with a claim that has a device of the node, as `NAMESPACE/NAME`."""
+    """Pods, as `NAMESPACE/NAME`, with a claim that has a device of the node."""
     slices: tuple[str, ...]
     """Names of the node's ResourceSlices of DRA_DRIVER."""
 
@@ -67,16 +68,19 @@ def parse_counts(node: Mapping[str, Any], kind: str, wanted: Callable[[str], boo
 
 
 def parse_holders(pods: Mapping[str, Any], wanted: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return the pods that have wanted resources of a device plugin, from a list of the node's pods.
+    """Return the pods that have wanted resources of a device plugin.
 
-    Raises KeyError.
+    `pods` is kubectl's list of the node's pods. Raises KeyError.
     """
     metadata = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, wanted))
     return tuple(sorted(f"{each['namespace']}/{each['name']}" for each in metadata))
 
 
 def _has_plugin_gpu(pod: Mapping[str, Any], wanted: Callable[[str], bool]) -> bool:
-    """Return whether a pod has GPUs of a device plugin: it requests them, and the scheduler made no claim for it."""
+    """Return whether a pod has GPUs of a device plugin.
+
+    That is so if the pod requests them and has not ended, and the scheduler made no claim for the pod.
+    """
     status = pod.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed") or status.get("extendedResourceClaimStatus"):
         return False
@@ -93,7 +97,7 @@ def _has_plugin_gpu(pod: Mapping[str, Any], wanted: Callable[[str], bool]) -> bo
 
 
 def parse_claimants(claims: str, node: str) -> tuple[str, ...]:
-    """Return the pods that have a device of the node, from all claims in the form of CLAIM_LINES. Raises ValueError."""
+    """Return the pods that have a device of the node. `claims` are all claims, as CLAIM_LINES. Raises ValueError."""
     claimants = set()
     for line in claims.splitlines():
         namespace, drivers, pools, pods = line.split("\t")
@@ -128,8 +132,8 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
                 f"systemctl --machine={machine} stop kubelet",
                 f"systemd-run --machine={machine} --wait --quiet rm -f {CHECKPOINT}",
                 f"systemctl --machine={machine} start kubelet",
-                # The kubelet would do this itself if its directory of device plugins were empty, but it has just made
-                # its own socket there (ShouldResetExtendedResourceCapacity in Kubernetes 1.36).
+                # The kubelet would remove the counts itself if its directory of device plugins were empty, but it has
+                # just made its own socket there (ShouldResetExtendedResourceCapacity in Kubernetes 1.36).
                 *_remove_counts(node),
                 *_configuring(machine, DRA),
             ),

@@ -22,7 +22,10 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 class Answers:
-    """Answers requests of agent.cli.asking. Each command makes its own reconciler, so it observes everything itself."""
+    """Answers the requests that agent.cli.asking sends.
+
+    Each command makes its own reconciler, so it observes everything itself.
+    """
 
     def __init__(self, command: Callable[[Sequence[str]], int] = run_command) -> None:
         """`command` runs a command and returns its exit code.
@@ -47,11 +50,12 @@ class Answers:
         try:
             code, output = copy_context().run(self._run, arguments, width_and_colour)
         except SystemExit:
-            # An argument is wrong. In the process that asks, argparse prints the message to the user.
+            # An argument is wrong. After DECLINED, the process that asks runs the command itself, and argparse prints
+            # the message to the user there.
             return DECLINED
         if encounters() != before:
-            # A record was damaged. The service would name it only in its journal; the process that asks names it to the
-            # user.
+            # A record is damaged, and the service names it only in its journal. After DECLINED, the process that asks
+            # runs the command itself, and names the record to the user.
             return DECLINED
         document = {"code": code, "output": output}
         return Page(HTTPStatus.OK, json.dumps(document).encode() + b"\n", "application/json")

@@ -45,6 +45,9 @@ def apply(reconciler: Reconciler) -> int:
 
 
 def _waiting(outcome: Outcome) -> list[MachineOutcome]:
-    """Return the machines whose reports are awaited. One that is masked and does not run cannot start, nor report."""
+    """Return the machines whose reports are awaited.
+
+    A machine that does not run, and whose unit is masked, is not one of them: it can neither start nor report.
+    """
     masked = {each.name for each in outcome.facts.machines if each.masked and each.ended}
     return [machine for machine in outcome.machines if machine.pending and machine.name not in masked]

@@ -13,20 +13,21 @@ from agent.cli.printing import LISTING, ignore_broken_pipe
 from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 
 ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
-"""Commands that the service can run, with the arguments that they may have. They end soon, change nothing, and need
-nothing that the service's sandbox hides, except that `gpus` needs processes: the process that asks searches those
-(LISTING). `doctor` is not among them: it needs the files of kernel modules, and reads libcuda's version as another
-user."""
+"""Commands that the service can run, with the arguments that they may have. They end soon and change nothing. They need
+nothing that the service's sandbox hides or forbids. Only `gpus` needs other processes, which the sandbox hides: the
+process that asks searches them itself (LISTING). `doctor` is not one of the commands. It needs the files of kernel
+modules, which the sandbox hides, and it reads libcuda's version as another user, which the sandbox forbids."""
 TAKES_NAME = ("status",)
 """The commands in ANSWERABLE that may also have a machine's name as an argument."""
 LIMIT = 4.0
-"""Seconds to wait for the service. It does not answer while SIGSTOP has stopped it, or it gets no processor time."""
+"""Seconds to wait for the service. It cannot answer while it is stopped by SIGSTOP, or gets no processor time."""
 
 
 def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | None:
     """Print the service's answer and return the command's exit code. None if the command must run in this process.
 
-    Only root can ask. Other users may read less of the host than the service, and their output must show that.
+    Only root can ask. For other users, the command runs in their own process: they may read less of the host than the
+    service, and the output must say what they may not read.
     """
     if os.geteuid() != 0 or not answerable(arguments):
         return None
@@ -40,8 +41,8 @@ def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | Non
         document = json.loads(_exchange(f"{directory}/{STATUSZ_SOCKET}", json.dumps(request).encode().hex()))
         output = [_completed(stream, text) for stream, text in document["output"]]
     except (OSError, ValueError):
-        # There is no service, it declines or does not answer in time, or processes cannot be listed: run the command
-        # here.
+        # There is no service, the service declines or does not answer in time, or `_completed` cannot list processes:
+        # the command must run in this process.
         return None
     try:
         for stream, text in output:
@@ -64,7 +65,7 @@ def answerable(arguments: Sequence[str]) -> bool:
 def installation() -> list[str | int]:
     """Return what identifies the installed version. After an upgrade, the service has older code until it restarts."""
     path = os.path.realpath(agent.__file__)
-    # The ctime, because package managers set the mtime to the time when the package was built.
+    # Use the ctime, because package managers set the mtime to the time when the package was built.
     return [agent.__version__, path, os.stat(path).st_ctime_ns]
 
 

@@ -29,8 +29,8 @@ class Command:
         """Define the help.
 
         `summary` is the command's line in the list of commands. `hidden` commands are not listed: only units run them.
-        `codes` has the meanings of the exit codes. Without an entry, 2 means agent.cli.parser.BAD_INPUT. `root`
-        commands need root rights; the others work as any user.
+        `codes` has the meanings of the exit codes. If it has no entry for code 2, this code means
+        agent.cli.parser.BAD_INPUT. `root` commands need root rights; the others work as any user.
         """
         self.summary, self.codes, self.hidden, self.root = summary, codes, hidden, root
         self.text = f"{text} Run as: {self.user}."

@@ -101,22 +101,22 @@ class _Removal(Struct):
 
     gpu: Gpu
     machines: tuple[str, ...]
-    """Machines that have the GPU, or would have it if it were not detached."""
+    """Machines that have the GPU, would have it if it were not detached, or may still open it."""
     nodes: tuple[DeviceNode, ...]
     reconciler: Reconciler
     timing: Timing
     found: bool = False
-    """Whether the GPU was recorded as detached or tainted before this command, which then must not undo that."""
+    """Whether the GPU was already recorded as detached or tainted. If so, this command must not undo that record."""
     remarks: list[str] = field(default_factory=list)
     """What went wrong, one sentence each."""
     recorded: bool = False
-    """Whether this command has recorded the GPU as detached or tainted, and did not undo it."""
+    """Whether this command has recorded the GPU as detached or tainted, and has not undone that."""
 
     def run(self) -> Ending:
         """Keep new pods from the GPU, wait until its users have exited, then withdraw the machines' permission.
 
-        on_detach decides whether to wait: `refuse` gives up if the GPU is in use, `force` withdraws the permission even
-        then.
+        If the GPU is in use, on_detach decides: `drain-wait` waits, `refuse` gives up, and `force` withdraws the
+        permission nevertheless.
         """
         policy, seconds = self._policy()
         if policy == "refuse" and (held := self._users()):
@@ -130,7 +130,7 @@ class _Removal(Struct):
     def _detach(self, policy: str, seconds: int) -> Ending:
         address, left = self.gpu.pci_address, seconds
         if self._is_offered(self.machines):
-            # While pods have the GPU, it stays in the CDI specification, so that their containers can restart.
+            # First only taint the GPU. It stays in the CDI specification, so that containers of its pods can restart.
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
             self._taint(evict=policy == "force")
             held = self._drain(limits[policy])
@@ -249,7 +249,7 @@ class _Removal(Struct):
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, or time is up. Return the last outcome. Raises AgentError.
 
-        Adds to the remarks: the machines' failures in the last pass, those that are late, and those without a record.
+        Adds to the remarks: failures of the machines in the last pass, late machines, and machines without a record.
         """
         started, next_report = time.monotonic(), 0.0
         while True:

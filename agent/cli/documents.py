@@ -13,7 +13,7 @@ VERSION = 1
 def document(command: str, now: float, content: Mapping[str, object], *, indent: int | None = 2) -> str:
     """Return a document as text. `now` is in seconds since the epoch.
 
-    With `indent=None` it is on one line, for a command that prints several.
+    With `indent=None`, the document is on one line, for a command that prints several documents.
     """
     envelope = {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
     return json.dumps({**envelope, **content}, indent=indent)

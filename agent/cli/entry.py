@@ -18,7 +18,7 @@ def run() -> int:
         try:
             return _run()
         finally:
-            # argparse leaves the help that it prints in the buffer.
+            # Write what is still in the buffer: argparse leaves the help there.
             sys.stdout.flush()
     except BrokenPipeError:
         ignore_broken_pipe()
@@ -31,8 +31,8 @@ def run() -> int:
 
 def _run() -> int:
     garbage.for_a_command()
-    # Without this, pydantic reads the metadata of every installed package to find plugins, and imports them. That is
-    # slow, and root must not load code in that way.
+    # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
+    # plugins. That is slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     # Escape what cannot be encoded, as standard error does: names of files may not be UTF-8, and the terminal's
     # encoding may lack characters.

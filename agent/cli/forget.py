@@ -14,13 +14,13 @@ from agent.system.damage import write_record
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the lost GPU at this address. Without one, forget all lost GPUs and acknowledge damage to the record.
+    """Forget the lost GPU at this address. Without an address, forget all, and acknowledge damage to the record.
 
     Return lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
     if the record cannot be read.
     """
     with pass_lock(reconciler.system, reconciler.progress):
-        # From a plan, not from the record: if the service is not running, the record may be out of date.
+        # Take the GPUs from a plan, not from the record: if the service is not running, the record may be out of date.
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
             raise ObservationError(remembered.why, "repair the record of granted GPUs first")

@@ -21,5 +21,5 @@ def for_a_service() -> None:
 
 
 def at_the_end() -> None:
-    """Keep Python from collecting garbage three times when it exits. The kernel frees the memory."""
+    """Keep Python from collecting garbage, which it does three times when it exits. The kernel frees the memory."""
     gc.freeze()

@@ -19,7 +19,7 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 ATTRIBUTE_LIMIT = 200
-"""At most this many characters of an attribute are shown."""
+"""At most this many characters of an attribute in sysfs are shown."""
 
 
 def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
@@ -69,7 +69,7 @@ def _granted(planned: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _kept(facts: Facts, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a machine and an address for each GPU that a machine keeps because it must not change."""
+    """Yield a machine and an address for each GPU of a machine that must not change now, and so keeps its GPUs."""
     for machine in facts.machines:
         if machine.name in planned.held:
             yield from ((machine.name, address) for address in machine.kept_gpus)

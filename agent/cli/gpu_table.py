@@ -1,7 +1,8 @@
 """Adds the GPUs' users to a list of GPUs, and renders the list for people or programs.
 
-A GPU's users are the processes that have it open. The service's sandbox hides them, so if the service makes the list,
-the process that asked for it adds them. That process must start fast, so this module imports little.
+A GPU's users are the processes that have it open. The service's sandbox hides these processes. So if the service makes
+the list, the process that asked for the list adds the users. That process must start fast, so this module imports
+little.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Finds the machines that have a GPU, or may still open it."""
+"""Finds the machines that have a certain GPU, or may still open it."""
 
 from collections.abc import Iterable
 
@@ -31,7 +31,7 @@ def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         for machine in planned.goal.machines
         if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
     }
-    # A machine that may still open the GPU counts too, even if another GPU has been granted in its place.
+    # A machine that may still open the GPU counts too, even if it has been granted another GPU instead.
     devices = device_numbers(gpu_nodes(facts, address))
     goals = {machine.name for machine in planned.goal.machines}
     permitted = {machine.name for machine in facts.machines if machine.name in goals and may_open(machine, devices)}

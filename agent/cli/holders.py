@@ -15,7 +15,7 @@ UNSEEN_SHOWN = 10
 
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Return one or more lines about the users of the GPU at `address`; without an address, about those of each GPU."""
+    """Return lines about the users of the GPU at `address`; if `address` is empty, about the users of each GPU."""
     facts = reconciler.preview()[0]
     gpus = [find_gpu(address, facts)] if address else list(_known(facts).values())
     lines: list[str] = []
@@ -51,7 +51,7 @@ def _known(facts: Facts) -> dict[str, Gpu]:
 
 
 def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
-    """Return the nodes of the GPU and of its partitions, without nodes that GPUs share."""
+    """Return the nodes of the GPU and of its partitions, but not nodes that several GPUs share."""
     lists = (vendor.devices for vendor in facts.vendors if isinstance(vendor.devices, tuple))
     return tuple(node for nodes in lists for node in nodes if node.pci_address == address)
 
@@ -81,7 +81,10 @@ def no_holder(held: Held) -> str:
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """Return a line per process. Of those that cannot be inspected, list at most UNSEEN_SHOWN: a pod may have many."""
+    """Return a line per process.
+
+    Of the processes that cannot be inspected, list at most UNSEEN_SHOWN, because a pod may have many.
+    """
     more = len(held.unseen) - UNSEEN_SHOWN
     counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)

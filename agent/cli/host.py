@@ -19,10 +19,12 @@ MAKES_PASSES = (
     *("apply", "up", "start", "restart", "reset"),
     *("gpus detach", "gpus attach", "kube allocation"),
 )
-"""Commands that make passes, in addition to UNIT_COMMANDS. Each saves the configuration that it reads as the last good
-one, and so puts it in force: otherwise, processes with an older one would undo what the command does."""
+"""Commands that make passes, in addition to UNIT_COMMANDS. Each of them reads the configuration, and saves it as the
+last good one, which puts it in force. Otherwise, a process that still has an older configuration would undo what the
+command does."""
 WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
-"""Commands that work on a host without a configuration. None of them makes a pass, which would remove all settings."""
+"""Commands that work on a host without a configuration. None of them makes a pass: without a configuration, a pass
+would remove the settings of all machines."""
 
 
 def this_host() -> System:
@@ -67,8 +69,8 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
             "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )
     standard = options.config == CONFIG_FILE
-    # If the current configuration is invalid, units use the last good one: otherwise a machine would not start, or
-    # would get no GPUs.
+    # If the current configuration is invalid, the commands of units use the last good one: otherwise a machine would
+    # not start, or would get no GPUs. All other commands fail, except `doctor`.
     if options.command not in UNIT_COMMANDS or not standard:
         before = last_good_identity(system)
         try:
@@ -81,7 +83,7 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
         except ConfigError:
             if options.command != "doctor" or not standard:
                 raise
-            # Who looks for a fault must not have to correct the configuration first.
+            # A user who looks for a fault with `doctor` must not have to correct the configuration first.
             return load_or_last_good(system)
         return Loaded(config, in_force=standard, before=before)
     loaded = load_or_last_good(system)

@@ -16,7 +16,8 @@ SUFFIX = ".yaml"
 def manifests(names: Sequence[str], directory: str | None, system: System) -> int:
     """Print the manifests of these names one after the other, or list all manifests if there are no names.
 
-    With a directory, write them there instead; without names, write all. Raises ConfigError for an unknown name.
+    With a directory, write the manifests there instead: those of these names, or all if there are no names. Raises
+    ConfigError for an unknown name.
     """
     known = [each.removesuffix(SUFFIX) for each in system.entries(DIRECTORY)]
     if unknown := [name for name in names if name not in known]:

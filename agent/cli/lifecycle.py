@@ -35,9 +35,10 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
 
 def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
-    """Start a machine and wait for it, then uncordon its node if the agent cordoned it. Return the exit code.
+    """Start a machine, wait until it is ready, and uncordon its node if the agent cordoned it. Return the exit code.
 
-    Without a kubeconfig, or if the machine is not ready, such a node stays cordoned, which counts as a failure.
+    If the agent cordoned the node, and there is no kubeconfig or the machine is not ready, the node stays cordoned.
+    This counts as a failure.
     """
     _require_configured(name, reconciler)
     with machine_locks(reconciler.system, (name,), "start"):
@@ -74,7 +75,8 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
             f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
         )
     reconciler.progress(f"stop machine {name}")
-    # If the machine has not started since the boot, systemd forgets this stop, and the service would start it.
+    # If the machine has not started since the host booted, systemd does not remember that it was stopped. Without this
+    # mark, the service would then start it.
     mark_start(name, reconciler.system)
     with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
         reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
@@ -82,7 +84,7 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
 
 
 def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Stop a machine and start it again. Raises AgentError, which says if the machine may be left stopped."""
+    """Stop a machine and start it again. Raises AgentError; if the machine may stay stopped, the error says so."""
     _require_configured(name, reconciler)
     with machine_locks(reconciler.system, (name,), "restart"):
         return _restart(name, reconciler, kubeconfig, drain=drain)
@@ -123,7 +125,10 @@ def _start_it(name: str) -> str:
 
 @contextmanager
 def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None]:
-    """If the block is interrupted, as by Ctrl-C, report the sentence, which says what state the block leaves."""
+    """If the `with` block is interrupted, for example by Ctrl-C, report the sentence.
+
+    The sentence says in which state the interrupted block leaves the machine or node.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -149,7 +154,8 @@ def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Cordon the node and move its pods to other nodes.
 
-    If the node was not cordoned before, leave a note: it makes the next `start` with a kubeconfig uncordon the node.
+    If the node was not cordoned before, leave a note. The note makes the next `start` with a kubeconfig uncordon the
+    node.
     """
     node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system
@@ -171,7 +177,10 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
 
 
 def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
-    """Uncordon the node of a ready machine if the agent cordoned it. Return why it stays cordoned, if it does."""
+    """If the agent cordoned the machine's node, uncordon it, unless the machine is not ready or there is no kubeconfig.
+
+    Return a sentence that says why the node stays cordoned; nothing if it does not.
+    """
     system, note = reconciler.system, cordoned_file(name)
     if not system.exists(note):
         return ()

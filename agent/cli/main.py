@@ -14,8 +14,8 @@ from agent.model.errors import AgentError, ConfigError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that these arguments name, and return its exit code.
 
-    Without `arguments`, take them from this process's command line (`sys.argv`). SIGTERM and SIGHUP then interrupt the
-    command as Ctrl-C does, unless it is one of UNIT_COMMANDS.
+    Without `arguments`, take them from this process's command line (`sys.argv`). In that case, SIGTERM and SIGHUP
+    interrupt the command as Ctrl-C does, unless the command is one of UNIT_COMMANDS.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
     agent.cli.commands has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
@@ -59,10 +59,11 @@ def _load_msgspec() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run any command but `version`. Each command imports its own modules; the imports above are cheap."""
-    # Loading the modules of all commands, with msgspec, prometheus_client and asyncio, takes thirty times as long as
-    # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
+    """Run any command but `version`. Import only the modules that this command needs."""
     _load_msgspec()
+    # To load the modules of all commands, with prometheus_client and asyncio, takes thirty times as long as Python's
+    # own start. If the top of this file imported them, help, scripts that poll `status`, and every start of a machine
+    # would wait for that.
     match options.command:
         case "run":
             from agent.cli.service import run

@@ -17,7 +17,7 @@ VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
 ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
-"""Columns of descriptions. This module wraps them, because argparse would also wrap the list of exit codes."""
+"""Columns of descriptions. This module wraps descriptions itself: argparse would wrap the list of exit codes too."""
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands of `gpus` whose address is optional."""
 WAIT_LIMIT = 300.0
@@ -36,7 +36,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """
 
     def __init__(self, prog: str) -> None:
-        # Without a width, argparse asks for the terminal's, for each argument that is added, and loads shutil for it.
+        # Without a width, argparse would load shutil, and ask for the terminal's width at each argument that is added.
         super().__init__(prog, width=WIDTH)
 
     def format_help(self) -> str:
@@ -46,7 +46,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def make_parser(command: str = "") -> argparse.ArgumentParser:
     """Return the parser. The parsed options are `config`, `command`, and the command's own arguments.
 
-    With the name of a command, the parser knows only that one: to add all of them takes as long as Python's own start.
+    With the name of a command, the parser knows only that command: to add all takes as long as Python's own start.
     """
     parser = argparse.ArgumentParser(
         prog="unbounded-agent",
@@ -133,12 +133,12 @@ def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
 def _add_gpus(gpus: argparse.ArgumentParser) -> None:
     gpus.add_argument("--json", action="store_true", help=JSON)
     added = _add(gpus, "gpus_command", GPU_COMMANDS, required=False)
-    # Without this, argparse would show COMMAND as required. Set it only now that the subcommands are added: otherwise
-    # their own usage would begin with this text.
+    # Without this usage, argparse would show COMMAND as required. Set it only now that the subcommands are added:
+    # otherwise, the usage of each subcommand would begin with this text.
     gpus.usage = "%(prog)s [-h] [--json] [COMMAND ...]"
     for name, command in added.items():
         if name == "list":
-            # With a default, this option would overwrite the one in `gpus --json list`.
+            # For `gpus --json list`: a default of this option would overwrite the `--json` before `list`.
             command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
         else:
             count = "?" if name in ADDRESS_OPTIONAL else None
@@ -166,7 +166,10 @@ def _add_kubeconfig(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:
-    """Add an option with an optional number of seconds: `default` without the number, None without the option."""
+    """Add an option with an optional number of seconds.
+
+    If the user gives the option without a number, its value is `default`; without the option, the value is None.
+    """
 
     def parse(number: str) -> float:
         try:

@@ -15,7 +15,7 @@ from agent.model.facts import Facts, Unseen
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
-    """Print the steps, and each machine that does not, or perhaps does not, get its settings, with the reason.
+    """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
 
     Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read.
     """
@@ -46,7 +46,7 @@ def _steps(
 
 
 def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield each machine that does not, or perhaps does not, get its settings, with the reason."""
+    """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
     for machine in facts.machines:
         if isinstance(machine.root, Unseen):
             yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"

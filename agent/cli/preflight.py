@@ -11,7 +11,7 @@ from agent.system.network import HostNetwork
 
 
 def preflight(reconciler: Reconciler, *, for_programs: bool) -> int:
-    """Print all checks. Return 1 if one failed that keeps a node from being made, otherwise 0."""
+    """Print all checks. Return 1 if one failed that must pass before a node can be made, otherwise 0."""
     names = chosen(reconciler, "")
     facts = reconciler.preview()[0]
     work = Provisioner(reconciler.config, reconciler.system, HostNetwork(), reconciler.progress).work(names, facts)

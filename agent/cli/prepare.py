@@ -27,8 +27,8 @@ STOP_LIMIT = 130.0
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0
-"""Seconds after the command's start from which on it no longer waits for other passes. Its unit's time limit is a
-minute longer, for the last pass."""
+"""Seconds after the command's start. From then on, the command no longer waits until another process's pass ends. The
+time limit of the command's unit is a minute longer, so that the command can still make its own last pass."""
 STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
 
@@ -48,12 +48,12 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
     system = reconciler.system
-    # Mark the start now: if `stop` cancels it from here on, the service must not start the machine again.
+    # Mark the start now: if `stop` cancels the start from here on, the service must not start the machine again.
     mark_start(name, system)
-    # Remove the record of live settings before the lock is taken: if another pass holds the lock for too long, this
-    # command fails. The machine still starts then, and the old record would be wrong.
+    # Remove the record of live settings before taking the lock: if another process's pass holds the lock for too long,
+    # this command fails. The machine still starts after that failure, and the old record would be wrong.
     _forget_live(name, system)
-    # The machine's unit also mounts an empty directory over the report, but that may fail.
+    # Remove the old report. The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with pass_lock(system, reconciler.progress, reconciler.wait_until):
         # Remove the record again: the pass that held the lock may have found the machine running, and written it.
@@ -62,8 +62,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
-    # driver_wait counts from this command's start, so it includes the wait above for the end of the machine's previous
-    # run. The unit's time limit is too short for one full wait after the other.
+    # driver_wait counts from this command's start, so it includes the time in which `_runs` waited for the end of the
+    # machine's previous run. The unit's time limit is too short for two full waits, one after the other.
     _wait_for_driver(name, settings.driver_wait, started, reconciler)
     return _write_settings(name, reconciler)
 
@@ -112,8 +112,8 @@ def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
 def _runs(name: str, reconciler: Reconciler) -> bool:
     """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept.
 
-    A start that is requested while the machine is stopping runs this command before the machine has stopped: wait for
-    that.
+    If a start is requested while the machine is still stopping, systemd runs this command before the machine has
+    stopped. So wait until it has stopped.
     """
     started = time.monotonic()
     while True:
@@ -144,7 +144,7 @@ def _wait_for_driver(name: str, seconds: int, started: float, reconciler: Reconc
 
 
 def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:
-    """Return granted GPUs that no driver is bound to, or that have no node yet."""
+    """Return the machine's granted GPUs that no driver is bound to, or that have no node yet."""
     driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
     return [
         address

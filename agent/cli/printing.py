@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 LISTING = "gpus"
-"""Used in CAPTURED in place of a stream's name, if the text is the list of GPUs as JSON, without the GPUs' users. The
-process that asked the service searches for the users, and prints the list (agent.cli.gpu_table)."""
+"""Stands in CAPTURED instead of a stream's name, if the text is the list of GPUs as JSON. The GPUs' users are not in
+that list: the process that asked the service searches for them, and then prints the list (agent.cli.gpu_table)."""
 STDOUT = "standard output"
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
 """The output so far of a command that the service runs for another process, as pairs of stream and text. None in a
@@ -31,13 +31,13 @@ def say(lines: Iterable[str]) -> None:
             print(line)
         sys.stdout.flush()
     except OSError as error:
-        # Otherwise Python would try again to write them when it exits.
+        # Discard the lines that are still in the buffer. Otherwise Python would try again to write them when it exits.
         ignore_broken_pipe()
         raise OSError(error.errno, error.strerror, error.filename or STDOUT) from error
 
 
 def hand_over(kind: str, text: str) -> bool:
-    """In the service, give `text` to the process for which it runs the command, and return True.
+    """In the service, give `text` to the process for which the service runs the command, and return True.
 
     `kind`, such as LISTING, says what that process does with the text. In a command's own process, return False.
     """

@@ -48,7 +48,8 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
     )
 
     def remove_files() -> tuple[str, ...]:
-        # A pass removes the files that the agent wrote for machines that are not configured.
+        # The machine's root file system is removed by now. So a pass without the machine in the configuration removes
+        # the files that the agent wrote for the machine.
         return without_machine.reconcile().failures_of((machine,))
 
     system = reconciler.system

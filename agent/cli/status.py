@@ -47,7 +47,7 @@ class Request(Struct, frozen=True):
 def status(reconciler: Reconciler, request: Request = Request(), load: Callable[[], Config] | None = None) -> int:
     """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine.
 
-    `load` reads the configuration again. None if it cannot change.
+    `load` reads the configuration again; None if the configuration cannot change.
     """
     if request.machine and request.machine not in reconciler.config.machines:
         known = ", ".join(reconciler.config.machines) or "none"
@@ -71,9 +71,9 @@ def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[Mac
 
 
 def as_dated(machines: Iterable[MachineOutcome], system: System) -> tuple[MachineOutcome, ...]:
-    """Return the machines with only those times of changes that a pass has recorded.
+    """Return the machines. For each condition, keep the time of its last change only if a pass has recorded the change.
 
-    The others are unknown: if the service does not run, a change may be days old.
+    Any other change was noticed just now, but if the service does not run, it may be days old. So its time is unknown.
     """
     history = read_history(system)
     known = {(name, each.type, each.status) for name, recorded in history.items() for each in recorded}
@@ -119,9 +119,10 @@ def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Fac
 
 
 def _watch(reconciler: Reconciler, request: Request, interval: float, load: Callable[[], Config]) -> int:
-    """Print again and again until interrupted. On a terminal, clear it first; elsewhere, print only after a change.
+    """Print again and again until interrupted. On a terminal, clear it before each print.
 
-    While the configuration is invalid, show why, and the machines of the one before it.
+    If standard output is not a terminal, print only after a change. While the configuration is invalid, show why, and
+    the machines of the last valid one.
     """
     before: Sequence[object] = ()
     while True:

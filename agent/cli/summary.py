@@ -14,7 +14,7 @@ from agent.model.text import counted, first_of, printable
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
 CONSEQUENCES = frozenset({Reason.MACHINE_NOT_RUNNING})
-"""Reasons of conditions that only follow from another condition, which has the cause."""
+"""A condition with one of these reasons is only a consequence of another condition, which names the cause."""
 INDENT = " " * 4
 LARGEST_INDENT = 14
 """Columns by which the further lines of a paragraph are indented at most, however long its heading is."""
@@ -46,10 +46,11 @@ def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> I
 
 
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
-    """Return the conditions that are not True, grouped by cause. Groups that Ready needs come first.
+    """Return the conditions that are not True, grouped by cause. Groups with conditions that Ready needs come first.
 
     Conditions with the same reason and message have the same cause. If a cause makes some conditions False and others
-    Unknown, its group has only the former. Ready is in a group only if no other condition that it needs explains it.
+    Unknown, its group has only the False ones. Ready itself is in a group only if no condition that Ready needs
+    explains why Ready is not True.
     """
     groups: dict[tuple[str, str], list[Condition]] = {}
     ready = None
@@ -58,7 +59,7 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
             ready = each
         elif each.status is not Status.TRUE:
             groups.setdefault((each.reason, each.message), []).append(each)
-    # Consequences are listed only if their cause is not known.
+    # Leave out consequences. If there is nothing but consequences, their cause is not known, so keep them.
     own = [group for (reason, _), group in groups.items() if reason not in CONSEQUENCES] or list(groups.values())
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
     if ready and ready.status is not Status.TRUE:
@@ -67,9 +68,9 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
 
 
 def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
-    """Return the groups. If no group of conditions that Ready needs explains Ready, add Ready to the groups.
+    """Return the groups. If no condition that Ready needs explains why Ready is not True, add Ready to the groups.
 
-    It joins the group with its status and reason or, if there is none, is a group of its own.
+    If a group has Ready's status and reason, Ready joins that group; otherwise Ready is a group of its own.
     """
     same_status = [group for group in groups if group[0].status is ready.status]
     if any(prevents_ready(each.type for each in group) for group in same_status):
@@ -86,7 +87,7 @@ def prevents_ready(kinds: Iterable[ConditionType]) -> bool:
 
 
 def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
-    """Return the key to sort by: groups that Ready needs come first, and among these, False before Unknown."""
+    """Return the key to sort by: groups that prevent Ready come first; among equals, False comes before Unknown."""
     return not prevents_ready(each.type for each in group), group[0].status is Status.UNKNOWN
 
 
@@ -120,7 +121,7 @@ def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
 def paragraph(heading: str, text: str, width: int) -> list[str]:
     """Return the lines of a text with a heading. Paths and commands stay whole, so that they can be copied."""
     return textwrap.wrap(
-        # Pods write the logs and messages that doctor shows as evidence.
+        # Escape invisible characters: pods write the logs and messages that `doctor` shows as evidence.
         printable(text),
         width,
         initial_indent=heading,
@@ -136,7 +137,7 @@ def shortened(line: str, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in the largest unit of which at least two have passed, rounded down."""
+    """Return a time span in the largest unit of which it has at least two, rounded down: 119 s, 2 min."""
     for length, unit in UNITS:
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"

@@ -22,7 +22,8 @@ from agent.system.network import HostNetwork, NetworkSource
 
 SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = PASS_WAIT + 60.0
-"""Seconds for the service to reload: it then makes a pass, and may first have to wait for another one to end."""
+"""Seconds for the service to reload. A reload ends with a pass, which may first have to wait until another process's
+pass has ended."""
 POLL = 1.0
 """Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
@@ -97,12 +98,15 @@ def in_words(check: Check) -> str:
     state = "ok" if check.passed else "FAILED" if check.required else "warning"
     where = f"{check.machine}: " if check.machine else ""
     advice = f" ({check.advice})" if check.advice else ""
-    # Messages quote what servers and programs wrote.
+    # Messages quote what servers and programs wrote, so make control characters visible.
     return printable(f"{state:>7}  {check.name}: {where}{check.message}{advice}")
 
 
 def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:
-    """Return the machines with node settings; if `name` is not empty, only that machine. Raises ConfigError if none."""
+    """Return the machines with node settings; if `name` is not empty, only that machine.
+
+    Raises ConfigError if there is no such machine.
+    """
     machines = reconciler.config.machines
     nodes = tuple(sorted(each for each, settings in machines.items() if settings.node))
     if name and name not in machines:
@@ -125,8 +129,8 @@ def up(
 ) -> int:
     """Make the nodes that do not exist yet; with a `name`, only that machine's node. Return the exit code.
 
-    With `rebuild`, make that node again even if it exists. Wait until the nodes have joined, and until it is known
-    whether they are ready.
+    With `rebuild`, make the node of machine `name` again even if it exists. Wait until the nodes have joined, and until
+    it is known whether they are ready.
     """
     if rebuild and not name:
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
@@ -175,7 +179,8 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     host = work.host
     for node in work.nodes:
         if node.make:
-            # Change the host's settings only once, while the first image is pulled.
+            # Change the host's settings only once, while the first image is pulled. If no image is pulled, the call of
+            # `run` below the loop changes them.
             provisioner.make_root(node, host)
             host = ()
         provisioner.replace_token(node)
@@ -184,8 +189,8 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     outcome, failures = watch.start()
     startable = {machine.name for machine in watch.machines(outcome) if machine.startable}
     for node in work.nodes:
-        # Let the machine start at boot even if the wait failed, but not without the agent's settings: then the -U of
-        # systemd-nspawn@.service would change the owners of all files in the machine.
+        # Let the machine start at boot even if the wait failed. But without the agent's settings, it must not start at
+        # boot: the option -U in systemd-nspawn@.service would change the owners of all files in the machine.
         if node.machine in startable:
             provisioner.enable(node.machine)
         elif not all(node.facts.enabled.values()):
@@ -198,7 +203,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
 
 
 def _reload_service(system: System, output: Output) -> None:
-    """Make the service read the configuration. With an older one, it would remove the settings of new machines."""
+    """Make the service read the configuration. With an older configuration, it would remove new machines' settings."""
     deadline = time.monotonic() + PASS_WAIT
     # systemd does not reload a service that is still starting, and such a service may already have read the older
     # configuration: so wait until it has started.

@@ -25,7 +25,8 @@ JOIN_LIMIT = 300.0
 SERVER_LIMIT = 900.0
 """Seconds to wait for an API server that does not answer. Often a cluster and its nodes are made at the same time."""
 REJOIN_WAIT = 60.0
-"""Seconds after which a node that had joined before gets a bootstrap token again. A sound one joins sooner."""
+"""Seconds after which a node that had joined before gets a bootstrap token again. If its certificate is still valid, it
+joins sooner."""
 SERVER_POLL = 5.0
 """Seconds between two requests to an API server."""
 POLL = 0.5
@@ -34,9 +35,9 @@ LIMIT_NOTE = f"this command waits at most {SERVER_LIMIT / 60:.0f} minutes for it
 
 
 def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], progress: Callable[[str], None]) -> Work:
-    """Call `check_all` until all API servers answer, or another check fails, and return its result.
+    """Wait until all API servers answer, or another check fails. Return the last result of `check_all`.
 
-    After SERVER_LIMIT seconds, the result has the failed checks of the servers.
+    If a server still does not answer after SERVER_LIMIT seconds, the result has the failed check of that server.
     """
     started, last_sentence = time.monotonic(), ""
     while True:
@@ -69,7 +70,7 @@ class Watch(Struct, frozen=True):
     ask: Asking = ask
 
     def machines(self, outcome: Outcome) -> tuple[MachineOutcome, ...]:
-        """Return the machines' outcomes."""
+        """Return the outcomes of these machines, without those of other machines."""
         return tuple(each for each in outcome.machines if each.name in self.names)
 
     def node(self, name: str) -> str:
@@ -77,9 +78,9 @@ class Watch(Struct, frozen=True):
         return observe_joined(name, self.reconciler.system)
 
     def waiting(self, outcome: Outcome) -> dict[str, str]:
-        """Return why machines are not finished yet, by name; empty if all are."""
+        """Return why machines are not finished yet, by machine; empty if all machines are finished."""
         reasons = {}
-        # A machine that is stopping counts as ended, although its last report is still there.
+        # A machine that is stopping counts as ended. Its last report is still there, so it would seem to be finished.
         ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
         for machine in self.machines(outcome):
             if machine.pending or machine.name in ended:
@@ -89,14 +90,14 @@ class Watch(Struct, frozen=True):
         return reasons
 
     def all_ready(self, outcome: Outcome) -> bool:
-        """Return whether all are ready and have joined."""
+        """Return whether all machines are ready and have joined."""
         machines = self.machines(outcome)
         return all(each.ready.status is Status.TRUE and self._joined(each.name) for each in machines)
 
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
-        """Make a pass, start stopped machines, and wait for all. Return the last outcome, and what failed.
+        """Make a pass, start stopped machines, and wait for all machines. Return the last outcome, and what failed.
 
-        Any failure ends the wait, unless it concerns only other machines.
+        Any failure ends the wait, except one that concerns only machines that are not in `names`.
         """
         outcome = self.reconciler.reconcile()
         started: set[str] = set()
@@ -108,7 +109,7 @@ class Watch(Struct, frozen=True):
         return (outcome, failures) if failures else self._wait(started | _running(outcome))
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
-        """Start stopped machines that have their settings, each once, and add them to `started`. Return failures."""
+        """Start stopped machines that have their settings and are not in `started`; add them to it. Return failures."""
         failures: tuple[str, ...] = ()
         for machine in self.machines(outcome):
             if machine.stopped and machine.startable and machine.name not in started:
@@ -123,7 +124,7 @@ class Watch(Struct, frozen=True):
         for machine in self.machines(outcome):
             seen, running = facts[machine.name], machine.condition(ConditionType.MACHINE_RUNNING)
             allowed = machine.condition(ConditionType.DEVICES_ALLOWED)
-            # The agent neither changes nor starts a machine whose settings files are another program's.
+            # If a machine's settings files belong to another program, the agent neither changes nor starts the machine.
             foreign = seen.ended and allowed.reason == Reason.FOREIGN_FILE
             if running.reason == Reason.NO_SUCH_MACHINE:
                 failures += (running.message,)
@@ -167,7 +168,8 @@ class Watch(Struct, frozen=True):
             problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
             now, silent = time.monotonic(), any(each and each.late for each in problems.values())
             if silent and now - began <= SERVER_LIMIT:
-                # No kubelet can join through an API server that does not answer: `limit` counts from its answer on.
+                # No kubelet can join through an API server that does not answer, so `limit` counts only from the
+                # server's answer on.
                 limit_since = now
             elif silent or now - limit_since > limit:
                 return outcome, tuple(
@@ -192,7 +194,10 @@ def _running(outcome: Outcome) -> set[str]:
 
 
 def _failing(outcome: Outcome, before: frozenset[str]) -> frozenset[str]:
-    """Return the machines that have failed, and that systemd starts again; `before` has those of the last pass."""
+    """Return the machines that have failed, and that systemd starts again, until they run.
+
+    `before` is what this function returned after the previous pass.
+    """
     running = {each.name for each in outcome.facts.machines if each.unit_state == "active"}
     return (before | {each.name for each in outcome.facts.machines if each.restarts}) - running
 
@@ -205,7 +210,7 @@ NOT_JOINED = "its kubelet has not joined the cluster yet"
 
 
 class _Servers(Struct):
-    """The results of checks of the API servers of machines that have not joined, renewed every SERVER_POLL seconds."""
+    """Checks the API servers of machines that have not joined, each at most once in SERVER_POLL seconds."""
 
     reconciler: Reconciler
     ask: Asking
@@ -213,11 +218,12 @@ class _Servers(Struct):
     problems: dict[str, Check | None] = field(default_factory=dict)
 
     def problem(self, name: str) -> Check | None:
-        """Return the failed check that keeps a machine from joining; None if this host sees none."""
+        """Return the failed check that shows why a machine cannot join; None if no check fails on this host."""
         node, now = self.reconciler.config.machines[name].node, time.monotonic()
         if node and now - self.asked_at.get(name, now - SERVER_POLL) >= SERVER_POLL:
             system = self.reconciler.system
-            # A node that has joined before has no token left, and rarely needs one: see _NewTokens.
+            # Check the token only if the machine has one. If its node has joined before, it has none left, and rarely
+            # needs one: see _NewTokens.
             checks = check_server(node, system, self.ask, with_token=system.exists(token_file(name)))
             self.asked_at[name] = now
             self.problems[name] = next((check for check in checks if not check.passed), None)
@@ -227,18 +233,19 @@ class _Servers(Struct):
 class _NewTokens(Struct):
     """Gives bootstrap tokens to nodes that had joined before, because their kubelets' certificates may have expired.
 
-    A kubelet uses the token only then (LoadClientConfig in pkg/kubelet/certificate/bootstrap).
+    A kubelet whose certificate is still valid ignores the token (LoadClientConfig in
+    pkg/kubelet/certificate/bootstrap).
     """
 
     reconciler: Reconciler
     ask: Asking
     since: dict[str, float] = field(default_factory=dict)
-    """Since when nodes have not joined, although this host sees no reason."""
+    """By machine: since when its node has not joined although no check fails on this host."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why nodes got no token, in words; empty for a node that got one, or needs none."""
+    """By machine: why its node got no token, in words; empty if the node got one, or needs none."""
 
     def offer(self, names: Iterable[str]) -> None:
-        """Give a token to each of these nodes that has waited for REJOIN_WAIT seconds; once. Raises AgentError."""
+        """Give a token to each of these nodes, once, after it has waited for REJOIN_WAIT seconds. Raises AgentError."""
         now = time.monotonic()
         self.since = {name: self.since.get(name, now) for name in names}
         for name, since in self.since.items():
