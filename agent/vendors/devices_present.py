@@ -12,8 +12,9 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent as Unknown or False for a fault that GPUs of every vendor can have; None if there is none.
+    """Return DevicesPresent as Unknown or False for a fault that GPUs of every vendor can have.
 
+    Return None if there is no such fault.
     `advice` returns what to do about GPUs without a driver, given their PCI addresses.
     """
     if isinstance(facts.devices, Unseen):
@@ -32,7 +33,7 @@ def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, 
 def nodes_missing(facts: VendorFacts, grant: Grant, kind: DeviceKind, node: str, advice: str) -> Condition | None:
     """Return DevicesPresent with the status False if a granted GPU has no node of this kind; otherwise None.
 
-    `node`, the form of the node's path, and `advice`, what to do next, are for the message.
+    Two arguments are only for the message: `node` is the form of the node's path, and `advice` says what to do next.
     """
     with_node = {each.pci_address for each in grant.nodes if each.kind is kind}
     missing = [address for address in grant.gpus if address not in with_node]

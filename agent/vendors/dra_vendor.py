@@ -42,7 +42,7 @@ class DraVendor(ABC):
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     harmless_resources: tuple[str, ...] = ()
-    """Patterns (fnmatch) of resources that have that prefix, but give no pod a GPU of its own."""
+    """Patterns (fnmatch) of resources that have `resource_prefix`, but give no pod a GPU of its own."""
 
     @abstractmethod
     def read_facts(
@@ -50,7 +50,8 @@ class DraVendor(ABC):
     ) -> Mapping[AllocatableDevice, DeviceFacts]:
         """Return what is known about the devices, within FACTS_LIMIT. Raises AgentError or OSError.
 
-        A device about which nothing is known may be missing. `driver_version` is the kernel driver's, or empty.
+        A device about which nothing is known may be missing. `driver_version` is the kernel driver's version; empty if
+        unknown.
         """
 
 

@@ -29,9 +29,9 @@ class Sources(Struct, frozen=True):
     loader_cache: Callable[[str], Seen[tuple[CacheEntry, ...]]]
     """Returns the loader cache of a root file system: `/`, or a directory such as a driver container's root."""
     units: Mapping[str, Seen[str]]
-    """ActiveState of the units that vendors name in `services`, by name; Absent if the unit does not exist."""
+    """ActiveState of the units in the vendors' `services`, by unit name; Absent for a unit that does not exist."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """What the kernel log said about GPUs that stopped answering, by PCI address. They are still in sysfs."""
+    """What the kernel log said about each GPU that stopped answering, by PCI address. sysfs still lists such a GPU."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs."""
     driver: DriverSettings = field(default_factory=DriverSettings)
@@ -42,14 +42,14 @@ class Sources(Struct, frozen=True):
 
 
 class DriverForPods(Struct, frozen=True):
-    """The user space of a driver that machines on this host get."""
+    """The driver whose user space machines on this host get."""
 
     vendor: str
     version: str
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the driver's interfaces, such as CUDA, by name. Users choose images by these versions."""
+    """Versions of the driver's interfaces, by interface, such as CUDA. Users choose images by these versions."""
     unknown: str = ""
-    """Why the versions are unknown; empty if they are known."""
+    """Why the interfaces' versions are unknown; empty if they are known."""
 
 
 class GpuError(Struct, frozen=True):
@@ -65,21 +65,21 @@ class GpuError(Struct, frozen=True):
     lost: bool
     """The GPU stopped answering."""
     fault: str = ""
-    """One word for an error after which no new pod should get the GPU, such as `Xid79`; empty for any other error."""
+    """If no new pod should get the GPU after this error, one word for the error, such as `Xid79`; otherwise empty."""
 
 
 class HostVendor(ABC):
-    """One vendor on the host. The defaults are right for a vendor without the feature."""
+    """One vendor on the host. A vendor that lacks a feature keeps the defaults of that feature."""
 
     name: str
     in_every_handoff = False
-    """Whether handoffs include the vendor even if the host has none of its GPUs. It is False for the vendors that older
-    machine halves do not know."""
+    """Whether handoffs include the vendor even if the host has none of its GPUs. It is False for a vendor that
+    machine halves of older releases do not know."""
     drivers: tuple[str, ...] = ()
-    """Names of kernel drivers on the PCI bus. Machines can get GPUs that are bound to one of them, or to no driver."""
+    """Names of kernel drivers on the PCI bus. Machines can get GPUs that have one of these drivers, or no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()
-    """Kinds of nodes that show who uses a GPU: each such node belongs to one GPU, and every process that uses that GPU
-    has one of them open."""
+    """Kinds of nodes that show which processes use a GPU. Each node of these kinds belongs to one GPU. Every process
+    that uses a GPU has at least one of that GPU's own nodes open."""
     services: tuple[str, ...] = ()
     """Units whose state `observe` needs."""
     module_names: tuple[str, ...] = ()
@@ -91,7 +91,8 @@ class HostVendor(ABC):
     image = "agent-ubuntu2404"
     """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
-    """Symptoms of a False condition, by condition and reason. An empty reason stands for all reasons not listed."""
+    """Symptoms of a False condition, by condition and reason. An empty reason stands for all reasons of the condition
+    that have no entry of their own."""
     library_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
 
@@ -109,7 +110,7 @@ class HostVendor(ABC):
         """
 
     def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
-        """Return the directories where `library_names` may appear and disappear; some may be missing. Pure."""
+        """Return the directories, some perhaps missing, where files with `library_names` appear and disappear. Pure."""
         return ()
 
     def misbound_gpus(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
@@ -124,18 +125,21 @@ class HostVendor(ABC):
         return ()
 
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
-        """Return the driver whose user space the host gives to pods; None if it gives them none, or if unknown."""
+        """Return the driver whose user space pods get from the host.
+
+        Return None if pods get no user space from the host, or if that could not be observed.
+        """
         return None
 
     def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-        """Return the commands that fix the fault behind a condition; none if the vendor has none for this fault. Pure.
+        """Return the commands that fix the fault behind a condition; nothing if no commands are known for it. Pure.
 
         `kind` and `reason` are the condition's. `modules` are the kernel's loaded modules.
         """
         return ()
 
     def cluster_findings(self, cluster: Cluster) -> Iterable[Finding]:
-        """Return what keeps pods in a cluster from the vendor's GPUs. Pure."""
+        """Return the faults of a cluster that keep its pods from the vendor's GPUs. Pure."""
         return ()
 
     def node_labels(self, driver: DriverForPods | None) -> Mapping[str, str]:
@@ -145,7 +149,8 @@ class HostVendor(ABC):
     def release_advice(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """Return how to make one of the vendor's programs release a GPU; empty for any other program. Pure.
 
-        `command` is the program's name as in /proc/PID/comm.
+        `command` is the program's name as in /proc/PID/comm. `in_machine` says where the program runs: in a machine or
+        on the host.
         """
         return ""
 

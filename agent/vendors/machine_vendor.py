@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
 All methods are pure, except `generate`, `list_devices`, and `plugin_spec_problems`, which calls the given `exists`.
-A vendor's `machine.py` loads only the standard library. A method that needs another package imports it when called.
+A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
 from abc import ABC, abstractmethod
@@ -16,11 +16,13 @@ from agent.system.files import System
 from agent.vendors.cdi.document import host_paths
 
 if TYPE_CHECKING:
-    # For type checking only: at every boot, containerd waits for the imports, and few machines allocate by claims.
+    # For type checking only: containerd waits for all imports at every boot, and this module is needed only in the few
+    # machines that allocate GPUs by claims.
     from agent.model.allocatable import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
-"""Characters of the longest TOML that the agent edits. tomlkit needs 0.6 s for that many, and 21 s for 1 MiB."""
+"""Characters of the longest TOML text that the agent edits. tomlkit needs 0.6 s for a text of this length, and 21 s for
+1 MiB."""
 
 
 class RuntimeHandler(NamedTuple):
@@ -44,7 +46,7 @@ class Verdict(NamedTuple):
     problems: tuple[str, ...] = ()
     """Reasons why the specification must not be published."""
     missing_gpus: tuple[str, ...] = ()
-    """PCI addresses of granted GPUs that the specification does not have; the others may still be used."""
+    """PCI addresses of granted GPUs that the specification does not have. Pods can still use the others."""
     not_in_spec: tuple[str, ...] = ()
     """Files of the driver root, and granted nodes, that the specification leaves out."""
     devices: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Generated(NamedTuple):
 
 
 class MachineVendor(ABC):
-    """One vendor in the machine. The defaults are right for a vendor without the feature."""
+    """One vendor in the machine. A vendor that lacks a feature keeps the defaults of that feature."""
 
     name: str
     handler: RuntimeHandler | None = None
@@ -79,13 +81,13 @@ class MachineVendor(ABC):
     spec_kind: str
     """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """The specification that the vendor's own packages publish; empty if there is none. It would take precedence over
-    the agent's."""
+    """The path of the CDI specification that the vendor's own packages publish; empty if they publish none. If the file
+    exists, it takes precedence over the agent's specification."""
     rival_units: tuple[str, ...] = ()
     """The units that write `rival_spec`."""
     data_directories: tuple[str, ...] = ()
-    """Directories below a driver root with the configuration of loaders, such as Vulkan's. The device plugin expects
-    these directories in the machine."""
+    """Directories below a driver root that have the configuration of loaders, such as Vulkan's. The device plugin
+    expects the same directories below the machine's root."""
     tools: tuple[str, ...] = ()
     """Programs whose change makes the agent generate the specification again. The first one is the generator."""
     inputs: tuple[str, ...] = ()
@@ -97,7 +99,7 @@ class MachineVendor(ABC):
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     harmless_resources: tuple[str, ...] = ()
-    """Patterns (fnmatch) of resources that have that prefix, but give no pod a GPU of its own."""
+    """Patterns (fnmatch) of resources that have `resource_prefix`, but give no pod a GPU of its own."""
     plugin_sockets: str
     """Pattern (fnmatch) of the names of the device plugin's sockets in the kubelet's directory."""
     plugin_rescans = False
@@ -114,7 +116,7 @@ class MachineVendor(ABC):
 
     @property
     def cdi_modes(self) -> "CdiModes | None":
-        """Return the generator's modes; None if the generator makes only specifications of GPUs."""
+        """Return the generator's further modes; None if the generator makes only specifications of GPUs."""
         return None
 
     @property
@@ -144,7 +146,7 @@ class MachineVendor(ABC):
         """Check the specification against what was granted, and return the verdict. Pure.
 
         `live` maps the paths of the granted nodes that exist in the machine to their numbers. `present` contains those
-        `hostPath`s of the specification's mounts that exist in the machine, which is the host in CDI's sense.
+        `hostPath`s of the specification's mounts that exist in the machine: what CDI calls the host is the machine.
         """
 
     host_paths = staticmethod(host_paths)
@@ -159,7 +161,8 @@ class MachineVendor(ABC):
     ) -> tuple[str, ...]:
         """Return why pods would not get GPUs through the device plugin's specification. Pure, except for `exists`.
 
-        `own` is the specification that the agent published, `live` is as in `verify`.
+        `spec` is the device plugin's specification, and `own` the one that the agent published. `live` is as in
+        `verify`.
         """
         return ()
 
@@ -174,15 +177,15 @@ class MachineVendor(ABC):
     def gpu_of(self, name: str, request: Request) -> str:
         """Return the id of the GPU or partition that `name` stands for, such as a UUID or a PCI address. Pure.
 
-        `name` is a device id of the kubelet or the name of a CDI device, and both give the same id. A name that does
-        not identify a GPU, such as an index or `all`, gives an empty id.
+        `name` is either a device id of the kubelet or the name of a CDI device. For the same GPU or partition, both
+        give the same id. A name that does not identify a GPU, such as an index or `all`, gives an empty id.
         """
 
     @abstractmethod
     def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
-        """Return the devices that a claim can have: those of the verified specification that are in `names`. Pure.
+        """Return the devices that a claim can have. Pure.
 
-        Raises DocumentError.
+        They are the devices of `spec`, a verified specification, whose names are in `names`. Raises DocumentError.
         """
 
     def edit_runtime_config(self, text: str) -> str:
@@ -220,7 +223,7 @@ class CdiModes(ABC):
 
     @abstractmethod
     def narrowed(self, spec: object, request: Request) -> object:
-        """Return a published specification, reduced to the nodes of the request. Pure.
+        """Return `spec`, a published specification, without the nodes that are not in the request. Pure.
 
         Return None if no device is left, or if the specification is malformed.
         """

@@ -1,6 +1,6 @@
-"""Reads a CDI specification, which may be malformed.
+"""Reads a CDI specification.
 
-All functions except `host_paths` then raise DocumentError, which names the malformed part.
+If it is malformed, all functions except `host_paths` raise DocumentError, which names the malformed part.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def host_paths(spec: object) -> tuple[str, ...]:
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:
-    """Return the value, which must be an object. `where` names it in the error."""
+    """Return the value, which must be an object. `where` names the value in the error."""
     if not isinstance(value, dict):
         raise DocumentError(f"{where} is not an object")
     return value

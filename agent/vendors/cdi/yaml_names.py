@@ -1,8 +1,9 @@
 """Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
-A pod may have written the file. With events, no alias is expanded, and nothing here recurses. Only plain YAML is
-accepted: one document, not nested too deeply, in which all parsers read the same keys, kind and names. Any other file
-could hide devices that conflict with those of the agent's specification, or take precedence over them.
+A pod may have written the file. The parser's events are read one by one, so no alias is expanded, and nothing here
+recurses. Only plain YAML is accepted: one document, not nested too deeply, in which all parsers read the same keys,
+kind and names. In any other file, a runtime could find devices that this module does not see. Such devices could
+conflict with the devices of the agent's specification, or take precedence over them.
 
 Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
 use a translation of libyaml into Go (go.yaml.in/yaml/v2).
@@ -17,8 +18,8 @@ from yaml import CSafeLoader
 from agent.model.errors import DocumentError
 
 DEEPEST = 100
-"""The largest number of nested levels; a specification has seven. The time that libyaml takes grows with the square of
-that number: 1 MiB of brackets would take minutes."""
+"""The largest permitted number of nested levels; a specification has seven. libyaml's time grows with the square of the
+number of levels: 1 MiB of brackets would take minutes."""
 SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 """Plain scalars that match OTHER_TYPE too, but that all runtimes read as the same text."""
 OTHER_TYPE = re.compile(
@@ -63,7 +64,7 @@ def _document(events: Iterator[yaml.Event]) -> dict[str, object]:
             document[key] = _devices(events, value)
         else:
             _skip(events, value)
-    next(events)  # The end of the document, after which another one is refused.
+    next(events)  # The end of the document. The next event must end the stream.
     if not isinstance(end := next(events), yaml.StreamEndEvent):
         raise _refusal(end)
     return document
@@ -101,9 +102,9 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 
 
 def _text(event: yaml.Event) -> str:
-    """Return a scalar's text. Raises YAMLError if it is no scalar, or if some parsers read another value."""
+    """Return a scalar's text. Raises YAMLError for any other event, and if some parsers read the scalar differently."""
     if isinstance(event, yaml.ScalarEvent):
-        # Both are false for a scalar with a tag, except for the tag `!`.
+        # If the scalar has a tag other than `!`, both are false, and the scalar is refused.
         plain, quoted = event.implicit
         if quoted or (plain and (SMALL_NUMBER.fullmatch(event.value) or not OTHER_TYPE.fullmatch(event.value))):
             return str(event.value)

@@ -80,7 +80,7 @@ DEVICE_CLASSES = (
 NODE_NAMES: tuple[str, ...] = (
     "kvm", "net", "vhost-net", "vhost-vsock", "infiniband", "gdrdrv", "nvidia-fs*", "accel",
 )  # fmt: skip
-"""Names in /dev of all nodes in DEVICE_CLASSES, or of the nodes' directories."""
+"""Names in /dev: for each node in DEVICE_CLASSES, the name of the node or of its directory."""
 NODE_DIRECTORIES: tuple[str, ...] = ("/dev/net", "/dev/infiniband", "/dev/accel")
 
 
@@ -162,7 +162,7 @@ def missing_devices(
 ) -> tuple[str, ...]:
     """Return, in words, each requested class or path that has no node. Pure.
 
-    `wanted` has the names of the requested classes, and `nodes` the kinds of the granted nodes, by path.
+    `wanted` has the names of the requested classes. `nodes` maps the path of each granted node to its kind.
     """
     missing = []
     for name in wanted:
