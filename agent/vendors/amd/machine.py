@@ -26,5 +26,8 @@ class AmdMachine(DrmMachine):
         return {gpu: str(index) for index, gpu in enumerate(sorted(request.gpus))}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the PCI address, by which AMD's plugin names a GPU; empty for other names, such as a partition's."""
+        """Return `name` if it is a PCI address, which is how AMD's plugin names a GPU; otherwise an empty id.
+
+        The names of partitions, for example, are not PCI addresses.
+        """
         return name if PCI_ADDRESS.fullmatch(name) else ""

@@ -1,4 +1,5 @@
 """Code for vendors whose GPUs need only device nodes from the host.
 
-These are nodes of the Direct Rendering Manager (DRM), and nodes that all GPUs of a vendor share, such as /dev/kfd.
+The device nodes are those of the Direct Rendering Manager (DRM), and those that all GPUs of a vendor share, such as
+/dev/kfd.
 """

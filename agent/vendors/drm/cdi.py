@@ -1,9 +1,9 @@
 """Writes and verifies the CDI specification of a vendor whose GPUs need only device nodes. Pure.
 
-The format is that of specs-go/config.go of the Container Device Interface. Nodes, `cardN` as a name, and mounts are as
-in Intel's cdi-specs-generator (pkg/gpu/cdihelpers); the index as a name and the attributes of nodes are as in AMD's
-container toolkit (internal/cdi). Each GPU also has its PCI address as a name: the other names may change at a
-reboot.
+The format is that of specs-go/config.go of the Container Device Interface. Three things are as in Intel's
+cdi-specs-generator (pkg/gpu/cdihelpers): which nodes a device has, its mounts, and the device name `cardN`. Two things
+are as in AMD's container toolkit (internal/cdi): the attributes of nodes, and the index as a device name. Each GPU is
+also a device named by the GPU's PCI address, because the other names may change at a reboot.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,7 +37,10 @@ class MachineState(NamedTuple):
 
 
 def render(kind: str, names: Mapping[str, str], request: Request, machine: MachineState) -> dict[str, Any]:
-    """Return the specification for the GPUs whose render nodes exist. `names` has their other names, by PCI address."""
+    """Return the specification for the GPUs whose render nodes exist.
+
+    `names` has further names of GPUs, by PCI address. Each GPU is a device under its PCI address and its further name.
+    """
     devices, every = [], []
     for gpu in served(request, machine.live):
         own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in machine.live]
@@ -67,8 +70,8 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     if links:
         edits["mounts"] = [_mount(link) for link in links]
     # A runtime that is allowed to make nodes gives them the specification's group. Any other runtime bind-mounts the
-    # machine's nodes, which have the host's group. With both groups, a non-root process can open the node in either
-    # case.
+    # machine's nodes, which have the host's group. A non-root process gets both groups, so it can open the node in
+    # either case.
     restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
     groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
     if groups:
@@ -103,7 +106,7 @@ def verify(
 ) -> Verdict:
     """Verify a specification against one request.
 
-    If the specification is malformed, the only problem names the malformed part.
+    If the specification is malformed, the verdict has a single problem, which names the malformed part.
     """
     try:
         document = object_of(spec, "the specification")

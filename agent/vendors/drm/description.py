@@ -33,7 +33,7 @@ class Description(Struct, frozen=True):
     """PCI classes (base class and subclass) of GPUs that are not display controllers."""
     shared: tuple[SharedNode, ...] = ()
     partition_mode: str = ""
-    """Attribute of a GPU in sysfs with the mode in which it is divided; empty if the vendor's GPUs have none."""
+    """The attribute in sysfs that says in which mode a GPU is divided; empty if the vendor's GPUs have none."""
     whole: str = ""
     """The value of that attribute for a GPU that is not divided."""
 

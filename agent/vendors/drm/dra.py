@@ -38,12 +38,12 @@ class DrmDra(DraVendor):
             if text := _printable(texts.get(file, "")):
                 attributes[name] = text
         memory = next((size for each in self.memory_files if (size := whole_number(_printable(texts[each])))), 0)
-        # Files that do not exist will not appear. A driver that did not answer may do so later.
+        # A file that does not exist will not appear later. But a driver that did not answer may answer later.
         complete = all(isinstance(each, str | FileNotFoundError) for each in texts.values())
         return DeviceFacts(attributes, {"memory": memory} if memory else {}, complete)
 
 
 def _printable(text: str | OSError) -> str:
-    """Return a file's text without the newline; empty if it could not be read or is not printable."""
+    """Return a file's text without the newline; empty if the file could not be read or the text is not printable."""
     stripped = text.strip() if isinstance(text, str) else ""
     return stripped if stripped.isprintable() else ""

@@ -24,11 +24,14 @@ GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class DrmMachine(MachineVendor):
-    """The base class of such vendors. A vendor's class adds the vendor's names and its device plugin's attributes."""
+    """The base class of vendors whose GPUs need only device nodes.
+
+    The class of each vendor adds the vendor's names and the attributes of the vendor's device plugin.
+    """
 
     inputs = (GROUP_FILE,)
     mounts_links = False
-    """Whether pods also get the links in /dev/dri/by-path, as from the vendor's own tool."""
+    """Whether pods also get the links in /dev/dri/by-path. True if the vendor's own tool gives pods these links."""
 
     @abstractmethod
     def other_names(self, request: Request) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
     """
     pci = sources.pci
     if not isinstance(pci, tuple):
-        # Unseen, because an empty list would withdraw every GPU.
+        # The devices are Unseen, because an empty list would withdraw every GPU.
         return VendorFacts(vendor.name, devices=Unseen(pci.why))
     gpus = tuple(
         Gpu(
@@ -44,7 +44,8 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # udev loads a GPU's driver. If no module is loaded, no driver is installed or wanted, so none is expected.
+        # udev loads the driver of a GPU. If none of the vendor's modules is loaded, the driver is not installed or not
+        # wanted. So no driver is expected.
         driver_expected=any(
             read_seen(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers
         ),
@@ -54,7 +55,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 def _nodes(
     vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Return the usable nodes; Unseen if any could not be observed.
+    """Return the usable nodes; Unseen if any node could not be observed.
 
     `problems` gets a sentence for each node that must not be used, and for each GPU of which only a part is granted.
     """
@@ -70,7 +71,8 @@ def _nodes(
             nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
-    # A divided GPU has nodes that belong to no PCI device. Without such nodes, sysfs need not be read.
+    # A divided GPU has nodes that belong to no PCI device. If there are no such nodes, no GPU is divided, so sysfs need
+    # not be read.
     if any(not each.pci_address for each in sources.drm):
         problems += _divided(vendor, sources.system, sorted(driven))
     return tuple(sorted(node for node in nodes if node))
@@ -79,8 +81,8 @@ def _nodes(
 def _divided(vendor: Description, system: System, gpus: list[str]) -> list[str]:
     """Return a sentence for each divided GPU. Of such a GPU, only the first partition is granted.
 
-    The nodes do not show whether a GPU is divided: amdgpu makes nodes for eight partitions in every mode
-    (amdgpu_xcp_dev_register).
+    The existence of nodes for partitions does not prove that a GPU is divided: amdgpu makes nodes for eight partitions
+    in every mode (amdgpu_xcp_dev_register). So the attribute in sysfs is read.
     """
     if not vendor.partition_mode:
         return []

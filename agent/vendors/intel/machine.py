@@ -11,7 +11,7 @@ from agent.vendors.drm.machine import DrmMachine
 from agent.vendors.intel.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and the number of the share if pods can share it."""
+"""An id of Intel's device plugin (cmd/gpu_plugin): the card, then the number of the share if pods can share cards."""
 
 
 class IntelMachine(DrmMachine):
@@ -33,9 +33,9 @@ class IntelMachine(DrmMachine):
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU's PCI address, or `cardN` for a card that is not granted. Empty for any other name.
+        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty if `name` is not a GPU's.
 
-        A withdrawn card keeps an id, because the plugin may still advertise it.
+        A card that is no longer granted has an id too, because the plugin may still advertise the card.
         """
         if PCI_ADDRESS.fullmatch(name):
             return name
