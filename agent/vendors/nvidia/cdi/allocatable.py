@@ -17,7 +17,8 @@ from agent.vendors.nvidia.mig import parse_instance
 def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
     """Return the devices of the specification whose names are in `names`. Raises DocumentError.
 
-    A GPU with MIG devices is not returned itself, because two pods would get the same part of the GPU.
+    If a GPU has MIG devices, only these are returned, and not the GPU itself: otherwise one pod could get the GPU, and
+    another pod a part of the same GPU.
     """
     granted = {each.path: each for each in request.devices}
     found: dict[tuple[str, tuple[int, ...]], AllocatableDevice] = {}
@@ -28,8 +29,8 @@ def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[Alloca
         gpus = {each.pci_address for each in nodes if each.kind == DeviceKind.GPU}
         instances = [instance for each in nodes if (instance := parse_instance(each.capability))]
         compute = [(each.gi, each.ci) for each in instances if each.ci is not None]
-        # A verified GPU has one GPU node, and a MIG device also one compute instance. Otherwise the file has changed
-        # since: skip the device.
+        # In a verified specification, each device has one GPU node; a MIG device also has one compute instance, and a
+        # whole GPU has none. If that is not so, the file has changed since it was verified: skip the device.
         if len(gpus) == 1 and len(compute) == bool(MIG_UUID.fullmatch(name)):
             (gpu,), partition = gpus, compute[0] if compute else ()
             found[gpu, partition] = AllocatableDevice(gpu, (f"{KIND}={name}",), partition)

@@ -17,7 +17,8 @@ def output_file(directory: str) -> str:
 def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the command that writes the specification for a driver root to a directory.
 
-    `driver_root` must not be a symbolic link. `hooks` are enabled in addition to the two that every container needs.
+    `driver_root` must not be a symbolic link. `hooks` are enabled in addition to the two hooks that every container
+    needs.
     """
     return (
         NVIDIA_CTK,
@@ -28,9 +29,10 @@ def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()
         "--dev-root=/",
         f"--nvidia-cdi-hook-path={HOOK}",
         "--format=json",
-        # Containers cannot find the driver without these two. Other hooks change how containers use a GPU, so settings
-        # enable them: enable-cuda-compat, disable-device-node-modification, and from 1.20 on update-application-profile
-        # and apply-cuda-memory-limits. The hook chmod was for an old crun, and is deprecated.
+        # Without create-symlinks and update-ldcache, containers cannot find the driver. The other hooks change how
+        # containers use a GPU, so they are enabled only if the settings name them: enable-cuda-compat,
+        # disable-device-node-modification, and from 1.20 on update-application-profile and apply-cuda-memory-limits.
+        # The hook chmod is never enabled: it was for an old crun, and is deprecated.
         "--disable-hook=all",
         "--enable-hook=create-symlinks",
         "--enable-hook=update-ldcache",

@@ -52,7 +52,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         return spec, ()
     paths = (_host_path(request, each) for each in request.files)
     if not {path for path in paths if _is_main(path, request)} <= mounted:
-        # nvidia-ctk did not find the driver. With the driver's files added, `verify` would not notice that.
+        # nvidia-ctk did not find the driver. If the driver's files were added here, `verify` would not notice that.
         return spec, ()
     files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
@@ -89,7 +89,7 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
 
 
 def _environment(present: list[Any], request: Request) -> dict[str, Any]:
-    """Return the key `env` with the requested variables added to `present`; nothing if none are requested."""
+    """Return the key `env` with `present` and the requested variables; nothing if no variables are requested."""
     requested = [f"{each.name}={each.value}" for each in request.environment]
     return {"env": [*present, *(each for each in requested if each not in present)]} if requested else {}
 
@@ -128,7 +128,7 @@ def _kind(hook: Mapping[str, Any]) -> str:
 def _extended(
     hooks: list[dict[str, Any]], kind: str, arguments: list[str], *, first: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the hooks with the arguments added to the hook of that kind, or to a new one if there is none.
+    """Return the hooks with the arguments added to the hook of that kind; if there is none, to a new hook of that kind.
 
     A second hook of the same kind would start one more process in each container. With `first`, a new hook comes before
     the others, because the links that it makes must exist before ldconfig runs.

@@ -25,11 +25,11 @@ ALL = "all"
 """The device with all nodes of a mode. Mode imex also has a device for each channel."""
 
 BLOCKED_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
-"""Libraries that nvidia-ctk must not load. It would get the driver's version from them (`New` in pkg/nvcdi/lib.go).
-That initialises the GPUs, and hangs if a GPU hangs. No mode needs these libraries: libcuda's name has the version too.
-So the search path starts with a directory of empty files with these names, which cannot be loaded. Without the empty
-files, nvidia-ctk might load the libraries in the machine's loader cache (seen with LD_DEBUG=libs and nvidia-ctk 1.18.0,
-1.19.1 and 1.20.0)."""
+"""Libraries that nvidia-ctk must not load. It would ask them for the driver's version (`New` in pkg/nvcdi/lib.go). That
+would initialise the GPUs, and would hang if a GPU hangs. No mode needs the libraries, because the name of libcuda's
+file contains the version too. So the search path starts with a directory of empty files with these names, which cannot
+be loaded. Without the empty files, nvidia-ctk might load the libraries that the machine's loader cache lists (seen with
+LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 class Mode(NamedTuple):
@@ -90,7 +90,7 @@ class NvidiaModes(CdiModes):
         return MODES[mode].mounts
 
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification with only the request's nodes, because /dev may still have withdrawn nodes."""
+        """Generate a specification. Remove nodes that are not in the request: /dev may still have withdrawn nodes."""
         check_version(system, MODES[mode].since, f"for mode {mode}")
         for library in BLOCKED_LIBRARIES:
             system.write(f"{directory}/{library}", b"")
@@ -110,7 +110,8 @@ class NvidiaModes(CdiModes):
         numbers = {device.path: (device.major, device.minor) for device in request.devices}
 
         def granted(node: dict[str, Any]) -> bool:
-            # The number must match too: containers get the specification's number, whatever number the node has now.
+            # The number must match too, because containers get the number in the specification, even if the node now
+            # has another number.
             path = str(node.get("path"))
             written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
             return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
@@ -140,8 +141,8 @@ def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]
         raise AgentError(
             f"mode {mode} needs the driver's files, but none are granted: see DriverRootStaged on the host"
         )
-    # Without a driver root, files are mounted from the machine's own root. nvidia-ctk 1.18 also looks there for the
-    # nodes of mode mofed.
+    # Without a driver root, files are mounted from the machine's own root. nvidia-ctk 1.18 also looks in this root for
+    # the nodes of mode mofed.
     root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"
@@ -162,13 +163,13 @@ def _driver_libraries(request: Request) -> tuple[str, ...]:
 
 
 def _in_short(error: CommandError) -> AgentError:
-    """Return the error without arguments and with only the last line of output: the others list what was searched."""
+    """Return the error without arguments, and with only the last output line: the others list what was searched."""
     last = error.stderr.rstrip().rpartition("\n")[2]
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint)
 
 
 def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the specification with only the wanted nodes, and only devices that have some. Raises DocumentError."""
+    """Return the specification with only the wanted nodes, and without devices that have none. Raises DocumentError."""
 
     def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
         return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from agent.vendors.nvidia.nvidia_smi import Answer
 
 OLDEST = (1, 18, 2)
-"""The oldest version that the agent accepts. 1.18.0 introduced --disable-hook and --enable-hook. Before 1.18.2 a
-container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails: its runtime requests a device without a name.
-"""
+"""The oldest version that the agent accepts. 1.18.0 introduced --disable-hook and --enable-hook. Before 1.18.2, a
+container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails, because the runtime requests a device without
+a name."""
 RECOMMENDED = (1, 19, 1)
-"""The first version whose hooks cannot be led out of a container's root by a race (they open paths beneath it)."""
+"""The first version whose hooks open paths only beneath a container's root. A race can lead older hooks out of it."""
 SELECTS_DEVICES = (1, 19, 0)
 """The first version with --device-id."""
 GENERATE_LIMIT = 40.0
-"""Seconds to generate a specification, with all attempts. NVML initialises every GPU if no persistence daemon keeps it
-initialised."""
+"""Seconds to generate a specification, for all attempts together. NVML needs time to initialise each GPU that no
+persistence daemon keeps initialised."""
 QUERY_LIMIT = 10.0
 """Seconds for the queries that say why a GPU is missing."""
 
@@ -44,7 +44,7 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 def generate(system: System, request: Request, directory: str) -> Generated:
     """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
-    NO_GPU is added, and incomplete MIG devices are removed.
+    The device NO_GPU is added to the specification, and incomplete MIG devices are removed from it.
     """
     from agent.vendors.nvidia.nvidia_smi import query_gpus  # Imported here: most runs generate nothing.
 
@@ -90,7 +90,7 @@ def _run(
     except ExitCodeError as error:
         remaining = deadline - time.monotonic()
         found = query_gpus(system, len(request.gpus), remaining / 2)
-        # If no GPU gets a CDI device, nvidia-ctk fails with this error: its device `all` would have no edits.
+        # If no GPU gets a CDI device, nvidia-ctk fails with the error below, because the device `all` would be empty.
         unpartitioned = _in_mig_mode(found, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
             raise AgentError(_without_instance(unpartitioned)) from error
@@ -114,12 +114,12 @@ def read_output(system: System, directory: str) -> object:
 
 
 def _in_mig_mode(answers: "Mapping[str, Answer]", gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return which of these GPUs (PCI addresses) are in MIG mode, as far as nvidia-smi answered."""
+    """Return those of the GPUs, given by PCI address, that are in MIG mode according to nvidia-smi's answers."""
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
 
 def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
-    """Return the granted GPUs that no device contains; none for a malformed specification, which `verify` reports."""
+    """Return the granted GPUs that no device contains; none if the specification is malformed (`verify` reports it)."""
     try:
         return missing_gpus(devices(object_of(spec, "the specification")), request)
     except DocumentError:
@@ -160,8 +160,8 @@ def check_version(
 def _version(system: System) -> tuple[int, ...]:
     """Return nvidia-ctk's version. Raises CommandError, DocumentError or OSError.
 
-    Pods cannot use a new driver before this returns, so the version is cached. The cache is in /run; it is valid until
-    a reboot, or until the program changes.
+    Pods cannot use a new driver before this function returns. To save time, the version is cached, in a file in /run.
+    The cached version is valid until a reboot, or until the program changes.
     """
     identity = list(system.identity(NVIDIA_CTK)) if system.exists(NVIDIA_CTK) else []
     try:

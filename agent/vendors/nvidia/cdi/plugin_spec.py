@@ -2,8 +2,8 @@
 
 The plugin writes the file only when the plugin starts (internal/cdi/cdi.go of k8s-device-plugin). A new driver root, a
 new major number, or a new or removed GPU makes the file outdated. The file may differ from the agent's specification,
-for example in its hooks, or by annotations (the plugin's feature flags). Only what keeps pods from their GPUs is a
-problem.
+for example in its hooks, or because it has annotations (the plugin's feature flags). A difference is a problem only if
+it keeps pods from their GPUs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ def _problems(
         if number is None:
             what = "is not in this machine" if path in granted else "is not granted to this machine"
             yield f"device node {path!r} {what}"
-        # The container runtime looks up the number if the major is omitted; an omitted minor is 0.
+        # If the major is omitted, the container runtime looks up the number. If only the minor is omitted, it is 0.
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
             specified, is_now = f"{node['major']}:{node.get('minor', 0)}", f"{number.major}:{number.minor}"
             yield f"device node {path} is {specified} in the specification, but {is_now} in this machine"
@@ -63,7 +63,10 @@ def _problems(
 
 
 def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
-    """Yield a problem for each GPU that only the agent's specification (`own`) has; none if `own` is malformed."""
+    """Yield a problem for each GPU that `document` lacks, but `own`, the agent's specification, has.
+
+    If `own` is malformed, yield nothing.
+    """
     try:
         own_nodes = _gpu_nodes(object_of(own, "the specification"), request)
     except DocumentError:

@@ -22,7 +22,7 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 def edit_runtime_config(text: str) -> str:
     """Return the text with RUNTIME_SETTINGS set, or `text` itself if they are already set.
 
-    All other settings are kept, and comments if tomlkit can edit the text.
+    All other settings are kept. Comments are kept if tomlkit can edit the text.
     """
     # Imported here: a run that changes nothing does not need it.
     from agent.model.toml_document import parse_toml
@@ -60,7 +60,8 @@ def _with_settings(text: str, wanted: dict[str, Any]) -> str:
         edited = _edited(text)
         if parse_toml(edited) == wanted:
             return edited
-    # Any exception: tomlkit fails for dotted keys and for unusual orders of tables, and may write invalid TOML.
+    # Any exception is caught: tomlkit fails for dotted keys and for unusual orders of tables, and the TOML that it
+    # writes may be invalid.
     except Exception:
         pass
     return f"# Setting the agent's keys removed the comments.\n{tomlkit.dumps(wanted)}"

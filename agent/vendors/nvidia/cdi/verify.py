@@ -19,13 +19,13 @@ from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
 
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
-"""A device with the driver's files and the nodes that all GPUs share, but no GPU. For a container with
-NVIDIA_VISIBLE_DEVICES=none, which many images set, nvidia-container-runtime in mode cdi requests this device, and the
-container would not start without it. The agent adds the device, because `nvidia-ctk cdi generate` does not make it if
-there are GPUs."""
+"""A device with the driver's files and the nodes that all GPUs share, but no GPU. Many images set
+NVIDIA_VISIBLE_DEVICES=none. For their containers, nvidia-container-runtime in mode cdi requests this device, and if the
+device did not exist, the containers would not start. The agent adds the device, because `nvidia-ctk cdi generate` does
+not make it if there are GPUs."""
 NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
-"""The edits of NO_GPU in the specifications that nvidia-ctk makes in memory (lib-nvml.go). A CDI device without any
-edits is invalid."""
+"""The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). There must be some,
+because a CDI device without any edits is invalid."""
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Kinds of nodes without which no GPU can compute."""
@@ -37,7 +37,7 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
     """Verify a specification against one request.
 
-    If the specification is malformed, the only problem names the malformed part.
+    If the specification is malformed, the verdict has a single problem, which names the malformed part.
     """
     try:
         document = object_of(spec, "the specification")
@@ -71,7 +71,8 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
 def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
     """Return the files of the driver root, and the granted nodes, that no container gets.
 
-    GPU nodes and MIG capabilities are not included: `verify` lists their GPUs and MIG devices as missing.
+    GPU nodes and nodes of MIG capabilities are not returned, because `verify` lists their GPUs and MIG devices as
+    missing.
     """
     mounted = strings(common, "mounts", "hostPath")
     nodes = {
@@ -89,7 +90,7 @@ def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]],
 
 
 def header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
-    """Yield what is wrong with the keys of a specification for one kind of devices."""
+    """Yield what is wrong with the top-level keys of a specification whose devices must be of this kind."""
     if document.get("kind") != kind:
         yield f"kind is {document.get('kind')!r}, not {kind}"
     if not isinstance(document.get("cdiVersion"), str):
@@ -111,7 +112,7 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
 
 
 def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each requested variable that is missing; `edits_problems` refuses unexpected ones."""
+    """Yield a problem for each requested variable that is missing. (`edits_problems` refuses unexpected variables.)"""
     present = items(common, "env")
     for variable in request.environment:
         if f"{variable.name}={variable.value}" not in present:
@@ -119,7 +120,11 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each missing library: those in NEEDED_LIBRARIES, and native ones of the driver's version."""
+    """Yield a problem for each missing library.
+
+    Two sets of libraries must not be missing: NEEDED_LIBRARIES, and the native libraries in the driver root whose names
+    end in the driver's version.
+    """
     mounted = strings(common, "mounts", "hostPath")
     names = [posixpath.basename(path) for path in mounted]
     for library in NEEDED_LIBRARIES:

@@ -67,7 +67,7 @@ def _own_problems(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
 
 
 def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
-    """Yield a problem for each node that belongs to a different GPU, or to none (MIG configuration, NVSwitch)."""
+    """Yield a problem for each node that belongs to another GPU or to no single GPU (MIG configuration, NVSwitch)."""
     gpus = {node.pci_address for node in nodes if node.kind == DeviceKind.GPU}
     for node in nodes:
         if node.kind not in PER_GPU and not _instance(node):
@@ -115,7 +115,7 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
 
 
 def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """Return the specification without incomplete MIG devices, and their names.
+    """Return the specification without incomplete MIG devices, and the names of the removed devices.
 
     A MIG device is incomplete if the node of one of its two capabilities is missing: nvidia-ctk only warns if it does
     not find a node. It is also incomplete if it has a node that is not granted: NVML may list MIG devices that were

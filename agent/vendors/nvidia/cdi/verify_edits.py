@@ -21,10 +21,10 @@ MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
 HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
 PERMISSIONS = (None, "rw", "rwm")
-"""Permissions that nodes may have. nvidia-ctk 1.19 writes rwm, with which a container can make the node again."""
+"""Permissions that nodes may have. nvidia-ctk 1.19 writes rwm; with `m`, a container can make the node again."""
 
 CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
-"""Where nvidia-ctk looks for Vulkan's JSON files. In containers, all of them are below /etc (graphics.go)."""
+"""Where nvidia-ctk looks for Vulkan's JSON files. It mounts all of them below /etc in containers (graphics.go)."""
 MADE_LINKS = (
     # nvidia-ctk makes these links for applications, whether or not the driver has them (symlinks.go, graphics.go).
     "libcuda.so",
@@ -45,14 +45,14 @@ OTHER_HOOKS = frozenset(
 
 
 class Expectations:
-    """What edits may contain. The sets are made once for the hundreds of entries in a specification."""
+    """What edits may contain. The sets are made once, because a specification has hundreds of entries to compare."""
 
     def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
         """Prepare the comparison.
 
         `live` maps the paths of the granted nodes that exist in the machine to their numbers, modes and owners.
-        `present` contains those `hostPath`s of the specification's mounts that exist in the machine, which is the host
-        in CDI's sense.
+        `present` contains those `hostPath`s of the specification's mounts that exist in the machine: what CDI calls the
+        host is the machine.
         """
         self.live, self.present = live, present
         self.driver_root = request.driver_root
@@ -114,7 +114,7 @@ def _node_problems(where: str, node: dict[str, Any], expected: Expectations) -> 
     if (number.major, number.minor) != expected.granted[path]:
         major, minor = expected.granted[path]
         yield f"{where}: device node {path} is {live_number} in this machine, but {major}:{minor} was granted"
-    # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
+    # nvidia-ctk omits a minor of 0. If the major is omitted, the container runtime looks up both numbers.
     written = (node.get("major"), node.get("minor", 0))
     # The types are compared too: 1, 1.0 and True are equal in Python.
     well_formed = all(type(each) is int for each in written)
@@ -188,7 +188,7 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], exp
 def _argument_pattern(hook: str, expected: Expectations) -> str:
     """Return the pattern that the arguments of one of OTHER_HOOKS, joined by spaces, must match.
 
-    It is what nvidia-ctk writes (internal/discover in the toolkit's source: hooks.go, compat_libs.go).
+    The pattern describes what nvidia-ctk writes (internal/discover in the toolkit's source: hooks.go, compat_libs.go).
     """
     match hook:
         case "enable-cuda-compat":
@@ -208,8 +208,9 @@ def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
 def _link_allowed(argument: str, nodes: Collection[str], expected: Expectations) -> bool:
     """Return whether a hook may make the link that `argument` describes: `TARGET::LINK`.
 
-    A link in /dev/dri/by-path must lead to a granted DRM node whose path is in `nodes`, those of the same edits. Any
-    other link must be one of the driver root's links or of MADE_LINKS, and lead into a directory with driver libraries.
+    `nodes` has the paths of the nodes in the same edits. A link in /dev/dri/by-path must lead to a granted DRM node
+    whose path is in `nodes`. Any other link must be one of the driver root's links or of MADE_LINKS, and must lead into
+    a directory with driver libraries.
     """
     target, separator, link = argument.partition("::")
     if not separator or not target or posixpath.normpath(link) != link:
