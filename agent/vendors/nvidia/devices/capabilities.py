@@ -18,11 +18,12 @@ MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps
 """Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
 MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
 DEPTH = 6
-"""Levels of directories that are searched below the first. The deepest entry, gpu0/mig/gi1/ci0/access, has 5 parts."""
+"""Levels of directories that are searched below the first. The path of the deepest entry, gpu0/mig/gi1/ci0/access, has
+5 parts."""
 
 
 def observe_capabilities(system: System) -> dict[int, str]:
-    """Return the paths of existing capabilities below CAPABILITIES, by minor. Raises OSError."""
+    """Return the existing capabilities by minor, as paths relative to CAPABILITIES. Raises OSError."""
     by_minor: dict[int, str] = {}
     table: dict[str, int] | None = None
     names = list(_walk(system, "", DEPTH))
@@ -46,7 +47,7 @@ def observe_capabilities(system: System) -> dict[int, str]:
 
 
 def _walk(system: System, below: str, depth: int) -> Iterator[str]:
-    """Yield the relative paths of all files. Files that are removed meanwhile may be missing."""
+    """Yield the relative paths of all files. A file that is removed during the walk may be missing."""
     for name in entries_if_present(system, f"{CAPABILITIES}/{below}".rstrip("/")):
         path = f"{below}/{name}".lstrip("/")
         if not system.is_directory(f"{CAPABILITIES}/{path}"):

@@ -28,7 +28,7 @@ def load(
 
     Nothing is loaded if there is no GPU, or if all GPUs have other drivers, such as vfio-pci for virtual machines.
     Nothing is loaded while a GPU is detached: an administrator may be about to unload the driver, or to bind the GPU
-    to another one.
+    to another driver.
     """
     gpus = _gpus(system, list_pci)
     drivers = {gpu.pci_address: gpu.driver or gpu.override for gpu in gpus}
@@ -49,10 +49,11 @@ def load(
         for module in WANTED:
             _load(system, module, report)
     except (ApplyError, CommandError) as error:
-        # Do not try the next module: modprobe would load this one as its dependency, even if this one is blacklisted.
+        # Do not try the modules after the one that failed: modprobe would load the failed module as their dependency,
+        # even if the failed module is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
-    # Repeat this until no GPU is new. A GPU that is plugged in during this run starts the unit too, but systemd merges
-    # that start with the present one. So this run must make that GPU's node.
+    # Repeat this until no GPU is new. If a GPU is plugged in during this run, udev starts the unit that runs this, but
+    # systemd merges that start with the run in progress. So this run must make the new GPU's node.
     made: Set[str] | None = None
     while (present := _for_nvidia(_gpus(system, list_pci)).keys()) != made:
         make_nodes(system, lambda: [*_for_nvidia(_gpus(system, list_pci)).values()], report)
@@ -75,8 +76,8 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
 
-    Raises ApplyError if modprobe succeeds without loading the module, because of a line in modprobe.d, or if the
-    module's version differs from the loaded driver's.
+    Raises ApplyError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
+    or the version of the module differs from that of the loaded driver.
     """
     path = f"/sys/module/{module}"
     if system.exists(path):

@@ -1,7 +1,7 @@
-"""Makes the device nodes that NVIDIA's driver leaves to user space: those of each GPU and the shared ones.
+"""Makes the device nodes that NVIDIA's driver leaves to user space: the nodes of each GPU, and the shared nodes.
 
-The driver's nvidia-modprobe makes them if it is installed. Otherwise mknod(1) does, with numbers from /proc/devices,
-and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
+The driver's program nvidia-modprobe makes them if it is installed. Otherwise mknod(1) makes them, with numbers from
+/proc/devices, and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
 """
 
 import time
@@ -50,7 +50,8 @@ class Parameters(Struct, frozen=True):
 def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: Callable[[str], None]) -> None:
     """Make every node that is missing, or has a stale number from before the driver was reloaded.
 
-    If the driver's parameters forbid that, only report the nodes. Raises AgentError or OSError.
+    If the driver's parameters forbid user space to make nodes, only report which nodes are wrong. Raises AgentError or
+    OSError.
     """
     gpus = _with_minors(list_gpus)
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
@@ -111,7 +112,7 @@ def expected_nodes(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: b
             nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",)))
     if "nvidia-uvm" in majors:
         uvm = majors["nvidia-uvm"]
-        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The tools' node is made as well.
+        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The same run also makes /dev/nvidia-uvm-tools.
         nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
         nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
     return nodes
@@ -146,7 +147,8 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
     if system.exists(node.path):
         if system.device(node.path) is None:
             raise ApplyError(f"{node.path} is not a device", "remove it")
-        # The node is from before the module was reloaded. Its major number may belong to another driver now.
+        # The number is wrong, because the node is from before the module was reloaded. Another driver may now have that
+        # major number.
         system.remove(node.path)
     mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))
     system.run("mknod", mode, node.path, "c", *numbers, timeout=LIMIT)

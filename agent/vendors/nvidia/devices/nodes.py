@@ -35,7 +35,8 @@ class Rule(Struct, frozen=True):
 
 
 FRONTEND = ("nvidia", "nvidia-frontend")
-"""Names in /proc/devices: nvidia-frontend up to 535. Since 545, control and modeset have their own lines too."""
+"""Names in /proc/devices of the driver's main major number: `nvidia-frontend` up to driver 535, later `nvidia`. Since
+545, nvidiactl and nvidia-modeset also have lines of their own."""
 RULES = {
     "/dev": (
         Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]{1,9})"), FRONTEND),
@@ -77,7 +78,7 @@ class Observed(Struct, frozen=True):
 
 
 def observe_devices(sources: Sources, listed: GpuList) -> Observed:
-    """Return all usable nodes, and what is wrong with others."""
+    """Return all usable nodes, and what is wrong with the other nodes."""
     drm = sources.drm
     if listed.unseen:
         return Observed(Unseen(listed.unseen))
@@ -150,8 +151,8 @@ class _NodeChecker:
             return DeviceNode(path, rule.kind, number)
         gpu = self._by_minor.get(wanted)
         if gpu is None and self._by_address and not self._by_minor:
-            # sysfs shows a bound GPU, but the driver's list has none. No GPU is being unbound: sysfs would show that
-            # first. So the list is wrong, or not complete yet.
+            # sysfs shows a GPU that is bound to the driver, but the driver's list is empty. The cause is not a GPU that
+            # is just being unbound: sysfs would show that first. So the list is wrong, or not complete yet.
             raise OSError(errno.EAGAIN, f"lists no GPU, but the driver is bound to {', '.join(self._by_address)}", GPUS)
         if gpu is None:
             self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
@@ -167,7 +168,7 @@ class _NodeChecker:
         instance = parse_instance(name)
         if not instance:
             return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
-        # The capability's name contains the GPU's current minor, even if that changed when the GPU came back.
+        # The capability's name contains the GPU's current minor, even if the GPU came back with another minor.
         gpu = self._by_minor.get(instance.gpu)
         return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
 
