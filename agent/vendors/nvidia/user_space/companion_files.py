@@ -33,9 +33,9 @@ class Companions(Struct, frozen=True):
 
     files: tuple[Library, ...]
     not_installed: tuple[str, ...]
-    """What every recent driver has, but is missing on this host: names of groups of files, and nvidia-smi."""
+    """What every recent driver has, but this host does not have: names of groups of files, and nvidia-smi."""
     other_version: tuple[str, ...]
-    """Paths of another version's files, for groups without a file of this version."""
+    """For groups that have no file of this version: the paths of their files of other versions."""
     problems: tuple[str, ...] = ()
     """Files that were left out, with the reason."""
 
@@ -99,20 +99,20 @@ def observe_companions(
     ]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         missing.append(BINARIES[0])
-    # A refused file of this version is not another version's.
+    # `any_version` also has the refused files of this version. Those are not files of another version.
     other_version = tuple(path for paths in any_version.values() for path in paths if path not in refused)
     return Companions((*by_target.values(), *binaries), tuple(missing), other_version, tuple(refused.values()))
 
 
 def _fault(system: System, path: str, place: Place) -> str:
-    """Return why a file must not be in a driver root, which all users in machines may read; empty if it may be."""
+    """Return why a file must not be in a driver root, which all users in machines may read; empty if it may."""
     return (not place.configured and untrusted_component(system, path)) or file_fault(
         system, system.real_path(path), root_owned=not place.configured
     )
 
 
 def library(system: System, target: str, real: str) -> Library:
-    """Return the entry of a driver root for a file of the host."""
+    """Return the entry of a driver root for a file of the host. `real` is the file's real path."""
     identity = system.identity(real)
     return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
 
@@ -124,7 +124,7 @@ def _find(
     on_host: Mapping[str, tuple[str, ...]],
     permitted: Callable[[str], bool],
 ) -> dict[str, str]:
-    """Return the real paths of a group's files, by name. The first of several files with one name is used."""
+    """Return the real paths of a group's files, by name. Of several files with the same name, the first is used."""
     found: dict[str, str] = {}
     patterns = [pattern.replace(VERSION, version) for pattern in group.names]
     for directory in _directories(group, on_host):
@@ -158,8 +158,8 @@ def _any_version(system: System, group: Group, on_host: Mapping[str, tuple[str, 
 def _directories(group: Group, on_host: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the directories where the group's files may be on this host, in the order of the search.
 
-    The place's own data directories come first. `on_host` has them under DATA, and the directories that replace
-    `{libraries}` and `{firmware}`.
+    The place's own data directories come first. `on_host` has these under the key DATA. Under the keys `libraries` and
+    `firmware`, it has the directories that replace `{libraries}` and `{firmware}`.
     """
     relative = [
         each.removeprefix(base) for each in group.directories for base in STANDARD_DATA if each.startswith(base)
@@ -192,7 +192,8 @@ def _firmware_directories(location: Location) -> tuple[str, ...]:
     """Return the directories where the kernel looks for firmware, as paths below the place's root."""
     release, path = location.kernel.release, location.kernel.path
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
-    # Driver containers make the kernel search a directory of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
+    # A driver container makes the kernel search a directory of the container (nvidia-driver:
+    # /run/nvidia/driver/lib/firmware).
     roots = (location.root, location.place.root.rstrip("/"))
     own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
     return (*own, *standard)
@@ -210,7 +211,7 @@ def _line(system: System, path: str) -> str:
 def _binaries(
     system: System, directories: Sequence[str], permitted: Callable[[str], bool]
 ) -> tuple[list[Library], list[str]]:
-    """Return the first permitted program of each name in BINARIES, and the scripts under names without a program.
+    """Return, for each name in BINARIES, the first permitted program; if a name has none, return the name's scripts.
 
     NVIDIA's programs are ELF files. A script with such a name is not from NVIDIA, and runs a program that is elsewhere.
     The names contain no version, so files of several versions cannot be told apart.
@@ -218,7 +219,7 @@ def _binaries(
     found: list[Library] = []
     all_scripts: dict[str, None] = {}
     for name in BINARIES:
-        # By real path, so that each script is listed once: /bin is usually a link to /usr/bin.
+        # Scripts are collected by real path, so that each is listed once: /bin is usually a link to /usr/bin.
         scripts: dict[str, None] = {}
         for directory in directories:
             path = f"{directory}/{name}"

@@ -1,4 +1,4 @@
-"""Finds the CUDA version that the driver's libcuda supports. The driver cannot run images for a newer major version."""
+"""Finds the CUDA version that the driver's libcuda supports. Images for a newer major version of CUDA do not run."""
 
 import posixpath
 import sys
@@ -26,7 +26,7 @@ sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 
 
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
-    """Return the driver that pods get; None if none is installed, or if that could not be observed.
+    """Return the driver that pods get; None if no driver is installed, or if the driver could not be observed.
 
     The driver's version is the loaded module's or, if that is unknown, the version of the host's libraries. The CUDA
     version is read from the host's libcuda, if libcuda has the driver's version.

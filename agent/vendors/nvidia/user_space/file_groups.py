@@ -16,8 +16,9 @@ LIBRARY = re.compile(
     r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvsdm|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
     r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
 )
-"""Names of the driver's libraries, from libnvidia-container's nvc_info.c, except those of libnvidia-container itself
-and of the GTK parts of nvidia-settings; and libnvsdm, with which DCGM monitors NVSwitches since Blackwell."""
+"""Names of the driver's libraries. They are from libnvidia-container's nvc_info.c, except libnvsdm, with which DCGM
+monitors NVSwitches since Blackwell. The libraries of libnvidia-container itself, and those of the GTK parts of
+nvidia-settings, do not match."""
 DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 """A driver's version, such as 550.163.01. The 1 of a soname and the 1.1.18 of an external platform do not match."""
 PLATFORM = "libnvidia-egl-"
@@ -26,7 +27,8 @@ PLATFORM = "libnvidia-egl-"
 RUN, CTK, DEBIAN = "RUN", "CTK", "DEBIAN"
 
 BINARIES = (
-    # From CTK, the last two from RUN (newer drivers). Not nvidia-modprobe, which is setuid and loads modules.
+    # The last two are from RUN (newer drivers), the others from CTK. nvidia-modprobe is left out on purpose, because it
+    # is setuid and loads modules.
     *("nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
     *("nvidia-imex", "nvidia-imex-ctl", "nvidia-ngx-updater", "nvidia-pcc"),
 )
@@ -34,7 +36,8 @@ BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bi
 """Where the agent looks for programs, as pkg/lookup of CTK does."""
 
 GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
-"""Mesa's libgbm loads its backend by the name of a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""
+"""A library, and a link to it. Mesa's libgbm loads NVIDIA's backend by the name of the link (RUN:
+GBM_BACKEND_LIB_SYMLINK)."""
 
 
 class Group(Struct, frozen=True):
@@ -43,16 +46,16 @@ class Group(Struct, frozen=True):
     name: str
     sources: tuple[str, ...]
     names: tuple[str, ...]
-    """Patterns (fnmatch) of the files' names. One with `{version}` matches only files of the driver's version."""
+    """Patterns (fnmatch) of the files' names. A pattern with `{version}` matches only files of the driver's version."""
     directories: tuple[str, ...]
-    """Where the files are on the host. The first of several files with one name is used."""
+    """Where the files are on the host. Of several files with the same name, the first is used."""
     target: str
-    """The files' directory below the driver root: the one where CTK looks, if it looks for the group."""
+    """The files' directory below the driver root. If CTK looks for the group, this is where CTK looks."""
     in_every_driver: bool = False
     """Whether every recent driver has the group. If so, the agent reports when the group is missing."""
     needs: str = ""
-    """Another group, without which these files are not used. Their own names have no version, so only that group shows
-    that they belong to this driver."""
+    """The name of another group. This group is used only if the other group was found: the names of this group's files
+    have no version, so only the other group shows that they belong to this driver."""
 
 
 def _data(path: str) -> tuple[str, ...]:
@@ -129,5 +132,5 @@ FIRMWARE_DIRECTORIES = (
 )
 """Where the kernel looks for firmware (drivers/base/firmware_loader/main.c). `{release}` is that of uname(2)."""
 FIRMWARE_PATH = "/sys/module/firmware_class/parameters/path"
-"""A file that may name one more directory, which the kernel searches first. It is usually empty."""
+"""A file that may name one more directory, which the kernel searches first. The file is usually empty."""
 RELEASE = "/proc/sys/kernel/osrelease"

@@ -1,7 +1,7 @@
 """Finds the libraries of one driver version, and their paths in a driver root.
 
-The search begins with the loader cache. The real files may be elsewhere (on Debian, behind absolute links of the
-alternatives system), next to files that the cache does not list.
+The search begins with the loader cache. The cache may list links, and the real files may be in other directories (on
+Debian, behind absolute links of the alternatives system), next to further files that the cache does not list.
 """
 
 import os.path
@@ -29,7 +29,7 @@ STUBS = "stubs"
 
 
 class FoundLibraries(Struct):
-    """The libraries of one architecture, of all versions, that a loader cache leads to."""
+    """The libraries that a loader cache leads to: those of one architecture, in all versions."""
 
     architecture: str
     files: dict[str, list[str]] = field(default_factory=dict)
@@ -59,19 +59,22 @@ class FoundLibraries(Struct):
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # This may be a stub of CUDA's toolkit: a real file that has the name of a development link (libcuda.so), or
-            # only a soname (libcuda.so.1) although another file of that library has the version in its name.
+            # A real file may be a stub of CUDA's toolkit in two cases: its name is that of a development link
+            # (libcuda.so); or its name is a soname (libcuda.so.1), while another file of the same library has the
+            # version in its name.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
-            # A file without a version in its name belongs to the versions that other files in its directory have. EGL's
-            # platforms may be in a directory where no file has one, because distributions package them separately.
+            # A file without a version in its name belongs to each version that other files in its directory have in
+            # their names. If no file there has one, only EGL's platforms belong to the version: distributions package
+            # these separately, so they may be in a directory without other libraries of the driver.
             directory_versions = by_directory[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
         def rank(path: str) -> int:
             """Return a path's rank; the lowest rank is the best.
 
-            Directories with both main libraries come first: CUDA's compatibility packages have only libcuda.
+            Directories with both main libraries of this version come first: CUDA's compatibility packages have only
+            libcuda.
             """
             directory = os.path.dirname(path)
             both = all(
@@ -87,7 +90,7 @@ class FoundLibraries(Struct):
 
 
 def own_directories(found: FoundLibraries, version: str) -> list[str]:
-    """Return the directories of the files that have the version in their names, libcuda's first."""
+    """Return the directories of the files that have the version in their names; libcuda's directory comes first."""
     chosen = {name: path for name, path in found.for_version(version).items() if _version(name)}
     ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
     return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
@@ -121,7 +124,7 @@ def search(
 ) -> FoundLibraries:
     """Add to `found` the libraries that the cache leads to. Return `found`. Raises OSError if an observation failed.
 
-    Libraries in the directories `searched` are left out: an earlier search has found them.
+    Libraries in the directories in `searched` are left out, because an earlier search has found them.
     """
     # libcuda's directory comes first: it has the complete set.
     entries = sorted(
@@ -153,7 +156,8 @@ def search(
 
 def lists_driver_library(entry: CacheEntry) -> bool:
     """Return whether an entry of a loader cache is a library of the driver."""
-    # Libraries for newer processors are left out: the driver root has one directory for all processors.
+    # Libraries only for newer processors (glibc-hwcaps) are left out: a driver root has one directory for all
+    # processors.
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
 
 
@@ -198,7 +202,7 @@ def _add(system: System, found: FoundLibraries, real: str, problems: list[str]) 
 
 
 def libraries(system: System, found: FoundLibraries, version: str) -> list[Library]:
-    """Return the files that belong to the version, and links to all of them, for a driver root."""
+    """Return, for a driver root, the files that belong to the version, and the links to these files."""
     by_target: dict[str, Library] = {}
     chosen = found.for_version(version)
     for name, real in sorted(chosen.items()):

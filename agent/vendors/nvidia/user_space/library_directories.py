@@ -41,7 +41,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _architecture(system: System, path: str, native: str) -> str:
-    """Return a library's architecture; empty if unknown; `native` for a dangling link, so that the link is reported."""
+    """Return a library's architecture; empty if unknown. A dangling link gets `native`, so that a fault is reported."""
     try:
         header = system.head(path, HEADER.size)
     except OSError as error:

@@ -1,9 +1,10 @@
 """Rewrites library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
 
 NVIDIA's files name libraries without directories. RPM packages put /usr/lib64 before the names (negativo17,
-nvidia-driver.spec; RPM Fusion), and NixOS a directory in /nix/store. Each such path becomes the library's path in pods.
-It does not become a bare name: a 64-bit program also reads the manifest of the 32-bit libraries. A bare name there
-would lead it to the 64-bit driver, which it would then load twice.
+nvidia-driver.spec; RPM Fusion), and NixOS puts a directory in /nix/store before them. Each such path becomes the
+library's path in pods. It does not become a bare name, because a 64-bit program also reads the manifest of the 32-bit
+libraries. If that manifest had a bare name, the program would find the 64-bit library under this name, and would load
+the driver twice.
 """
 
 import json
@@ -52,9 +53,10 @@ def with_pod_paths(
 
 
 def _pod_path(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
-    """Return a library's path in pods; empty if it is not the driver's.
+    """Return a library's path in pods; empty if the library is not the driver's.
 
-    The path has the name that the manifest uses, if the driver root has that name; otherwise the real file's name.
+    The path ends in the name that the manifest uses, if the driver root has a file or link of that name; otherwise it
+    ends in the real file's name.
     """
     if not path.isprintable():
         # JSON can contain a null character or half a surrogate pair, for which system calls raise ValueError.
@@ -70,7 +72,7 @@ def _pod_path(system: System, path: str, by_source: dict[str, str], targets: set
 
 
 def _rewritten(system: System, file: Library, pod_path: Callable[[str], str]) -> str:
-    """Return the new text of a manifest; empty if nothing changes, or if the file is malformed or not a manifest."""
+    """Return the new text of a loader's file. It is empty if nothing changes, for a malformed file, and for others."""
     manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
     if not manifest and VENDORS not in f"/{file.target}":
         return ""

@@ -46,7 +46,10 @@ class _Candidate(Struct, frozen=True):
 
     @property
     def directories(self) -> frozenset[str]:
-        """The directories of a driver found in the host's root, which other places need not search again."""
+        """The directories of the driver that was found in the host's root; none if no driver was found there.
+
+        The searches of other places leave these directories out.
+        """
         if self.root or not isinstance(self.version, str):
             return frozenset()
         return frozenset(directory for each in self.found for directory in each.directories)
@@ -57,20 +60,21 @@ class _Found(Struct, frozen=True):
 
     user_space: UserSpace
     final: bool
-    """Whether the same files would give the same result again: nothing failed, and nothing was unreadable."""
+    """Whether a search of the same files would give the same result: nothing failed, and nothing was unreadable."""
 
 
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Return the driver's files. The loaded module's version is preferred: `module`, which is empty if unknown.
+    """Return the driver's files, preferably those of `module`, the loaded module's version (empty if unknown).
 
-    A final result is reused until one of the things that it depends on changes: a file or directory that the search
-    accessed, the configured place, `module`, or the kernel's settings for firmware.
+    A final result is reused until something that it depends on changes: a file or directory that the search accessed,
+    the configured place, `module`, or the kernel's settings for firmware.
     """
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
         return UserSpace(none, none)
     try:
-        # Read in each pass, because the times of files in /proc and /sys do not tell when their content changed.
+        # These settings are read in each pass, because the times of files in /proc and /sys do not tell when the
+        # content changed.
         kernel = kernel_firmware(sources.system)
     except OSError as error:
         unseen = Unseen(classify_error(error.filename or "the kernel's settings for firmware", error).why)
@@ -114,8 +118,8 @@ def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Fo
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """Return the first place with a driver of the module's version, or of any version if `module` is empty.
 
-    If a place that could not be observed comes first, it is returned instead: it may be the right one. If there is
-    neither, return the first place with any content, or, if all are empty, the first place.
+    If a place before that one could not be observed, return the unobserved place, because it may be the right one. If
+    there is neither, return the first place with any content; if all places are empty, the first place.
     """
     with_content = []
     for each in candidates:
@@ -161,7 +165,7 @@ def _search(sources: Sources, place: Place, module: str, searched: Set[str]) -> 
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
         if root:
-            # In another root, the same path is another directory.
+            # These directories were searched in the host's root. In this root, the same paths are other directories.
             searched = frozenset()
         found = tuple(
             libraries.search(system, entries, FoundLibraries(each, root_owned=not place.configured), problems, searched)
@@ -188,10 +192,11 @@ def _skipped_directories(place: Place, trust: PathTrust, root: str = "") -> tupl
 
 
 def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -> Seen[tuple[CacheEntry, ...]]:
-    """Return the libraries on paths that `trust` permits: only root may decide what pods load. Raises OSError."""
+    """Return a place's libraries whose paths `trust` permits: only root may decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, trust)
-    # Read only so that `system` records the dependency: the listing below is not made with `system`.
+    # The result is not used. This read only makes `system` note that the observation depends on the loader cache: the
+    # listing below does not access the cache through `system`.
     read_seen(system.identity, LOADER_CACHE)
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
@@ -211,7 +216,7 @@ def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -
         if not place.libraries:
             place = with_prefix(place, directories[0])
         triplet = TRIPLETS[sources.architecture]
-        # Programs and data are checked even if the loader cache led here.
+        # The directories of programs and data are checked even if the libraries were found by the loader cache.
         trust = PathTrust(system, checked=not place.configured)
         trusted = replace(
             place,

@@ -30,7 +30,7 @@ class Place(Struct, frozen=True):
     configured: bool = False
     """Whether the configuration names the place. Then the administrator is responsible for the owners of its files."""
     local: bool = True
-    """Whether the place is never on a network file system, where inotify_add_watch(2) could hang."""
+    """False if the place may be on a network file system, where inotify_add_watch(2) could hang."""
 
     def __str__(self) -> str:
         within = f" in {self.root}" if self.root != "/" else ""
@@ -86,18 +86,18 @@ PLACES = (
         binaries=("/run/current-system/sw/bin",),
         data=("/run/opengl-driver/share", "/run/opengl-driver-32/share"),
     ),
-    # nvidia-installer, files.c; needed only if no loader cache lists the files. Newer Talos extensions pass it
-    # the prefix /usr/local.
+    # nvidia-installer, files.c; needed only if no loader cache lists the files. Newer Talos extensions pass the prefix
+    # /usr/local to nvidia-installer.
     Place("a runfile's", libraries=("/usr/lib64", "/usr/lib", "/usr/lib32", "/usr/local/lib64", "/usr/local/lib")),
 )
 """All places. The first one with a driver of the loaded module's version is used."""
 
 
 def with_prefix(place: Place, libraries: str) -> Place:
-    """Return the place extended by the programs and data next to `libraries`, if that is lib64 or lib of a prefix.
+    """Return the place, extended by the programs and data of a prefix if `libraries` is lib64 or lib of that prefix.
 
     A loader cache may lead to a driver in a prefix of its own: some hosts name /usr/local/nvidia/lib64 in ld.so.conf.
-    The prefixes of the usual directories (/, /usr, /usr/local) do not count.
+    /, /usr and /usr/local do not count as prefixes, because their programs and data are searched in any case.
     """
     prefix, name = posixpath.split(libraries)
     if name not in LIBRARY_DIRECTORIES or posixpath.join(prefix, "bin") in BINARY_DIRECTORIES:
@@ -128,7 +128,7 @@ LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cach
 def watched_directories(driver: DriverSettings) -> tuple[str, ...]:
     """Return the watched directories of the configured place, or of all places if none is configured.
 
-    Only local places are watched. In the others, a change is noticed by the next pass.
+    Only local places are watched. The next pass notices a change in any other place.
     """
     configured = configured_place(driver)
     places = (configured,) if configured else PLACES
