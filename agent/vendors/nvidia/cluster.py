@@ -152,7 +152,8 @@ def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) ->
         if PLUGIN in str(each.get("image", ""))
     }
     if strategies != {"envvar"}:
-        # With CDI, the kubelet requests the devices, whatever the runtime class. Without a plugin, nothing is known.
+        # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. Without a plugin,
+        # the strategy is unknown.
         return
     for pod in cluster.pods:
         running = (pod.get("status") or {}).get("phase") == "Running"

@@ -87,7 +87,7 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     present_kinds = {node.kind for node in grant.nodes}
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if needed not in present_kinds:
-            # The node may be there, and unusable: its number may be that of a module that was loaded before.
+            # The node may exist and yet be unusable: it may have the number from a module that was loaded before.
             wrong = [problem for problem in facts.problems if problem.startswith(f"{path}: ")]
             what = "; ".join(wrong) or f"{path} is missing"
             return false(kind, Reason.NODES_MISSING, f"{what}; run `{command}`")
@@ -154,7 +154,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
 
 
 def _other_drivers(user_space: UserSpace) -> str:
-    """Return the end of a message, which says where other drivers are or may be."""
+    """Return text for the end of a message: where other drivers are or may be."""
     return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
 
 

@@ -1,6 +1,6 @@
 """Names that NVIDIA's Kubernetes device plugin gives to sockets, resources and devices. Pure.
 
-They are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID in
+The names are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID in
 internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
 """
 
@@ -8,7 +8,7 @@ import re
 
 RESOURCE_PREFIX = "nvidia.com/"
 """Prefix of the resources `nvidia.com/gpu`, `nvidia.com/gpu.shared`, `nvidia.com/mig-1g.10gb` and so on. The plugin's
-settings can change the rest of the names."""
+settings can change what follows the prefix."""
 HARMLESS_RESOURCES = ("nvidia.com/hostdev*",)
 """Network devices, which NVIDIA's Network Operator gives to pods."""
 SOCKETS = "nvidia*.sock"
@@ -17,7 +17,8 @@ SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 """The plugin writes this file at its start if its device list strategy is `cdi-...` (CreateSpecFile in
 internal/cdi/cdi.go)."""
 IDENTITY = re.compile(r"((?:GPU|MIG)-[0-9A-Za-z/-]+)(?:::[0-9]+)?")
-"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). Time-slicing and MPS add a replica's number."""
+"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). With time-slicing and MPS, `::` and the number of
+a replica follow."""
 
 
 def gpu_of(name: str) -> str:

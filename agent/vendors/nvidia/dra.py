@@ -20,8 +20,8 @@ INVALID = 2
 """nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
 CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
-"""The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since 610, the line of
-`CUDA version` only refers to that of `CUDA UMD version`."""
+"""The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since driver 610, the
+line `CUDA version` has no number, but refers to the line `CUDA UMD version`."""
 
 
 class NvidiaDra(DraVendor):
@@ -61,7 +61,7 @@ def _facts(
         attributes |= _uuid("uuid", gpu)
         return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {}, complete="uuid" in gpu)
     # nvidia-smi cannot be queried for a MIG device's memory, so these devices have no capacity. Claims select them by
-    # the attribute `profile`, whose value contains the memory.
+    # the attribute `profile`, whose value contains the size of the memory, as in `1g.10gb`.
     uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
     if uuid:
         attributes["uuid"] = uuid
@@ -78,7 +78,7 @@ def _uuid(name: str, gpu: Mapping[str, str]) -> dict[str, Attribute]:
 def _query(system: System, gpus: set[str], deadline: float) -> dict[str, dict[str, str]]:
     """Return the known fields of each GPU by PCI address.
 
-    A query of all GPUs fails if one of them has failed. Each one is then queried by itself.
+    If one GPU has failed, a query of all GPUs fails. Each GPU is then queried by itself.
     """
     try:
         return _rows(system, deadline)

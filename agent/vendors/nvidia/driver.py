@@ -31,8 +31,8 @@ def observe_driver(
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
     persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
-    # A driver from the host's packages comes with the unit. A driver from elsewhere, such as a driver container's, may
-    # run the daemon without the unit: only then are all processes searched for it.
+    # A driver from the host's packages includes the daemon's unit. If the driver is from elsewhere, such as a driver
+    # container, the daemon may run without the unit. Only in that case are all processes searched for the daemon.
     elsewhere = user_space.place_name not in ("", HOST_CACHE)
     if isinstance(persistence, Absent) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING
@@ -40,9 +40,10 @@ def observe_driver(
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
-    """Return the existing directories for daemons' sockets, except links and those that could not be observed.
+    """Return the existing directories for daemons' sockets.
 
-    A directory in which clients may write must also be a mount point: otherwise clients could fill the host's /run.
+    Left out are symbolic links, directories that could not be observed, and directories in which clients may write but
+    that are not mount points: there, clients could fill the host's /run.
     """
     found = []
     for name, path in DIRECTORIES.items():

@@ -13,12 +13,12 @@ from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 FABRIC_MANAGER = "nv-fabricmanager"
 RUNNING = "running"
-"""The state of a daemon that runs without its unit. It is no ActiveState of systemd."""
+"""The state of a daemon that runs without its unit. This word is not one of systemd's ActiveStates."""
 ADAPTERS = "/sys/class/infiniband"
 MANAGES_SWITCH = "SW_MNG"
-"""A mark in the vital product data of ConnectX-7 adapters that manage NVSwitches. It is how NVSwitches of the fourth
-generation, as in HGX B200, are found: they are no PCI devices. NVIDIA's driver container looks for the mark too
-(_assert_nvlink5_system)."""
+"""A mark in the vital product data of ConnectX-7 adapters that manage NVSwitches. NVSwitches of the fourth generation,
+as in HGX B200, are found by this mark, because they are not PCI devices. NVIDIA's driver container looks for the mark
+too (_assert_nvlink5_system)."""
 
 
 def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
@@ -59,9 +59,9 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
     if not links:
         return False
     return sources.file_cache.get(
-        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
-        # the files do not: sysfs makes them up.
         "adapters of NVSwitch",
+        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
+        # the files would not show that: sysfs makes these times up.
         tuple(links),
         system,
         lambda _: _read(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links]),
@@ -72,7 +72,7 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
 def _read(system: System, paths: list[str]) -> bool:
     """Return whether one of these files, which have the adapters' data, contains MANAGES_SWITCH.
 
-    A file that cannot be read counts as one without the mark: only root may read these files, and a network adapter
-    that is broken or slow must not make the answer unknown for a host without NVSwitch.
+    A file that cannot be read counts as a file without the mark. Only root may read these files. And if a network
+    adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
     """
     return any(isinstance(text, str) and MANAGES_SWITCH in text for text in read_device_texts(system, paths))

@@ -16,10 +16,10 @@ KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Kinds of nodes that every machine with a GPU gets. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
-"""Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances do."""
+"""Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances belong to one."""
 STAND_INS = ("pci-stub", "pciback")
-"""Drivers that reserve a device for a virtual machine: the first for KVM, the second for Xen. VFIO's drivers do so too,
-and have `vfio` in their names."""
+"""Drivers that reserve a device for a virtual machine: the first for KVM, the second for Xen. VFIO's drivers reserve
+devices too. They are not listed here: their names contain `vfio`."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
@@ -30,7 +30,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
         addresses = {gpu.pci_address for gpu in gpus}
-        # Detached GPUs count too: they are still on the fabric, and another machine may get them later.
+        # A detached GPU counts as one of the host's: it is still on the fabric, and another machine may get it later.
         usable = {gpu.pci_address for gpu in facts.gpus if not gpu.excluded}
         whole_host = usable == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, addresses, settings, whole_host)))
@@ -55,7 +55,7 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
 
 
 def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Return the GPUs with a wrong driver, such as nouveau. Drivers for virtual machines are not wrong."""
+    """Return the GPUs with a wrong driver, such as nouveau. A driver that reserves a GPU for a VM is not wrong."""
     right = ("", KERNEL_DRIVER, *STAND_INS)
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in right and "vfio" not in gpu.driver))
 
@@ -85,18 +85,19 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 
 
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
-    """Return whether `kept` stays in use although `new`, the host's files of the same version, differs from it.
+    """Return whether the machine keeps the root `kept`, although the search has now found other files, `new`.
 
-    `kept` stays if the search now chooses the same version in another place. For example, while an upgrade has removed
-    the packages' files, the search falls back to those of an old runfile installation. `kept` does not stay if the
-    configuration or the host's loader cache names the files of `new`, if both roots were copied from the same place, or
-    if the place of `kept` is no longer trusted.
+    The machine keeps it if the search found the same version in another place than before. For example, while an
+    upgrade has removed the packages' files, the search falls back to the files of an old runfile installation.
+
+    The machine gets `new` in each of these cases: the versions differ; the configuration or the host's loader cache
+    names the files of `new`; both roots are from the same place; the place of `kept` is no longer trusted.
     """
     if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
-        # `kept` was staged by an older release, which did not record the place. Other directories show that it was
-        # another place. Whether that place is still trusted is unknown.
+        # `kept` was staged by an older release, which did not record the place. If the directories of libcuda differ,
+        # the place was another one. Whether that place is still trusted is unknown, so this is not checked.
         return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name
@@ -130,9 +131,10 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
     elif isinstance(driver.module_version, str):
         fitting = [root for root in staged if root.version == driver.module_version]
         serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
-        # If no root has the module's version, the machine keeps its root until one has.
+        # If no root has the module's version, the machine keeps its root until there is a root of that version.
         serving = serving or (kept[0] if kept else None)
     else:
-        # The version is unknown: the module is not loaded (during a reload, just after boot) or cannot be observed.
+        # The module's version is unknown: the module is not loaded (during a reload, just after boot), or could not be
+        # observed.
         serving = next(iter((*kept, *reversed(staged))), new)
     return serving, new if new != serving else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableDevice
 
 DATA_DIRECTORIES = (
-    # The data files' targets in file_groups. Importing that module takes too long.
+    # The targets of data files in file_groups, repeated here because importing that module takes too long.
     "etc/OpenCL/vendors",
     "usr/share/X11/xorg.conf.d",
     "usr/share/egl/egl_external_platform.d",

@@ -52,7 +52,8 @@ def incomplete_instances(
 ) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
     """Yield the `existing` instances that are incomplete, each with the instances whose nodes are missing.
 
-    A GPU instance without a compute instance is incomplete too, and has an empty tuple. `usable` is as in `complete`.
+    A GPU instance without a compute instance is incomplete too; it comes with an empty tuple. `usable` is as in
+    `complete`.
     """
     in_use = {each.gpu_instance for each in existing if each.ci is not None}
     for each in sorted(existing, key=lambda each: (each[:2], str(each))):

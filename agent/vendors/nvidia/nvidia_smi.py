@@ -11,7 +11,7 @@ from agent.system.files import System
 NVIDIA_SMI = "nvidia-smi"
 QUERY = ("--query-gpu=pci.bus_id,uuid,mig.mode.current", "--format=csv,noheader")
 GPU_LIMIT = 5.0
-"""Seconds for the query of one GPU: one that hangs must not use up the others' time."""
+"""Seconds for the query of one GPU: a GPU that hangs must not use up the time of the other GPUs."""
 UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
 MIG_DEVICE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
@@ -27,10 +27,10 @@ class Answer(NamedTuple):
 def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
     """Return what nvidia-smi says of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
-    Return nothing if nvidia-smi could not be asked for all GPUs within `limit` seconds.
+    Return nothing if nvidia-smi cannot run, or if not all GPUs could be queried within `limit` seconds.
 
-    A query of all GPUs fails if one of them has failed. Each GPU is then queried by itself, and by its index: to find a
-    GPU by another name, nvidia-smi also opens the GPUs before it.
+    If one GPU has failed, a query of all GPUs fails. Each GPU is then queried by itself. It is named by its index: to
+    find a GPU by another name, nvidia-smi would also open the GPUs with lower indices.
     """
     deadline = time.monotonic() + limit
     try:
@@ -54,7 +54,9 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
 def list_profiles(system: System, limit: float) -> dict[str, str]:
     """Return the profile of each MIG device, such as `1g.10gb`, by UUID.
 
-    If nvidia-smi cannot open a GPU, its exit code is not 0, but it lists the others. Raises AgentError or OSError.
+    If nvidia-smi cannot open a GPU, its exit code is not 0, but it still lists the MIG devices of the other GPUs.
+
+    Raises AgentError or OSError.
     """
     try:
         listed = system.run(NVIDIA_SMI, "-L", timeout=limit)
@@ -64,7 +66,7 @@ def list_profiles(system: System, limit: float) -> dict[str, str]:
 
 
 def device_ids(system: System, answers: dict[str, Answer]) -> tuple[str, ...]:
-    """Return the UUIDs of what pods can use of these GPUs: MIG devices, and GPUs that are not in MIG mode.
+    """Return the UUIDs of the devices that pods can use: MIG devices, and those of these GPUs that are not in MIG mode.
 
     Raises AgentError or OSError.
     """

@@ -8,9 +8,9 @@ from agent.model.reasons import Reason
 from agent.vendors.nvidia.grant import misbound_gpus
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
-"""Each module before those that it uses: modinfo's `depends` of NVIDIA's open kernel modules."""
+"""Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""
 DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
-"""Services that keep GPUs open. Those that are not installed make no difference to `systemctl stop`."""
+"""Services that keep GPUs open. If one is not installed, `systemctl stop` stops the others all the same."""
 LOAD = "modprobe -a nvidia nvidia_uvm"
 DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
 FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
@@ -30,7 +30,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): (
         "nvidia-smi",
         "nvidia-modprobe -c N  # for each missing /dev/nvidiaN; -c 255 for /dev/nvidiactl",
-        # With -u, any number but 0 would give /dev/nvidia-uvm a wrong minor.
+        # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
         "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
@@ -78,8 +78,8 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
-            # No addresses are filled in: some GPUs may be without a driver on purpose. The evidence names the granted
-            # GPUs.
+            # The administrator fills in the addresses, because some GPUs may be without a driver on purpose. The
+            # evidence, which is printed above the command, names the granted GPUs without a driver.
             return (f"{bind('PCI-ADDRESS')}  # for each GPU named above", DRIVER_LOG)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
             return _initialise_gpus(facts)

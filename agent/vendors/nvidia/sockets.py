@@ -1,9 +1,9 @@
-"""Sockets of the driver's daemons on the host, which machines and their pods get only if settings name them. Pure.
+"""Sockets of the driver's daemons on the host. Machines and their pods get them only if settings name the daemon. Pure.
 
 A machine gets a daemon's whole directory, because a daemon that restarts makes a new socket there, and a bind mount of
-the old socket would be useless. Pods get the sockets that nvidia-ctk would mount (internal/discover/ipc.go), but does
-not find below driver roots. The data are plain mappings, because these load fast, and each start of the machine half
-loads them.
+the old socket would be useless. nvidia-ctk would mount the sockets into pods (internal/discover/ipc.go), but looks for
+them below the driver root, where they are not; so the agent adds these mounts. The data are plain mappings, because
+these load fast, and each start of the machine half loads them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -24,8 +24,8 @@ WRITABLE: Set[str] = frozenset({"mps"})
 """Daemons whose clients must be able to lock files in the directory. Clients of the other daemons only connect."""
 MOUNTS: Mapping[str, Mapping[str, str]] = {
     "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
-    # The Fabric Manager SDK's socket (FM_CMD_UNIX_SOCKET_PATH), and, on newer NVSwitch systems, the one of the NVLink
-    # subnet manager.
+    # The socket of the Fabric Manager SDK (FM_CMD_UNIX_SOCKET_PATH) and, on newer NVSwitch systems, the socket of the
+    # NVLink subnet manager.
     "fabricmanager": {
         f"{DIRECTORIES['fabricmanager']}/{name}": f"{DIRECTORIES['fabricmanager']}/{name}"
         for name in ("socket", "fm_sm_ipc.socket")
@@ -37,7 +37,7 @@ MOUNTS: Mapping[str, Mapping[str, str]] = {
 
 
 def mount_points(names: Iterable[str]) -> dict[str, str]:
-    """Return what pods get for these daemons: paths in pods by path in the machine, whether those exist or not."""
+    """Return what pods get for these daemons: paths in pods by path in the machine, even if they do not exist."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
 
 
@@ -49,5 +49,5 @@ def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
 
 
 def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
-    """Return the daemons that have none of their paths in the machine."""
+    """Return those of the daemons of whose paths in MOUNTS none is in `present`."""
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)

@@ -32,4 +32,5 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
-"""Symptoms by condition and reason. An empty reason stands for all reasons not listed."""
+"""Symptoms by condition and reason. An empty reason stands for all reasons of the condition that have no entry of
+their own."""

@@ -9,12 +9,12 @@ MESSAGE = re.compile(
     r"(?P<number>[0-9]{1,3})\b"
 )
 """The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
-the address. It must be at the start of a line: elsewhere, it could be part of a USB device's name, which anyone can
-choose."""
+the address. The message counts only at the start of a line: elsewhere, the same text could be part of a USB device's
+name, which anyone can choose."""
 OFF_THE_BUS = 79
 RECOVERY_ACTION = 154
 ACTION = re.compile(r", GPU recovery action changed from 0x[0-9a-f]+ \([^)]{0,80}\) to 0x(?P<action>[0-9a-f]{1,8})\b")
-"""The rest of RECOVERY_ACTION's message (gpuRefreshRecoveryAction_KERNEL in gpu.c). Drivers have it since 565."""
+"""The rest of the message of Xid 154 (gpuRefreshRecoveryAction_KERNEL in gpu.c). Drivers write it since 565."""
 
 APPLICATION = {
     13: "an application's fault on the graphics engine",
@@ -40,8 +40,8 @@ MEANINGS = {
 """Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
 
 FATAL = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
-"""Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. After 63 and 94, the GPU
-goes on working, and can be reset when its work is done."""
+"""Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. 63 and 94 are not in the
+list: after them, the GPU goes on working, and can be reset when its work is done."""
 
 ACTIONS = {
     0: "the driver needs no recovery of the GPU now",
@@ -51,11 +51,11 @@ ACTIONS = {
     4: "the GPU goes on working, but should get no new work; drain the node and reset the GPU",
     5: "the driver needs a recovery of the IMEX domain; see nvidia-imex on its hosts",
 }
-"""What RECOVERY_ACTION means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
+"""What each recovery action in the message of Xid 154 means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
 FATAL_ACTIONS = frozenset({1, 2, 4})
-"""Actions that are due before a new pod gets the GPU. Action 0 does not end an earlier fault: it only says that the
-driver needs no recovery. After a reset, the driver does not log even that, because its state is new. `gpus attach` ends
-the fault, as after every reset."""
+"""Actions that must be taken before a new pod gets the GPU. Action 0 does not end a fault that was recorded earlier: it
+only says that the driver needs no recovery now. After a reset, the driver does not even log action 0, because its state
+is new. So `gpus attach` ends the fault, as after every reset."""
 
 
 def parse_xid(text: str) -> GpuError | None:
