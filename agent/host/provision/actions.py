@@ -72,7 +72,7 @@ class StopMachine(Struct, frozen=True):
 
 
 class PublishRoot(Struct, frozen=True):
-    """Record the node, and give the complete root file system its name."""
+    """Record the node, and give the complete root file system its final name."""
 
     machine: str
     staged: str
@@ -83,7 +83,7 @@ class PublishRoot(Struct, frozen=True):
 
 
 class GiveToken(Struct, frozen=True):
-    """Give a bootstrap token to a machine that has not joined its cluster. It replaces an earlier token."""
+    """Give a bootstrap token to a machine that has not joined its cluster. This token replaces an earlier one."""
 
     machine: str
     where: str
@@ -103,7 +103,7 @@ class RemoveTree(Struct, frozen=True):
 
 
 class RemoveRoot(Struct, frozen=True):
-    """Remove a machine's root file system. It stops being a machine at once."""
+    """Remove a machine's root file system. It is renamed first, because no machine may start from a part of it."""
 
     machine: str
 
@@ -203,5 +203,5 @@ Action: TypeAlias = (
 
 
 def boot_units(machine: str) -> tuple[str, str]:
-    """Return the units that make a machine start with the host: its own, and the target that wants it."""
+    """Return the units that make a machine start with the host: the machine's own, and the target that wants that."""
     return machine_unit(machine), "machines.target"

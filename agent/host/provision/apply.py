@@ -185,7 +185,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 
 
 def _fill(action: FillRoot, system: System) -> None:
-    # The unpacked directory is absent if an interrupted attempt has already renamed it.
+    # If an interrupted attempt has already renamed the unpacked directory to `staged`, there is nothing to rename.
     if system.link_inode(action.unpacked) is not None:
         _require_kubelet(action, RootWriter(system.full_path(action.unpacked)))
         system.rename(action.unpacked, action.staged)
@@ -214,16 +214,16 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     if not binary.archive:
         writer.copy(system.full_path(path), binary.path, 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
-    # Imported only here, because most images have these programs.
+    # Imported only here, because most nodes fetch no archive: their images have crictl and the CNI plugins.
     from agent.host.provision.archives import put_programs
 
     programs = put_programs(binary, system.full_path(path), writer)
-    # The CNI plugins are left out, because network plugins replace some of them with their own editions.
+    # Leave the CNI plugins out of the result: network plugins may replace some of them with their own editions.
     return programs if binary.archive == "program" else {}
 
 
 def _publish(action: PublishRoot, system: System) -> None:
-    """Record the node, sync its root file system, and rename it last.
+    """Record the node, sync its root file system, and only then give the root file system its final name.
 
     So a root file system that has its final name is complete, and has a record.
     """
@@ -238,7 +238,9 @@ def _publish(action: PublishRoot, system: System) -> None:
 
 
 def _remove_root(machine: str, system: System) -> None:
-    """Remove a machine's root file system. Raises ApplyError unless the machine's unit has stopped.
+    """Remove a machine's root file system.
+
+    Raises ApplyError if the machine's unit runs, is about to start, or is in an unknown state.
 
     The directory is renamed first, so that the machine cannot start from what an interrupted removal leaves.
     """

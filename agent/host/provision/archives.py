@@ -1,8 +1,8 @@
 """Puts the programs of an archive into a root file system: crictl, and the standard CNI plugins.
 
 The archives are those of the projects' releases: tar files compressed with gzip, with the programs at the top level.
-Nothing is unpacked on the host. An archive determines only the contents of programs and, in the directory of the CNI
-plugins, their names.
+Nothing is unpacked on the host. An archive determines only the contents of the programs, and the names of the CNI
+plugins in their directory.
 """
 
 import gzip
@@ -34,7 +34,8 @@ DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticE
 class _Metered:
     """An archive of which tarfile may read only `allowance` further bytes.
 
-    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is.
+    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `_programs`
+    sets the allowance again for each entry.
     """
 
     def __init__(self, content: gzip.GzipFile) -> None:
@@ -75,7 +76,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
 
 
 def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the name and the content of each program. The caller must read a content before it asks for the next."""
+    """Yield the name and the content of each program. The caller must read one content before it asks for the next."""
     size, metered = 0, _Metered(content)
     # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.
     with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:

@@ -40,7 +40,8 @@ SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
 TUNNEL = "Tunnel connection failed"
-"""Begins the error of http.client if a proxy refuses CONNECT, which precedes each request by HTTPS."""
+"""Begins the error of http.client if a proxy refuses CONNECT. Each request by HTTPS through a proxy begins with
+CONNECT."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
@@ -105,7 +106,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
     if _digest_of(path, system) == binary.sha256:
         return path
     system.make_directory(directory)
-    # Remove what a killed attempt left, and a damaged file, or whatever else is at this path.
+    # Remove the temporary file of a killed attempt, and whatever is at the path itself, such as a damaged file.
     system.remove_temporary(path)
     system.remove_tree(path)
     temporary = temporary_path(path)
@@ -133,8 +134,8 @@ def _digest_of(path: str, system: System) -> str:
         with opening.plain(system.full_path(path)) as file:
             return _copy(path, file, None)
     except (ApplyError, OSError):
-        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. ApplyError would also
-        # blame the mirror.
+        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. The ApplyError of
+        # `_copy` would also wrongly blame the mirror.
         return ""
 
 
@@ -156,7 +157,7 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
     def download() -> str:
         with _answer(binary, "GET") as answer:
             digest = _copy(binary.source, answer, file)
-            # Reading in chunks raises nothing if the connection breaks; `length` is the number of bytes still missing.
+            # If the connection breaks, reading in chunks raises no error. `length` is the number of missing bytes.
             if answer.length:
                 raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
             return digest
@@ -170,7 +171,10 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
 
 @contextlib.contextmanager
 def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
-    """Yield the server's response for the program's URL. Raises ApplyError, also if the caller fails to read it."""
+    """Yield the server's response for the program's URL.
+
+    Raises ApplyError if the request fails, or if the connection fails while the caller reads the response.
+    """
     try:
         with open_url(binary.source, SILENCE_LIMIT, method) as answer:
             yield answer
@@ -204,7 +208,10 @@ def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
 
 
 def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
-    """Copy data to a file, if one is given, and return its SHA-256 digest. Raises ApplyError if it is too long."""
+    """Return the SHA-256 digest of the data in `source`. If `file` is given, also copy the data to it.
+
+    Raises ApplyError if there are more than SIZE_LIMIT bytes.
+    """
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
         size += len(chunk)

@@ -1,7 +1,8 @@
 """Lists and removes the chains of packet filter rules that kube-proxy, the kubelet and network plugins make.
 
-This module runs iptables' programs for both, because only they can read their own rules in the kernel's nftables. With
-nft, it does the same for whole tables of those that use nftables without iptables.
+For chains of iptables, this module runs iptables' own programs, because only they can read the rules that they keep in
+the kernel's nftables. kube-proxy and network plugins may also use nftables without iptables: the whole tables that they
+make there are listed and removed with nft.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ from agent.system.network import NetworkSource
 
 FAMILIES = ("iptables", "ip6tables")
 KINDS = ("nft", "legacy")
-"""Variants of iptables. Each has rules of its own, and a host may have both. A host without programs of such names has
-only one variant, whose programs are named after the family."""
+"""Variants of iptables. Each has rules of its own, and a host may have both. A variant's programs have the variant in
+their names, such as iptables-nft-save. If a host has no such programs, it has only one variant, with programs such as
+iptables-save."""
 KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-\S+|(OLD_)?CILIUM_\S+|WEAVE(-\S+)?|cali-\S+")
 """Names of chains that kube-proxy, the kubelet, CNI plugins and network plugins make."""
 CHAIN = re.compile(r":(\S+) ")
@@ -34,7 +36,7 @@ def observe_network(network: NetworkSource, system: System) -> Network:
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
-    """Return Kubernetes' chains. A program that cannot list its chains gets one entry, without a table."""
+    """Return Kubernetes' chains. For a program that cannot list its chains, return one entry without a table."""
     chains = (each for program in _programs(system) for each in _chains(program, system))
     return (*chains, *(_tables(system) if system.find_program(NFT) else ()))
 
@@ -63,8 +65,8 @@ def remove_chains(chains: Chains, system: System) -> None:
 
 def _jumps(rule: str, names: set[str]) -> bool:
     """Return whether a rule of another chain leads to one of these chains."""
-    # Do not split other programs' rules. shlex fails if a rule has a lone quotation mark in a name, because
-    # iptables-save does not escape it.
+    # Do not split rules that contain none of the names: shlex fails on a lone quotation mark, which other programs may
+    # have put into a name in a rule, and which iptables-save does not escape.
     if not any(name in rule for name in names):
         return False
     _, chain, *words = shlex.split(rule)

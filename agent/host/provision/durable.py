@@ -1,7 +1,8 @@
-"""Keeps records that must not be lost: two synced copies of one JSON document with its digest.
+"""Keeps records that must not be lost: each is a JSON document with its digest, in two synced copies.
 
-The first copy is written first, so it is the newer one after a crash between the two writes. A damaged copy is replaced
-at the next write. If no copy is intact (see `Durable.read`), the record's owner must not guess what it contained.
+The first copy is written first. So after a crash between the two writes, the first copy is the newer one. The next
+write replaces a damaged copy. If no copy is intact (see `Durable.read`), the record's owner must not guess what the
+record contained.
 """
 
 import json
@@ -44,8 +45,8 @@ class Durable(Generic[T]):
     def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
         """Return the record in the first intact copy.
 
-        Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and Absent
-        if both are missing.
+        Without an intact copy, return Unseen if a copy could not be read, otherwise Broken if a copy is damaged, and
+        Absent if both copies are missing.
         """
         copies = [self._copy.read_seen(path, system) for path in paths]
         for copy in copies:

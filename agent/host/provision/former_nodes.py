@@ -1,4 +1,4 @@
-"""Checks whether a node would get in the way of one that `up` made earlier and that is no longer configured."""
+"""Checks whether a node would conflict with a former node: one that `up` made and that is no longer configured."""
 
 from collections.abc import Iterator
 
@@ -15,10 +15,10 @@ from agent.system.files import System
 
 
 def check_former_nodes(machine: str, config: Config, system: System) -> Iterator[Check]:
-    """Yield a failed check for each such node: for example, if the table of the machine was renamed.
+    """Yield a failed check for each former node with which the machine's node would conflict.
 
-    The agent lets the other machine run, and the host starts it at each boot. Both kubelets would be the same Node, or
-    would need the same ports.
+    The two conflict if both kubelets would be the same Node, or would need the same ports. If the table of a machine
+    was renamed, for example, the agent lets the machine with the former name run, and the host starts it at each boot.
     """
     try:
         name = node_names(config, system)[machine]

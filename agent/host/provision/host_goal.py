@@ -27,7 +27,8 @@ BRIDGE_MODULE = "br_netfilter"
 """The module that provides the parameters below BRIDGE."""
 
 SYSCTLS = "/etc/sysctl.d/99-unbounded-agent.conf"
-"""This name sorts after the names that administrators and packages use, because the last file's values win."""
+"""This name sorts after the names that administrators and packages use. So the agent's values win: those of the last
+file count (sysctl.d(5))."""
 MODULES = "/etc/modules-load.d/unbounded-agent.conf"
 NO_SWAP = "/etc/systemd/system/swap.target"
 """An empty unit file masks its unit (systemd.unit(5)), so no boot turns on any swap."""
@@ -37,7 +38,7 @@ HEADER = f"{MARK.decode()} up; `unbounded-agent reset` removes it.\n"
 
 
 def host_goal(config: Config) -> HostSettings:
-    """Return what the host gets for all nodes of a configuration; nothing if there are none."""
+    """Return what the host gets for all nodes of a configuration; nothing if the configuration has no nodes."""
     nodes = {name: machine.node for name, machine in config.machines.items() if machine.node}
     if not nodes:
         return HostSettings({}, (), swap_off=False, files=())
@@ -75,7 +76,7 @@ def sysctl_path(name: str) -> str:
 
 
 def same_value(one: str | None, other: str) -> bool:
-    """Return whether two values of a parameter differ at most in blanks: the kernel prints tabs between numbers."""
+    """Return whether two values of a parameter differ in blanks at most: the kernel prints tabs between numbers."""
     return one is not None and one.split() == other.split()
 
 
@@ -96,7 +97,7 @@ def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
 
 
 def host_problems(goal: HostSettings, state: HostState) -> tuple[Problem, ...]:
-    """Return a problem for each path of the goal's files at which there is a file that the agent did not write."""
+    """Return a problem for each file of the goal that would replace a file that the agent did not write."""
     return tuple(
         Problem("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
         for file in goal.files

@@ -59,9 +59,10 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
 
 
 def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, ...]]:
-    """Return what of the found state `reset` restores, and what it cannot restore, one sentence each.
+    """Return the part of the found state that `reset` restores, and a sentence on each thing that it cannot restore.
 
-    A swap or parameter that no longer exists cannot be restored. If no `up` has turned swap off, swap needs nothing.
+    A swap or parameter that no longer exists cannot be restored. If no `up` has turned swap off, the part has no
+    swaps, because none has to be restored.
     """
     lost = {name for name, value in found.sysctls.items() if value is not None and _sysctl(name, system) is None}
     swaps = found.swaps if NO_SWAP in found.files else ()
@@ -75,7 +76,7 @@ def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, 
 def undo_host(found: HostState, system: System) -> None:
     """Set the host back to what was found, except files that others have replaced and modules that are in use.
 
-    Raises ApplyError at the end if some of it failed.
+    If a step fails, the other steps still run. Raises ApplyError at the end with all failures.
     """
     steps: list[Callable[[], object]] = []
     changed = [path for path, file in found.files.items() if _file(path, system) != file]
@@ -90,7 +91,7 @@ def undo_host(found: HostState, system: System) -> None:
 
 
 def _run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run each step, even after one has failed. Raises ApplyError with all failures."""
+    """Run all steps, even if one fails. Then raise ApplyError with all failures, if there are any."""
     failures: list[str] = []
     for step in steps:
         try:
@@ -151,20 +152,20 @@ def _unload(module: str, system: System) -> None:
     try:
         system.run("modprobe", "--remove", module, timeout=MODPROBE_LIMIT)
     except CommandError:
-        # Something uses the module by now, so it stays.
+        # By now, something else uses the module, so the module stays loaded.
         return
 
 
 def _swaps(system: System) -> Iterator[Swap]:
-    """Yield the swaps in use (proc(5)). A kernel without swap has no such file."""
+    """Yield the swaps in use (proc(5)). If the kernel does not support swap, SWAPS is missing."""
     if not system.exists(SWAPS):
         return
     for line in [*system.lines(SWAPS)][1:]:
-        # Split before decoding: the kernel escapes only ASCII's blanks, and str.split() would split at others, too.
+        # Split before decoding: the kernel escapes only ASCII's blanks, but str.split() also splits at other blanks.
         path, *_, priority = (word.decode(errors="surrogateescape") for word in line.split())
         for escape, character in BLANKS.items():
             path = path.replace(escape, character)
-        # If a swap was turned on without a priority, the kernel chose a negative one.
+        # A negative priority is one that the kernel chose, because the swap was turned on without one.
         yield Swap(path, max(int(priority), -1))
 
 
@@ -173,7 +174,8 @@ def _swap_on(swap: Swap, system: System) -> None:
     try:
         system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
     except CommandError as error:
-        # zram, for example, is set up by its own unit, which swap.target starts. swap.target is no longer masked.
+        # zram, for example, is set up by its own unit, which swap.target starts. At this point, swap.target is not
+        # masked any longer.
         hint = "turn it on with `systemctl start swap.target`"
         raise ApplyError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
 
@@ -188,7 +190,7 @@ def _file(path: str, system: System) -> FoundFile | None:
 
 
 def _restore(path: str, found: FoundFile | None, system: System) -> None:
-    """Restore a file as it was found, or remove it if there was none. A file that replaced the agent's stays."""
+    """Restore a file as it was found, or remove it if there was none. If others have replaced it since, leave it."""
     now = _file(path, system)
     if now is not None and not is_ours(now.content):
         return

@@ -13,8 +13,8 @@ from agent.model.node import NodeImage
 from agent.system.files import System
 
 PLAIN_IMAGE, NVIDIA_IMAGE = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
-"""The images in a repository; the second one has the NVIDIA Container Toolkit. Other vendors' GPUs need no such
-programs."""
+"""The names of the images in a repository. Only NVIDIA_IMAGE has the NVIDIA Container Toolkit. Other vendors' GPUs need
+no programs in the machine."""
 REGISTRY = "docker://"
 ARCHIVE = "docker-archive:"
 LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
@@ -23,19 +23,22 @@ name in a registry."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's name of each architecture, by the kernel's name."""
 BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
-"""For each architecture, the variants that all its processors run. None means that the index names no variant."""
+"""For each architecture, the variants of an image that all its processors run. None: the index names no variant."""
 SAFE_UMOCI = (0, 4, 7)
 """The first safe version. An image can make earlier ones write anywhere on the host (CVE-2021-29136)."""
 ASK_LIMIT = 60.0
 """Seconds for a registry to answer."""
 MANIFEST_LIMIT = 4 << 20
-"""Bytes of a manifest; registries accept no larger ones."""
+"""Bytes of the largest manifest that is read. Registries accept no larger ones."""
 UNPACKED = 3
 """Bytes on disk for each compressed byte of a layer. Ubuntu's and CUDA's images have 2.3 to 2.9."""
 
 
 def choose_image(settings: ImageSettings, nvidia: bool) -> str:
-    """Return the name of the image, as configured, for a machine with or without NVIDIA GPUs. It may have no digest."""
+    """Return the configured name of a machine's image. The name may have a tag instead of a digest.
+
+    `nvidia` says whether the machine gets NVIDIA GPUs.
+    """
     return settings.name or f"{settings.repository}/{NVIDIA_IMAGE if nvidia else PLAIN_IMAGE}:{settings.tag}"
 
 
@@ -47,7 +50,7 @@ def go_architecture(system: System) -> str:
 
 
 def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
-    """Ask an image's source for its digest, architecture and size. Leaves no files behind.
+    """Return an image's digest, architecture and size, as the image's source has them now. Leaves no files behind.
 
     Even with a mirror, the image's own registry decides which digest a tag has. Raises AgentError, for example if the
     image is for another architecture.
@@ -109,9 +112,13 @@ def _check_umoci(system: System) -> None:
 
 
 def _inspect(access: tuple[str, ...], name: str, system: System, what: str) -> bytes:
-    """Return what skopeo prints; `access` is from `access_options`, and `what` the option that says what to print."""
+    """Return what skopeo prints about an image.
+
+    `access` comes from `access_options`. `what` is the option that says what to print.
+    """
     try:
-        # run_tool, because skopeo may need a proxy, and writes a large temporary file for a compressed archive.
+        # Use run_tool, which lets skopeo use a proxy and write large files. For a compressed archive, skopeo writes a
+        # large temporary file.
         printed = system.run_tool("skopeo", "inspect", what, *access, name, timeout=ASK_LIMIT)
     except CommandError as error:
         raise explained(error, name) from error
@@ -123,7 +130,10 @@ def _raw_manifest(access: tuple[str, ...], name: str, system: System) -> bytes:
 
 
 def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
-    """Return the digest in an image's name, and the manifest. Raises ObservationError if they do not match."""
+    """Return the digest in an image's name, and the manifest that the registry sends for this name.
+
+    Raises ObservationError if the manifest does not have this digest.
+    """
     raw, digest = _raw_manifest(access, name, system), name.rpartition("@")[2]
     if _digest(raw) != digest:
         raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
@@ -135,7 +145,10 @@ def _digest(raw: bytes) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the image's repository, which is its name without tag and digest, and the digest or an empty string."""
+    """Split an image's name. Return the repository (the name without tag and digest), and the digest.
+
+    If the name has no digest, the digest is an empty string.
+    """
     tagged, _, digest = name.partition("@")
     directory, slash, last = tagged.rpartition("/")
     return f"{directory}{slash}{last.partition(':')[0]}", digest
@@ -155,7 +168,8 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
 
     found = objects(name, index, "manifests", entry)
     fitting = [(variant, digest) for *platform, variant, digest in found if platform == ["linux", architecture]]
-    # As containerd and skopeo do, prefer a variant that every processor runs, wherever it is in the list.
+    # As containerd and skopeo do, prefer a variant that every processor of the architecture runs, even if another
+    # variant comes first in the list.
     baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
     digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
@@ -169,7 +183,10 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
 
 
 def _blob(name: str, digest: str, system: System) -> bytes:
-    """Return a manifest from an OCI layout. skopeo can print it only if it is the layout's only manifest."""
+    """Return the manifest with this digest from an OCI layout.
+
+    Reads the layout's file itself, because skopeo can print a manifest only if the layout has no other manifest.
+    """
     found = LAYOUT.fullmatch(name)
     assert found, "only layouts and registries have indices"
     path = f"{found['directory']}/blobs/{digest.replace(':', '/')}"
@@ -185,5 +202,5 @@ def _blob(name: str, digest: str, system: System) -> bytes:
 def _size(name: str, manifest: dict[str, Any]) -> int:
     sizes = objects(name, manifest, "layers", lambda where, layer: get(where, layer, "size", int))
     total = sum(max(each, 0) for each in sizes)
-    # Layers in an archive are not compressed, so estimate their compressed size.
+    # Layers in an archive are not compressed: `total` is their size on disk, so estimate their compressed size.
     return total // UNPACKED if name.startswith(ARCHIVE) else total

@@ -44,9 +44,10 @@ QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 
 
 def explained(error: CommandError, what: str) -> AgentError:
-    """Return a program's error as one sentence about `what`, and the next step.
+    """Return a program's failure as one sentence about `what`, with the next step as the hint.
 
-    The sentence has the program's arguments only if the program printed no error.
+    The sentence has the program's last message. If the program printed none, the sentence has the message of `error`
+    instead, which contains the program's arguments.
     """
     text = _last_message(error.stderr)
     if not text:

@@ -54,7 +54,7 @@ def changed_inputs(
     address: Callable[[], str] = default_address,
     has_address: Callable[[str], bool] = has_address,
 ) -> tuple[str, ...]:
-    """Return in words which of a node's inputs have changed since `up` made it. Settings are not compared here.
+    """Return in words which of a node's inputs have changed since `up` made the node. Settings are not compared here.
 
     An input that cannot be observed now is left out.
     """
@@ -71,7 +71,7 @@ def changed_inputs(
     if own_network(settings.nspawn) != (NETWORK_WANTED in record.files):
         changed.append("whether the machine is on the host's network")
     elif record.address and not node.kubelet.node_ip:
-        # An address that the host still has is no change, even if the default route now has another one.
+        # If the host still has the recorded address, that is no change, even if the default route now uses another one.
         with suppress(AgentError, OSError):
             if not has_address(record.address):
                 changed.append(f"the host's address, now {address()}")

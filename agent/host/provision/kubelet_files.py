@@ -64,7 +64,7 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
 
 
 def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
-    """Return the KubeletConfiguration. The settings' own fields override the agent's."""
+    """Return the KubeletConfiguration. Fields in node.kubelet.configuration override those that the agent sets."""
     kubelet = settings.kubelet
     defaults: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -105,7 +105,8 @@ def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, An
 
 def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
     """Return the kubeconfig with which the kubelet asks for its certificate."""
-    # The kubelet reads the file again each minute, so a new token takes effect (client-go's NewCachedFileTokenSource).
+    # The kubelet reads TOKEN_FILE again each minute, so a new token takes effect (client-go's
+    # NewCachedFileTokenSource).
     user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
     if settings.exec_credential:
         command, *arguments = settings.exec_credential
@@ -141,14 +142,14 @@ StartLimitIntervalSec=0
 Restart=always
 RestartSec=2
 """
-"""The kubelet's command line is in a drop-in that sorts last, because packages with a kubelet bring drop-ins that would
-replace a command line here."""
+"""The kubelet's unit, without its command line. The command line is in a drop-in that sorts last, because packages with
+a kubelet bring drop-ins that would replace a command line in the unit."""
 
 WANTED = """\
 [Unit]
 Wants=kubelet.service unbounded-agent-joined.path
 """
-"""Enables the units without the links that `systemctl enable` makes."""
+"""Enables kubelet.service and the path unit, without the links that `systemctl enable` makes."""
 
 NETWORK = """\
 [Unit]
@@ -198,12 +199,12 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
 def _report(inputs: NodeInputs) -> str:
     """Return the commands that report the join to the host, once the API server has the Node.
 
-    The host then removes the bootstrap token.
+    After this report, the host removes the bootstrap token.
     """
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
     ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{inputs.name} >/dev/null"
     return (
-        # An image may have a kubelet but no kubectl. The certificate is then proof enough.
+        # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
         f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
         f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {final}'\n"
     )

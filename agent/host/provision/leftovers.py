@@ -1,7 +1,8 @@
 """Compares the host's network with the network as it was found, and decides what a node left. Pure.
 
-Only what was not there before counts. Other programs may have added interfaces since, so a new interface counts as a
-node's only if it is virtual and has a name that CNI plugins or kube-proxy use. Others are only reported.
+Only what is new counts: what the network did not have when it was found. Other programs may have added interfaces since
+then, so a new interface counts as a node's only if it is virtual and has a name that CNI plugins or kube-proxy use.
+Other new interfaces are only reported.
 """
 
 import re
@@ -20,10 +21,11 @@ NAMES = re.compile(
 """Names, or beginnings of names, of the interfaces that CNI plugins and kube-proxy make. The bridges of LXC and Podman
 (lxcbr0, cni-podman0) do not match, nor do names that administrators choose, such as vxlan100."""
 PORTS = re.compile(r"veth[0-9a-f]{8}$")
-"""Names that CNI plugins give to their pods' interfaces, but Incus and LXD to their instances' interfaces, too. The
-kernel removes such an interface with its pod, so it stays unless it is a port of a node's bridge."""
+"""Names that CNI plugins give to pods' interfaces. Incus and LXD give such names to their instances' interfaces.
+So `reset` removes such an interface only if it is a port of a node's bridge. Other interfaces of pods need no removal:
+the kernel removes them with their pods."""
 RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
-"""Names of chains that the record of the network as it was found has, whichever release made it."""
+"""Names of the chains that every release of `up` recorded. Earlier releases recorded no others."""
 PROTOCOLS = (0, 3, 12)
 """Origins of a node's routes (rtnetlink(7)): unspecified, boot (Flannel) and BIRD (Calico). Routes of any other origin
 belong to the host's own daemons, such as DHCP clients and routing daemons, or are static: systemd-networkd and
@@ -31,7 +33,7 @@ NetworkManager set these as an administrator configured them."""
 MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 NO_TABLE = 0
-"""The table number of rules that lead to no table, such as `unreachable` and `goto`. They may belong to anybody."""
+"""The table number of rules that lead to no table, such as `unreachable` and `goto`. These may belong to anybody."""
 
 
 class Leftovers(Struct, frozen=True):
@@ -51,11 +53,12 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     node_links += [each for each in links if each.kind and PORTS.match(each.name) and each.bridge in bridges]
     node_devices = {each.name for each in node_links}
     routes = [each for each in now.routes if each not in found.routes]
-    # Leave out routes on new interfaces: those on a node's interface disappear with it, and others are not a node's.
+    # Leave out routes on new interfaces. Those on a node's interface disappear with the interface, and those on another
+    # new interface are not a node's.
     new_names = {each.name for each in links}
     other_routes = [each for each in routes if each.device not in new_names]
     node_routes = [each for each in other_routes if each.destination and each.protocol in PROTOCOLS]
-    # A new rule is a node's if it names a node's interface, or leads to a table in which no route will stay.
+    # A new rule is a node's if it names a node's interface, or leads to a table in which no route stays after `reset`.
     staying = (each for each in (*found.routes, *routes) if each not in node_routes and each.device not in node_devices)
     used = {each.table for each in staying} | MAIN_TABLES | {NO_TABLE}
     rules = [each for each in now.rules if each not in found.rules]
@@ -63,24 +66,28 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     kept: list[Leftover] = [each for each in links if each not in node_links]
     kept += [each for each in other_routes if each not in node_routes]
     kept += [each for each in rules if each not in node_rules]
-    # All chains of a variant of iptables stay if it had Kubernetes' chains before, or could not list its chains then.
+    # If a program (a variant of iptables, or nft) had Kubernetes' chains when the network was found, or could not list
+    # its chains then, all its chains stay.
     had_chains = {each.program for each in found.chains}
     chains = [each for each in now.chains if each.table and each not in found.chains]
     kept += [each for each in chains if each.program in had_chains]
     node_chains = [each for each in chains if each.program not in had_chains]
     if not found.tables:
-        # They may have been there before.
+        # The record has no tables of nftables, so the tables that exist now may have existed when it was made.
         kept += [each for each in node_chains if each.program == NFT]
         node_chains = [each for each in node_chains if each.program != NFT]
     if not found.plugin_chains:
-        # Those of network plugins may have been there before.
+        # The record has no chains of network plugins, so those that exist now may have existed when it was made.
         kept += _named(node_chains, recorded=False)
         node_chains = [*_named(node_chains, recorded=True)]
     return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))
 
 
 def _named(chains: Iterable[Chains], *, recorded: bool) -> Iterator[Chains]:
-    """Yield those of the chains whose names match RECORDED_ALWAYS, or the others."""
+    """Yield the entries with only some of their names; leave out entries in which no name remains.
+
+    If `recorded`, names that match RECORDED_ALWAYS remain; otherwise, names that do not match it.
+    """
     for each in chains:
         if names := tuple(name for name in each.names if bool(RECORDED_ALWAYS.fullmatch(name)) is recorded):
             yield replace(each, names=names)

@@ -10,7 +10,7 @@ NETWORKD = "systemd-networkd.service"
 
 
 def check_network(machine: str, settings: MachineSettings, system: System) -> list[Check]:
-    """Return a list with the check. The list is empty on the host's network, and on one that the settings name.
+    """Return a list with the check. The list is empty if the machine is on the host's network, or on a configured one.
 
     The check is not required, because another program may do what systemd-networkd does.
     """

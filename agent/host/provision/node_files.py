@@ -21,6 +21,6 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         NodeFile("/etc/hosts", (header + HOSTS).encode()),
     ]
     if inputs.own_network:
-        # Other machines are on the host's network, where the host's own file sets these parameters.
+        # A machine without a network of its own uses the host's, where the host's own file sets these parameters.
         files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
     return tuple(sorted(files, key=lambda file: file.path))

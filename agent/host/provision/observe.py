@@ -1,4 +1,7 @@
-"""Observes what `up` and `reset` act on: root file systems, records and units. Never opens a root file system."""
+"""Observes what `up` and `reset` act on: root file systems, records and units.
+
+Opens no file in a root file system.
+"""
 
 import stat
 from collections.abc import Mapping
@@ -17,7 +20,8 @@ from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
 WANTED_BY = {"machines.target": "multi-user.target"}
-"""The target that wants each unit that `up` enables. Machines' units are not listed: machines.target wants them."""
+"""By unit that `up` enables: the target that wants the unit. Machines' units are not listed, because machines.target
+wants all of them."""
 COPY = ".copy.json"
 
 
@@ -29,8 +33,8 @@ class NodeFacts(Struct, frozen=True):
     """Inode number of its root directory; Broken if that path is not a directory."""
     record: Seen[NodeRecord]
     staged: tuple[str, ...]
-    """Paths of root file systems that are not the machine's yet (complete or not) or are being removed, and of
-    directories in which an interrupted attempt pulled or unpacked an image."""
+    """Paths that interrupted attempts left: root file systems, complete or not, that had not become the machine's yet;
+    root file systems that were being removed; directories in which an image was being pulled or unpacked."""
     enabled: Mapping[str, bool]
     """Whether each unit of `boot_units` is enabled, by the unit's name."""
     joined: str
@@ -72,6 +76,7 @@ def made_nodes(system: System) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     records = [name for name in names if name.endswith(".json") and not name.startswith(".")]
+    # A machine named x.copy has the record x.copy..json (node_record), so `base` may end in a dot.
     bases = {name.removesuffix(COPY if name.endswith(COPY) else ".json") for name in records}
     return tuple(sorted(base.removesuffix(".") for base in bases))
 
@@ -107,5 +112,6 @@ def _staged(machine: str, system: System) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
-    # A path with another dot belongs to another machine, whose name begins with this machine's and `.unbounded-agent-`.
+    # If the rest of a path contains a dot, the path belongs to another machine: one whose name begins with this
+    # machine's name and `.unbounded-agent-`.
     return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))

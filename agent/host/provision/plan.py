@@ -71,7 +71,7 @@ class RootSteps(Struct, frozen=True):
 
 
 def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
-    """Return whether the root file system must be made, or why `up` must not touch what is there."""
+    """Return whether the root file system must be made. If `up` must not touch what is there, return why."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
     inode, record = facts.root, facts.record
     if isinstance(inode, Unseen | Broken):
@@ -92,10 +92,11 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem
 
 
 def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
-    """Return the steps that make or extend the record of the host as it was found and, with `changes`, change the host.
+    """Return the steps that make or extend the record of the host as it was found, and then change the host.
 
-    `changes` says whether the host differs from the goal. A record that is damaged, or was lost after a node was made,
-    is never replaced: then this returns a Problem.
+    `changes` says whether the host differs from the goal. If it does not, there is no step that changes the host. If
+    the record is damaged, or is missing although a node was made, this returns a Problem: such a record is never
+    replaced.
     """
     steps: list[Action] = []
     match facts.found:
@@ -123,16 +124,17 @@ def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
     last: list[Action] = [FillRoot(unpacked, staged, goal.binaries, goal.files)]
     if not isinstance(facts.root, Absent):
         last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
-    # Give the token before the root file system gets its name, so that each existing node has a token or has joined.
+    # Give the token before the root file system gets its final name: with that name, the node exists and needs a token.
     last += [GiveToken(facts.machine, goal.token)] if goal.token else []
     return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
 
 
 def _digest(goal: RootGoal) -> str:
-    """Return a digest of the image, the programs and the paths of files that a root file system is made from.
+    """Return a digest of the image, of the programs, and of the paths of the files in a root file system.
 
-    If an attempt was interrupted after it began to fill a root file system, a later attempt continues with it only if
-    this digest is the same. That attempt writes all files again, so their contents may differ.
+    If an attempt was interrupted while it filled a root file system, a later attempt continues with that root file
+    system only if this digest is the same. The later attempt writes all files again, so the files' contents need not be
+    the same, and are not in the digest.
     """
     programs = [(each.path, each.sha256) for each in goal.binaries]
     contents = (goal.image.digest, programs, [each.path for each in goal.files])
@@ -164,7 +166,8 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         return Problem("root", f"{path} was replaced since `up` made it", advice)
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
-    # Even a damaged record proves this. With one, there is no root file system here, so nothing else in it is needed.
+    # Even a damaged record proves that `up` made the machine. If the record is damaged, the root file system is absent
+    # (checked above), so nothing else in the record is needed.
     made_by_up = not isinstance(facts.record, Absent)
     if facts.enabled.get(unit) and made_by_up:
         steps.append(DisableUnit(unit))
@@ -176,7 +179,7 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
 
 
 def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, ...]:
-    """Return the steps that remove the directory in which the machine's drop-in was."""
+    """Return the steps that remove the directory in which the agent's drop-in for the machine's unit was."""
     directory = posixpath.dirname(unit_drop_in(machine))
     return (RemoveEmptyDirectory(directory),) if exists(directory) else ()
 
@@ -197,7 +200,7 @@ def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | 
 
 
 def plan_forgetting(machine: str, facts: HostFacts) -> tuple[Action, ...]:
-    """Return the last steps of `reset`. Until they have run, `reset` can be repeated."""
+    """Return the last steps of `reset`, which remove the records. Until they have run, `reset` can be repeated."""
     return (ForgetNode(machine), *((ForgetHost(),) if not facts.others and not isinstance(facts.found, Absent) else ()))
 
 

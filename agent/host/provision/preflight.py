@@ -66,7 +66,7 @@ class Check(Struct, frozen=True):
 
 
 def checked(name: str, check: Callable[[], str], machine: str = "") -> Check:
-    """Return the result of a check: what it returns or, if it fails, its error."""
+    """Run a check. Return its sentence or, if it raises an error, the error's message and advice."""
     try:
         return Check(name, check(), machine=machine)
     except AgentError as error:
@@ -141,7 +141,10 @@ def check_disk(size: int, system: System) -> str:
 
 
 def check_server(settings: NodeSettings, system: System, ask: Asking = ask, *, with_token: bool = True) -> list[Check]:
-    """Return the checks of the API server: whether it answers, its CA, the bootstrap token, and the clocks."""
+    """Return the checks of the API server: whether it answers, its CA, the bootstrap token, and the clocks.
+
+    Without `with_token`, the token is not checked.
+    """
     results: list[Check] = []
     token = ""
     if settings.bootstrap_token and with_token:
@@ -177,12 +180,12 @@ def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> 
 
 
 def _why(error: ssl.SSLCertVerificationError) -> str:
-    # The attribute is missing if the error does not come from OpenSSL.
+    # If the error does not come from OpenSSL, it has no `verify_message`.
     return getattr(error, "verify_message", "") or str(error)
 
 
 def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
-    """Yield what the API server's answer says about the bootstrap token and the clocks."""
+    """Yield the checks of the bootstrap token and the clocks, according to the API server's answer."""
     if token and answer.status == 401:
         advice = f"make a new one with `kubeadm token create`, write it to {where}, then run `unbounded-agent up` again"
         what = f"the API server does not accept the bootstrap token in {where}: it is wrong, revoked or expired"

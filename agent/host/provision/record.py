@@ -24,16 +24,18 @@ NOT_IN_ROOT = (
     "binaries.github_mirror",
     "binaries.bundle",
 )
-"""Settings that decide how a node is made, but not what is in it. If one of them changes, no rebuild is needed."""
+"""Settings that decide how a root file system is made, but not what is in it. If one of them changes, no rebuild is
+needed."""
 OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_taint", "kubelet.taints")
 """Settings that a kubelet applies only when it registers a new Node (--node-labels in kubelet(1))."""
 HOST_SETTINGS = "host."
-"""The prefix of settings that are applied to the host. If one of them changes, no rebuild is needed either."""
+"""The prefix of settings that are applied to the host. If one of them changes, other than SWAP, no rebuild is needed
+either."""
 SWAP = "host.swap"
-"""The only setting of the host that the root file system depends on, too: the kubelet's failSwapOn follows it."""
+"""The only setting of the host that the root file system also depends on: the kubelet's failSwapOn follows it."""
 UNSET = json.dumps("")
-"""The value of settings that the record of an older release does not have. So the default of a new setting must be an
-empty string."""
+"""If a record of an older release lacks a setting, the setting counts as having had this value. So the default of a new
+setting must be an empty string: otherwise, each existing node would seem to have been made with another setting."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,16 @@ def settings_of_root(settings: NodeSettings) -> dict[str, str]:
 
 
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
-    """Return the keys of settings that differ from those that the node was made with."""
+    """Return the keys of settings whose values differ from those that the node was made with."""
     wanted, made = settings_of_root(settings), record.settings
-    # Records of earlier releases lack SWAP, so what such a node was made with is unknown.
+    # Records of earlier releases lack SWAP. Leave SWAP out then, because its value for such a node is unknown.
     keys = {*wanted, *made} - ({SWAP} - made.keys())
     return tuple(sorted(key for key in keys if wanted.get(key, UNSET) != made.get(key, UNSET)))
 
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
-        # A table within a table, such as labels, is one value: users choose its keys, which may contain dots.
+        # A table within a table, such as labels, counts as one value: users choose its keys, which may contain dots.
         if isinstance(value, dict) and not prefix:
             yield from _flat(f"{key}.", value)
         else:

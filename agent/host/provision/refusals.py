@@ -1,8 +1,8 @@
-"""Finds what a valid configuration asks for but no node can have, and says what to do instead. Pure.
+"""Finds settings that are valid but ask for something that no node can have, and says what to do instead. Pure.
 
 A kubelet may give its own Node only some of the labels in Kubernetes' namespaces, and may not change the Node's taints
 after the registration (NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an administrator can
-do either, with kubectl.
+set other labels or change the taints, with kubectl.
 """
 
 import json
@@ -115,7 +115,11 @@ def _fields(machine: str, settings: MachineSettings) -> Iterator[Problem]:
 
 
 def _has(table: object, path: list[str]) -> bool:
-    """Return whether a table has a value at a path. A value other than a table on the way there counts, too."""
+    """Return whether a table sets the field at a path.
+
+    If a part of the path has a value that is not a table, that counts as setting the field: the value replaces all
+    fields below it.
+    """
     if not path or not isinstance(table, dict):
         return True
     return path[0] in table and _has(table[path[0]], path[1:])

@@ -1,4 +1,4 @@
-"""Says what a change of the configuration or of the host does not change in a node that exists already."""
+"""Says which changes of the configuration or of the host have no effect on nodes that exist already."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,7 +15,7 @@ from agent.system.files import System
 
 
 def node_remark(node: NodeFacts, config: Config, system: System) -> str:
-    """Return what differs from what a node was made with, and what to do; empty if nothing does."""
+    """Return which settings and inputs have changed since a node was made, and what to do; empty if none has."""
     changed = (*_changed(node, config), *_changed_inputs(node, config, system))
     if not changed or not isinstance(node.record, NodeRecord):
         return ""
@@ -28,9 +28,11 @@ def node_remark(node: NodeFacts, config: Config, system: System) -> str:
 
 
 def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config, system: System) -> str:
-    """Return that swap stays off, and how to turn it on, if it should be kept and an earlier `up` has turned it off.
+    """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off.
 
-    Return an empty string otherwise, and while the kubelet of a node would refuse swap: `node_remark` says that.
+    The sentence says that swap stays off, and how to turn it on. Otherwise, return an empty string. Also return an
+    empty string if a node was made with host.swap = "off": its kubelet would refuse swap, and `node_remark` says what
+    to do.
     """
     files = found.host.files if isinstance(found, AsFound) else {}
     ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)

@@ -1,4 +1,4 @@
-"""Removes a node from the host, and with the last node restores the host as it was found before the first one."""
+"""Removes a node from the host. If it is the last node, also restores the host as it was before the first node."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,15 +31,15 @@ class Ending(Struct, frozen=True):
     """What `reset` did."""
 
     node: str
-    """Name of the Node object, which stays; empty if it is unknown."""
+    """Name of the Node object, which `reset` leaves in the cluster; empty if the name is unknown."""
     done: tuple[str, ...]
     """The steps, one sentence each."""
     differences: tuple[str, ...]
     """What still differs from the host as it was found."""
     remarks: tuple[str, ...]
-    """What is new on the host and may belong to somebody else, and what can no longer be restored."""
+    """What is new on the host but may belong to somebody else, and what can no longer be restored."""
     others: tuple[str, ...] = ()
-    """Other nodes of the host, for which it keeps its settings."""
+    """Other machines that `up` made. If there are any, the host keeps the settings that `up` gave it."""
 
 
 class Reset(Struct, frozen=True):
@@ -49,24 +49,26 @@ class Reset(Struct, frozen=True):
     system: System
     network: NetworkSource
     remove_files: Callable[[], tuple[str, ...]]
-    """Makes a pass as if the machine were not configured, and returns failures."""
+    """Makes a pass as if the machine were not configured, which removes the agent's files for the machine. Returns the
+    failures of the pass."""
     only_machine: bool
-    """Whether no other machine is configured. Another one would need the staged drivers."""
+    """Whether no other machine is configured. Another machine would need the staged drivers."""
     progress: Progress = lambda _: None
 
     def run(self) -> Ending:
-        """Remove the node. After the last one, restore the host, and compare it with how it was found.
+        """Remove the node. If it was the last one, restore the host, and compare the host with how it was found.
 
         Raises AgentError, perhaps after some steps.
         """
         facts, host = observe_node(self.machine, self.system), self._host()
         removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):
-            # Check both before anything changes: a damaged record must not stop `reset` halfway.
+            # Check both plans before anything changes: a damaged record must not stop `reset` halfway.
             if isinstance(each, Problem):
                 raise AgentError(each.message, each.advice)
         if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
-            # Nothing is left of the node, and the host is not to be restored: it has other nodes, or no record.
+            # Nothing is left of the node, and the host stays as it is: it has other nodes, or no record of how it was
+            # found.
             return Ending("", (), (), ())
         done = self._run(removal)
         if failures := self.remove_files():
@@ -94,7 +96,10 @@ class Reset(Struct, frozen=True):
         return plan_removal(facts, observe_units([unit], self.system)[unit].state)
 
     def _host(self) -> HostFacts:
-        """Return the host's facts without its network: only `up` needs that here, and `_leftovers` observes it."""
+        """Return the host's facts, with an empty network, because `reset` observes the network in `_leftovers`.
+
+        The record in `found` is without what can no longer be restored.
+        """
         found = observe_found(self.system)
         if isinstance(found, AsFound):
             found = dataclasses.replace(found, host=restorable(found.host, self.system)[0])
@@ -113,7 +118,7 @@ class Reset(Struct, frozen=True):
         )
 
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what differs from the host as it was found, and what is new but may belong to somebody else."""
+        """Return `differences` and `remarks` of Ending; both are empty if the host is not restored."""
         host = self._host()
         if host.others or isinstance(host.found, Absent):
             return (), ()
@@ -128,7 +133,7 @@ class Reset(Struct, frozen=True):
 
 
 def _goal_of(found: HostState) -> HostSettings:
-    """Return a goal that names everything in the record, so that `observe_host` observes the same values."""
+    """Return a goal that names everything in the record, so that `observe_host` returns the current value of each."""
     files = tuple(NodeFile(path, b"") for path in found.files)
     values = {name: value or "" for name, value in found.sysctls.items()}
     return HostSettings(values, tuple(found.modules), swap_off=True, files=files)

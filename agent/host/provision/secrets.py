@@ -62,7 +62,7 @@ def read_secret(where: str, system: System) -> str:
 
 
 def read_token(where: str, system: System) -> str:
-    """Return a bootstrap token. Raises ConfigError if it cannot be read, or has another form."""
+    """Return a bootstrap token. Raises ConfigError if the secret cannot be read, or is not a bootstrap token."""
     token = read_secret(where, system)
     if not TOKEN.fullmatch(token):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Makes a root file system from an image: skopeo pulls it, umoci unpacks it.
 
-Both work in `<root>.partial`. Whatever interrupts them leaves only that directory, which the next attempt removes; the
-root file system gets its name by a rename when it is complete and on disk.
+Both work in `<root>.partial`. If they are interrupted, only that directory is left, and the next attempt removes it.
+When the root file system is complete and on disk, a rename gives it its name.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from agent.system.root_writer import RootWriter
 
 POLICY = "/etc/containers/policy.json"
 INIT = ("/usr/lib/systemd/systemd", "/lib/systemd/systemd", "/sbin/init")
-"""The programs that systemd-nspawn looks for. It starts the first that exists as the machine's init."""
+"""The programs that systemd-nspawn looks for. The first one that exists becomes the machine's init."""
 PULL_LIMIT = 3600.0
 UNPACK_LIMIT = 1800.0
 SYNC_LIMIT = 1800.0
 REMOVE_LIMIT = 300.0
-"""Seconds for each of these steps."""
+"""Seconds for each of the four steps above."""
 RETRIES = "3"
 """How often skopeo retries after an error of the network: after 1, 2 and 4 seconds."""
 MARGIN = 256 << 20
@@ -60,7 +60,7 @@ def unpack(
         system.run_tool("sync", "--file-system", system.full_path(partial), timeout=SYNC_LIMIT)
         system.rename(f"{partial}/root", root)
     finally:
-        # Free the disk space, maybe gigabytes, which the next attempt or the node needs.
+        # Free the disk space, which may be gigabytes: the next attempt or the node needs it.
         with contextlib.suppress(AgentError):
             clear((partial,), system, REMOVE_LIMIT)
 
@@ -103,7 +103,7 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
 def _unpack(image: NodeImage, partial: str, system: System) -> None:
     directory = system.full_path(partial)
     try:
-        # Not `umoci unpack`, which reads all files again for digests that nobody needs.
+        # Do not use `umoci unpack`, which reads all files again for digests that nobody needs.
         system.run_tool(
             "umoci", "raw", "unpack", "--image", f"{directory}/image:node", f"{directory}/root", timeout=UNPACK_LIMIT
         )

@@ -1,4 +1,4 @@
-"""Makes the nodes of the configuration: first checks everything that could prevent that, then runs the steps."""
+"""Makes the configured nodes: first checks everything that could keep a node from being made, then runs the steps."""
 
 import time
 from collections.abc import Mapping
@@ -121,11 +121,11 @@ class Provisioner(Struct, frozen=True):
         return Work(tuple(checks), record, change, nodes, tuple(filter(None, remarks)))
 
     def run(self, steps: tuple[Action, ...]) -> None:
-        """Run steps for the host. Raises AgentError for one that fails."""
+        """Run steps that need no image. Raises AgentError for the first that fails."""
         run(steps, self._tools(None), self.progress)
 
     def make_root(self, node: NodeWork, host: tuple[Action, ...]) -> None:
-        """Make a node's root file system; run steps for the host at the same time. Raises AgentError."""
+        """Make a node's root file system, and at the same time run the steps `host`. Raises AgentError."""
         assert node.image, "the checks passed"
         inputs = replace(node_inputs(node.machine, self.config, self.system), labels=node.labels)
         files = node_files(node.machine, node.settings, inputs)
@@ -139,7 +139,7 @@ class Provisioner(Struct, frozen=True):
         run(steps.last, tools, self.progress)
 
     def replace_token(self, node: NodeWork) -> None:
-        """Give the configured token to a node that still has another one and has not joined. Raises AgentError."""
+        """Give the configured token to a node that has not joined and still has another token. Raises AgentError."""
         if node.new_token:
             self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
 
@@ -214,7 +214,8 @@ class Provisioner(Struct, frozen=True):
         return HostFacts(
             state=observe_host(goal, self.system),
             units=units,
-            # Only a first record of the host needs the network, and loading the netlink library takes longest here.
+            # Only the first record of the host needs the network. Otherwise, do not observe it: loading the netlink
+            # library takes longer than everything else here.
             network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),
@@ -225,9 +226,10 @@ class Provisioner(Struct, frozen=True):
 
 
 def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check:
-    """Check the space for images. A failed check is not required if an interrupted attempt left something.
+    """Check the free space for images.
 
-    `up` uses or removes that first, so the space may be enough. It is checked again before an image is pulled.
+    If an interrupted attempt left something, a failed check is not a required one: `up` first uses or removes what is
+    left, so the space may be enough. The space is checked again before an image is pulled.
     """
     check = checked("disk", lambda: preflight.check_disk(size, system))
     left = [path for node in nodes if node.make for path in node.facts.staged]
@@ -258,7 +260,7 @@ def _grants(machine: str, planned: Plan) -> list[Grant]:
 def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
     """Return a failed check for each problem with the drivers of the machine's GPUs.
 
-    None is required, because the node joins anyway.
+    None of these checks is required, because the node joins in spite of such problems.
     """
     goals = [goal for goal in planned.goal.machines if goal.name == machine]
     report = Absent("the machine is not made yet")
