@@ -1,4 +1,4 @@
-"""Logs each failure, problem and condition change once, and again only if it comes back."""
+"""Logs each failure, problem and condition change once, and again only if it was gone and has come back."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ class EventLog:
         self._problems: tuple[str, ...] = ()
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
         self._faults: dict[str, str] = {}
-        """Why the last attempt at a piece of work failed unexpectedly, by the work."""
+        """By piece of work: why the last attempt at it failed. Work whose last attempt succeeded is not listed."""
 
     def rejected(self, why: str) -> None:
         """Log why the configuration is invalid. If it is valid, `why` is empty, and nothing is logged."""
@@ -65,9 +65,9 @@ class EventLog:
 
     @contextlib.contextmanager
     def guarded(self, work: str) -> Iterator[None]:
-        """Log any error of the block, once and with its traceback, and suppress it: nothing but this work may fail.
+        """Log any error of the block with its traceback, and suppress it: other work must go on.
 
-        `work` completes the sentence "cannot ...".
+        An error that comes back at each attempt is logged once. `work` completes the sentence "cannot ...".
         """
         try:
             yield

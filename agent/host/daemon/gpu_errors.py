@@ -36,7 +36,7 @@ class _Unrecorded(Struct):
     since: float
     """When the error was read, in seconds since the epoch."""
     reported: bool = False
-    """Whether a failed attempt to record the error was logged."""
+    """Whether it was logged that the error could not be recorded."""
 
 
 class GpuErrors:
@@ -50,10 +50,10 @@ class GpuErrors:
         counted: Counted = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """Begin to follow the log. `open_log` gets the log's path and the number of the last record that was read.
+        """Begin to follow the log. `open_log` gets the log's path and the number of the last log record that was read.
 
-        At the first start after a boot of the host, no record has been read yet. Existing records are then skipped,
-        because it is unknown to which drivers the GPUs were bound when these records were written.
+        At the first start after a boot of the host, no log record has been read yet. In that case, existing log records
+        are skipped, because it is unknown to which drivers the GPUs were bound when these were written.
         """
         self.counted = counted
         self.error = ""
@@ -62,7 +62,7 @@ class GpuErrors:
         """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._open = system, open_log
         self._unrecorded: dict[GpuError, _Unrecorded] = {}
-        """Fatal errors that are not recorded yet, the oldest first."""
+        """Fatal errors that are not yet recorded in the host half's state, the oldest first."""
         self._log: KernelLog | None = None
         self._last_saved, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         self._sequence = self._last_saved.sequence if self._last_saved else None
@@ -85,14 +85,16 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def needs_pass(self) -> bool:
-        """Read new records and return whether a fatal error was recorded. Raises OSError if the log cannot be read."""
+        """Do what `read` does, but raise OSError if the log cannot be read."""
         fatal = self.read()
         if self._log is None:
             raise OSError(self.error)
         return fatal
 
     def read(self) -> bool:
-        """Read new records and return whether a fatal error was recorded. If the log fails, `error` has the reason.
+        """Read new log records. Return whether a fatal error was recorded in the host half's state.
+
+        If the log cannot be read, `error` has the reason.
 
         Errors that earlier reads could not record, for example on a full disk, are tried again: the kernel does not
         repeat them.
@@ -111,23 +113,25 @@ class GpuErrors:
         except OSError as error:
             self._close_after_error(f"{PATH}: {error.strerror}")
             return
+        # While old records are skipped, the position stays None: if a restart interrupted the skipping and there were a
+        # position, the remaining old records would count as new.
         if self._sequence is not None or not self._log.behind:
-            # Until all old records are skipped, keep no position: after a restart, the rest of them would count as new.
             self._sequence = self._log.sequence
         if self._log.overruns > overruns:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
-        # An error that is repeated in many records is logged and checked once.
+        # If many log records have the same error, check and log the error once.
         times = Counter(errors(texts))
         for found, count in times.items():
             if self._is_present(found.pci_address):
                 self._handle(found, count, behind)
 
     def save_position(self, addresses: Iterable[str]) -> None:
-        """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
+        """Record how far the log was read, for the next start of the service. `addresses` are the host's GPUs."""
         if self._sequence is None or self._unrecorded:
             # Keep the old position, so that the next start of the service reads the unrecorded errors again.
             return
-        # Until all old records are read, keep the earlier bindings: the current ones may be newer than those records.
+        # Until all old records of the log are read, keep the earlier bindings: the current ones may be newer than those
+        # records.
         keep = self._log is None or self._log.behind
         last = self._last_saved.bindings if self._last_saved else {}
         try:
@@ -149,8 +153,9 @@ class GpuErrors:
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
         """Count and log an error. If it is fatal, note it for `_record`.
 
-        `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
-        driver again since, so the error is recorded only if the binding is still the one that was saved.
+        If `behind`, the error may have come before the log was opened. After such an error, the GPU may have been bound
+        to a driver again. So the error is recorded only if the binding is still the one that was saved with the
+        position.
         """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (read at {rfc3339(time.time())})"
@@ -168,15 +173,16 @@ class GpuErrors:
         self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
 
     def _record(self) -> bool:
-        """Record the noted errors, and return whether a record changed.
+        """Record the noted errors in the host half's state, and return whether this state changed.
 
-        An error is dropped if the GPU's binding has changed since the error came.
+        If a GPU's binding has changed since its error came, the error is dropped.
         """
         changed, failed = False, set()
         for error, then in tuple(self._unrecorded.items()):
             address = error.pci_address
             if address in failed:
-                # The record keeps only a GPU's last error: recorded after this one, the earlier error would replace it.
+                # An earlier error of this GPU could not be recorded, so do not record this error yet. The record has
+                # only one error per GPU: when the earlier error is recorded, it would replace this one.
                 continue
             try:
                 if then.binding == binding(self._system, address):
@@ -209,8 +215,8 @@ class GpuErrors:
         else:
             self.error = ""
             if self._sequence is None:
-                # The first read skips the records that exist already. If it waited for the first pass, it would also
-                # skip those that are written until then.
+                # The first read skips the records that exist already. So read now: a first read in the first pass would
+                # also skip the records that are written until then.
                 self._read()
 
     def _close_after_error(self, why: str) -> None:

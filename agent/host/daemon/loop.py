@@ -144,11 +144,11 @@ class Daemon:
                     self._metrics.convergence.begin(self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. If the files are invalid, keep the one in use, unless a newer one was saved."""
+        """Read the configuration again. If the files are invalid, keep the one in use, or use a newer last good one."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
-            # If another process has saved other settings since, use the last good ones: machines start with them.
+            # If another process has saved a newer last good configuration, use that one: machines start with it.
             if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
@@ -181,13 +181,13 @@ class Daemon:
             self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
-            # This needs the GPUs' addresses, because each GPU's binding to a driver is saved with the position.
+            # The GPUs' addresses are needed, because each GPU's binding to a driver is saved with the position.
             self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._event_log.outcome(outcome)
             self._metrics.passed(outcome)
             actions = outcome.sentences
         except ConfigChangedError:
-            # A command, or the start of a machine, has read newer files: do the same before the next pass.
+            # A command, or the start of a machine, has read newer files: read them too before the next pass.
             signals.reload = True
             return
         except Exception as error:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Sends messages to the service manager. Without one, it does nothing."""
+    """Sends messages to the service manager. Without an address, it does nothing."""
 
     def __init__(self, address: str = "") -> None:
         """Set the address as in $NOTIFY_SOCKET: a path, or `@` and a name in the abstract namespace."""
@@ -50,9 +50,10 @@ def watchdog_interval(environment: Mapping[str, str]) -> float:
 
 
 def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
-    """Return the listening stream sockets that systemd passed to this process (sd_listen_fds(3)). Close other sockets.
+    """Return the listening stream sockets that systemd passed to this process (sd_listen_fds(3)).
 
-    Call this only once, because each call would return objects for the same descriptors.
+    Other sockets that systemd passed are closed. Call this function only once, because each call would return objects
+    for the same descriptors.
     """
     pid, count = environment.get("LISTEN_PID", ""), environment.get("LISTEN_FDS", "")
     if pid != str(os.getpid()) or not count.isdecimal():
@@ -83,7 +84,7 @@ class PriorityFormatter(logging.Formatter):
 
 
 def log_to(stream: TextIO) -> None:
-    """Write the agent's log to `stream`, without priorities if that is a terminal."""
+    """Write the agent's log to `stream`. If `stream` is a terminal, leave out the priorities."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter() if stream.isatty() else PriorityFormatter())
     logger = logging.getLogger("agent")

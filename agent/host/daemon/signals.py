@@ -1,4 +1,7 @@
-"""Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait; the last two also end a pass, after a grace period."""
+"""Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait.
+
+SIGTERM and SIGINT also end a pass, after a grace period.
+"""
 
 import contextlib
 import signal
@@ -47,9 +50,9 @@ class Signals:
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """While the block runs, raise PassInterruptedError when the grace period ends.
+        """If the grace period ends while the block runs, raise PassInterruptedError in the block.
 
-        The interruption leaves no half-written file, because files are written atomically.
+        This interruption of a pass leaves no half-written file, because files are written atomically.
         """
         self._in_pass = True
         try:

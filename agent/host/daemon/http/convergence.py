@@ -8,7 +8,7 @@ BUCKETS = (0.5, 2, 5, 15, 60, 300)
 
 
 class Convergence:
-    """Measures one convergence at a time, from its first event. Events that come before its end belong to it."""
+    """Measures one convergence at a time, from its first event. Events that come during a measurement belong to it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -20,7 +20,7 @@ class Convergence:
         self._since: float | None = None
 
     def begin(self, since: float) -> None:
-        """Begin a measurement at `since` (time.monotonic()), when the event was noticed, unless one is running."""
+        """Begin a measurement, unless one is running. `since` is when the event was noticed, by time.monotonic()."""
         if self._since is None:
             self._since = since
 

@@ -16,11 +16,11 @@ class InheritedServer(Server):
     """A server on a socket on which systemd listens, even while the service does not run (systemd.socket(5))."""
 
     def __init__(self, listening: socket.socket, site: Site, limits: Limits = LIMITS) -> None:
-        """Serve the pages of `site`. Peers may have been waiting since before the service started."""
+        """Serve the pages of `site`. Pages are needed at once, because peers may be waiting already."""
         self.serve(listening.family, None, limits, listening, site)
 
     def stop(self) -> None:
-        """Do nothing: shutting the socket down would do so for systemd too. The threads end with the process."""
+        """Do nothing: a shutdown of the socket would also end systemd's listening. The threads end with the process."""
 
 
 class Endpoint:
@@ -44,7 +44,7 @@ class Endpoint:
         self._site = site
         if self._server:
             self._server.site = site
-        # Accept connections only now: without pages, peers that have waited would get "Not Found".
+        # Accept connections on systemd's sockets only now: without pages, peers that have waited would get "Not Found".
         if len(self._served) < len(self._inherited):
             self._accept()
         for each in self._served:

@@ -11,7 +11,7 @@ def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 
 def value(name: str, text: str, number: float) -> GaugeMetricFamily:
-    """Return a gauge without labels."""
+    """Return a gauge with one sample, which has no labels."""
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=number)
 
 

@@ -37,11 +37,11 @@ th { font-weight: 600 } td:last-child { overflow-wrap: anywhere }
 }
 """
 MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
-"""Signs in addition to the colours, which not all readers can tell apart."""
+"""Signs in addition to the colours, because not all readers can tell the colours apart."""
 
 
 def front_page(host: str, view: View) -> Page:
-    """Return the page of the host named `host`. The view has no outcome if the last one is not fresh."""
+    """Return the page of the host named `host`. If the last outcome is not fresh, the view must not have it."""
     title = f"unbounded-agent on {host}"
     parts = [
         "<!DOCTYPE html>\n",
@@ -102,9 +102,9 @@ def _ready(machine: MachineOutcome) -> str:
 
 
 def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
-    """Return Ready first, then the conditions that are not True, then the others.
+    """Return Ready first, then the conditions that are not True, then those that are True.
 
-    Within each group, the conditions that Ready depends on come first.
+    Of those that are not True, and of those that are, the conditions that Ready needs come first.
     """
     return sorted(
         conditions,

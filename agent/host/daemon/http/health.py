@@ -31,7 +31,7 @@ def _in_words(machine: MachineOutcome) -> str:
     ready = machine.ready
     if ready.status is Status.TRUE:
         return "Ready"
-    # As in `unbounded-agent status`.
+    # Use the same words as `unbounded-agent status`.
     state = "unknown" if ready.status is Status.UNKNOWN else "not ready"
     for each in machine.conditions:
         if each.type not in NOT_NEEDED_FOR_READY and each.status is ready.status:
@@ -40,9 +40,9 @@ def _in_words(machine: MachineOutcome) -> str:
 
 
 def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
-    """Yield the log level and a sentence for each condition that changed since it was logged.
+    """Yield the log level and a sentence for each condition whose status or reason differs from `logged`.
 
-    A condition that was never logged counts as changed if it is not True. Ready counts even if it is True.
+    A condition that is not in `logged` is yielded if it is not True. Ready is then yielded even if it is True.
     """
     for each in machine.conditions:
         before = logged.get(each.type)

@@ -91,7 +91,7 @@ def _size(root: StagedRoot) -> int:
 def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOutcome]) -> dict[tuple[str, str], int]:
     """Return the number of devices by kind and status. The counts of GPUs add up to host_pci_gpus.
 
-    For devices of other kinds, only usable nodes are known. They count as `ok`.
+    Of devices that are not GPUs, only usable nodes are known. Each such node counts as `ok`.
     """
     granted = {address for machine in machines for address in machine.gpus}
     counts = {(str(DeviceKind.GPU), status): 0 for status in GPU_STATUSES}
@@ -99,7 +99,8 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
             status = _gpu_status(gpu, nodes)
-            # A GPU that no machine has may be bound to vfio-pci, or be integrated without a driver: that is no fault.
+            # A GPU that no machine has may be bound to vfio-pci, or be an integrated GPU without a driver. That is no
+            # fault, so such a GPU counts as `unused`.
             unused = status not in ("ok", "detached") and gpu.pci_address not in granted
             counts[DeviceKind.GPU, "unused" if unused else status] += 1
         for node in nodes or ():

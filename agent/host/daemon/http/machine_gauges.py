@@ -16,7 +16,7 @@ from agent.model.reasons import Reason
 
 REASONS = frozenset(Reason)
 OTHER = "other"
-"""Replaces, as a label's value, a reported value that is not shown."""
+"""The label's value in place of a reported value that is not shown."""
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
 VERSIONS = 16
 """How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""
@@ -29,7 +29,7 @@ class Versions:
         self._shown: set[str] = set()
 
     def label(self, version: str) -> str:
-        """Return the version; OTHER if it is malformed, or would be one more than VERSIONS."""
+        """Return the version; OTHER if it is malformed, or if VERSIONS other versions have already been shown."""
         if version not in self._shown and (len(self._shown) >= VERSIONS or not VERSION.fullmatch(version)):
             return OTHER
         self._shown.add(version)
@@ -37,7 +37,10 @@ class Versions:
 
 
 def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
-    """Yield the metrics that are shown even without fresh evidence. All conditions, also Ready, are then Unknown."""
+    """Yield the metrics that are shown even without fresh evidence.
+
+    Without fresh evidence, all conditions are Unknown, also Ready.
+    """
     ready = gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
     states = gauge(
         "machine_condition",

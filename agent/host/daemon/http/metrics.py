@@ -25,7 +25,8 @@ RESULTS = ("converged", "changed", "partial", "failed")
 """Results of a pass: there was nothing to do (`converged`), something was done (`changed`), some steps or observations
 failed (`partial`), or the pass did not finish (`failed`)."""
 ACTIONS = (*get_args(ActionKind), "other")
-"""Values of the label of actions_total. No action is of kind `other` any longer, but dashboards may use its series."""
+"""Values of the label `kind` of actions_total. No action has the kind `other` any longer, but dashboards may still use
+that series."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TEXT = "text/plain; version=0.0.4"
 
@@ -56,7 +57,8 @@ class Metrics:
     """Counts passes and their results, and renders the metrics page."""
 
     def __init__(self) -> None:
-        # `_created` series would double the number of counters, and the text format shows them as separate metrics.
+        # Without this call, each counter would have a second series, `_created`, which the text format shows as a
+        # metric of its own.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -73,7 +75,7 @@ class Metrics:
         self._reloads = self._counter(
             "config_reloads_total", "Attempts to reload the configuration.", "result", ("ok", "failed")
         )
-        # Its series are created as errors occur: creating one for every GPU and Xid in advance would make thousands.
+        # This counter's series are created as errors occur: one for every GPU and Xid in advance would be thousands.
         self._gpu_errors = Counter(
             f"{PREFIX}_gpu_xid_errors_total",
             "GPU errors that the driver wrote to the kernel log. A series begins with the first error.",
@@ -90,7 +92,7 @@ class Metrics:
         self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-        """Return a counter with one series per label value, all 0 at first: Prometheus then sees the first increase."""
+        """Return a counter with one series per label value. All begin at 0, so Prometheus sees the first increase."""
         counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self._registry)
         for value in values:
             counter.labels(value)
@@ -110,7 +112,11 @@ class Metrics:
         self._duration.observe(duration)
 
     def gpu_error(self, address: str, number: int, times: int) -> None:
-        """Count a GPU's errors. The host's PCI devices limit the number of addresses; error numbers are below 1000."""
+        """Count a GPU's errors.
+
+        The number of series is limited, because addresses are those of the host's PCI devices, and error numbers are
+        below 1000.
+        """
         self._gpu_errors.labels(address, str(number)).inc(times)
 
     def reloaded(self, good: bool) -> None:

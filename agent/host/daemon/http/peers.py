@@ -1,4 +1,4 @@
-"""Manages a server's connection slots. If none is free, a new connection takes the slot of an idle one."""
+"""Manages a server's connection slots. If no slot is free, a new connection takes the slot of an idle connection."""
 
 import contextlib
 import socket
@@ -28,7 +28,7 @@ class Peers:
                 if oldest is None:
                     return False
                 del self._completed[oldest]
-                # The connection's thread then reads end of file, and closes the connection.
+                # After this, the thread of the oldest connection reads end of file, and closes the connection.
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
             self._completed[connection] = 0.0

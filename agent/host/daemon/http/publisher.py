@@ -1,4 +1,4 @@
-"""Prepares all pages after each pass: a set to serve now, and a set to serve once the first one is too old."""
+"""Prepares all pages after each pass: a set to serve now, and a set to serve once the first set is too old."""
 
 import os
 import time
@@ -23,17 +23,20 @@ Guard = Callable[[str], AbstractContextManager[None]]
 
 
 class Publisher:
-    """Gives pages to both servers."""
+    """Gives pages to the endpoint and to the local server. Only the local server gets /statusz."""
 
     def __init__(
         self, endpoint: Endpoint, local: LocalServer, metrics: Metrics, evidence: float, guarded: Guard
     ) -> None:
-        """`evidence` is how long an observation counts as fresh, in seconds. A page that `guarded` reports says so."""
+        """Set the receivers of the pages. `evidence` is how long an observation counts as fresh, in seconds.
+
+        If making a page fails, `guarded` logs the error, and the page says that it could not be made.
+        """
         self._endpoint, self._local, self._metrics, self._evidence = endpoint, local, metrics, evidence
         self._guarded = guarded
 
     def publish(self, view: View) -> None:
-        """Prepare two sets of pages: the current one, and one to serve if no pass ends in time."""
+        """Prepare two sets of pages: one to serve now, and one to serve if no pass ends for `evidence` seconds."""
         late = replace(view, why_stale=f"no pass has ended for {self._evidence:.0f} s")
         fresh, stale = self._pages(view), self._pages(late, alive=False)
         until = time.monotonic() + self._evidence
@@ -69,7 +72,7 @@ class Publisher:
         text = f"cannot {work}: see `journalctl -u unbounded-agent`\n"
         page = Page(HTTPStatus.INTERNAL_SERVER_ERROR, text.encode())
         made = {path: page, path + VERBOSE: page}
-        # The two sets' forms of a page may fail for different reasons: each is logged by itself.
+        # A page is in both sets, and may fail in each for a different reason. So each set has its own name in the log.
         with self._guarded(work if alive else f"{work} for a time without passes"):
             made = make()
         return made

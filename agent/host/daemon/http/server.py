@@ -18,14 +18,15 @@ from agent.model.errors import AgentError
 from agent.system.sockets import listening_user
 
 CONNECTIONS = 8
-"""Connections that are served at a time. None may wait: a further one takes an idle one's slot, or is closed."""
+"""How many connections are served at a time. A further connection does not wait: it takes the slot of an idle
+connection, or is closed."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 POLL = 3600.0
-"""Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
+"""Seconds after which serve_forever checks again whether to stop. `stop` wakes it, so these checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
 NO_THREAD_ADVICE = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent`"
-"""What to do after EAGAIN, with which a server fails if it gets no thread."""
+"""What to do after EAGAIN. A server that gets no thread fails with this error."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
@@ -108,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send a short error in plain text. The base class calls this method too, such as for malformed requests."""
+        """Send a short error in plain text. The base class calls this method too, such as for a malformed request."""
         # The base class sends 501 for a method that this class does not have.
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self._answer(Page(status, f"{status.phrase}\n".encode()))
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
         self.send_header("X-Content-Type-Options", "nosniff")
-        # The policy allows what the page for people has: styles, but no scripts or other resources.
+        # The policy allows only what the page at `/` has: styles, but no scripts or other resources.
         self.send_header("Content-Security-Policy", POLICY)
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
@@ -147,7 +148,8 @@ class Server(ThreadingMixIn, TCPServer):
     """A server that listens as soon as it is created. The loop replaces `site` by one assignment, without a lock."""
 
     allow_reuse_address = True
-    # A burst of peers overflows socketserver's queue of 5, and a SYN that the kernel drops costs the peer a second.
+    # socketserver's default queue has 5 places. If a burst of peers overflows the queue, the kernel drops a SYN, which
+    # costs the peer a second.
     request_queue_size = 128
     daemon_threads = True
     block_on_close = False
@@ -189,9 +191,9 @@ class Server(ThreadingMixIn, TCPServer):
         listening: socket.socket | None = None,
         site: Site = NO_PAGES,
     ) -> None:
-        """Begin to serve on `listening`, which listens already, or else on a new socket at `where`.
+        """Begin to serve on `listening`, a socket that listens already. If it is None, use a new socket at `where`.
 
-        Raises OSError. `listening` is open even then.
+        Raises OSError. After an error, `listening` is still open.
         """
         self.site = site
         self.limits = limits
@@ -224,7 +226,7 @@ class Server(ThreadingMixIn, TCPServer):
         try:
             return super().get_request()
         except OSError:
-            # The connection still waits, so serve_forever would try again at once, and without end.
+            # The connection still waits. Without this pause, serve_forever would try again at once, and without end.
             time.sleep(ACCEPT_PAUSE)
             raise
 
@@ -235,7 +237,7 @@ class Server(ThreadingMixIn, TCPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            # No thread could be started (TasksMax=). A thread would have freed the slot at its end.
+            # No thread could be started (TasksMax=), so none will free the slot at its end.
             self.peers.leave(_stream(request))
             raise
 

@@ -29,7 +29,8 @@ class View(Struct, frozen=True):
     machines: tuple[MachineOutcome, ...]
     """Every configured machine. One that no pass has evaluated yet has no conditions."""
     outcome: Outcome | None = None
-    """The last outcome, even an old one; None before the first. Pages that may not show an old one get None instead."""
+    """The last outcome, even an old one; None before the first. Pages that must not show an old outcome get a view with
+    None instead."""
     why_stale: str = ""
     """Why there is no fresh observation; empty if there is one."""
     written: float = 0.0

@@ -19,7 +19,8 @@ NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.
 FILES = NODES | flags.CLOSE_WRITE
 """Events of regular files."""
 DIRECTORY = flags.ONLYDIR | flags.MOVE_SELF
-"""For the directory itself: its removal always causes an event (IN_IGNORED), but being moved away does not."""
+"""Flags for the directory itself. MOVE_SELF is needed, because a move of the directory causes no event without this
+flag. The directory's removal always causes an event (IN_IGNORED)."""
 ANY = ""
 """Stands for any name: the directory itself appeared, changed or disappeared, or events were lost."""
 MOUNTS = "/proc/self/mountinfo"
@@ -49,8 +50,8 @@ class Directories:
         self._inotify: INotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
-        """Watch descriptors by path. Two paths to the same directory have the same descriptor; its events are then
-        attributed to one of the two paths."""
+        """Watch descriptors by path. If two paths lead to the same directory, they have the same descriptor. Its events
+        are then attributed to one of the two paths."""
 
     def open(self) -> None:
         self._inotify = INotify(nonblocking=True)
@@ -95,7 +96,7 @@ class Directories:
         wanted, changed = tuple(self._where()), []
         for path in wanted:
             try:
-                # If the inode is watched already, the kernel returns the watch that exists.
+                # If the inode is watched already, the kernel returns the existing watch descriptor.
                 watch = inotify.add_watch(self._system.full_path(path), self._events | DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
                 if self._forget(inotify, path):
@@ -113,7 +114,7 @@ class Directories:
         watch = self._watched.pop(path, None)
         if watch is None:
             return False
-        # EINVAL: the watch was removed with its directory.
+        # This fails with EINVAL if the directory was removed, because the kernel has then removed the watch too.
         with contextlib.suppress(OSError):
             inotify.rm_watch(watch)
         return True

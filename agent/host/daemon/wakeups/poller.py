@@ -19,8 +19,8 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 BACK_OFF = 60.0
-"""Maximum seconds between two attempts to open a lost source. After a source has worked for longer than that, its
-earlier failures no longer count."""
+"""Maximum seconds between two attempts to open a lost source. If a source has worked for more than BACK_OFF seconds,
+its earlier failures no longer count."""
 GONE = select.POLLHUP | select.POLLNVAL
 """Events of a dead descriptor. POLLERR is not one of them: it may also mean an overflow."""
 
@@ -69,13 +69,14 @@ class Settling(Struct, frozen=True):
     """
 
     quiet: float = 0.005
-    """Time without a further event before a pass, because related events come together. It is short, so as not to delay
-    a new GPU, but long enough: nvidia-modprobe sets the mode of a node within microseconds of making it."""
+    """Time without a further event before a pass begins, because related events come together. The time is short, so as
+    not to delay a new GPU. It is long enough for nvidia-modprobe, which sets the mode of a node within microseconds of
+    making the node."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
-    """The minimum mean time between the starts of passes that events cause. A second pass may follow directly on one
-    that came after a silence: a change of the host often comes in two steps, such as a device and then its mode."""
+    """The minimum mean time between the starts of passes that events cause. After a silence, a second pass may directly
+    follow the first one: a change of the host often comes in two steps, such as a device and then its mode."""
 
 
 class Tally(Struct):
@@ -110,8 +111,8 @@ class Wakeups:
     settling: Settling = field(default_factory=Settling)
     _tracked: list[_Tracked] = field(init=False)
     _spaced: float = field(init=False, default=-math.inf)
-    """When the next pass would begin, by time.monotonic(), if passes for events always began at least `spacing` apart.
-    The next pass may begin up to one `spacing` earlier."""
+    """When the next pass could begin at the earliest, by time.monotonic(), if passes for events always began at least
+    `spacing` apart. In fact, the next pass may begin up to one `spacing` earlier than that."""
     first: float = field(init=False, default=-math.inf)
     """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
     end of the pass."""
@@ -129,14 +130,15 @@ class Wakeups:
         return any(tracked.tally.watching for tracked in self._tracked if tracked.source.name == name)
 
     def open(self) -> None:
-        """Open all sources. Call this before the first pass, or events before the first wait are missed."""
+        """Open all sources. Call this before the first pass: otherwise, events before the first wait are missed."""
         for tracked in self._tracked:
             self._open(tracked)
 
     def wait(self, seconds: float, interrupt: Interrupt) -> str:
         """Wait for events. Return the name of the first source that needs a pass; empty on timeout or a signal."""
         deadline = time.monotonic() + seconds
-        # This includes events that came during the last pass. A dict, to keep the order in which sources were noticed.
+        # Begin with the sources that had events during the last pass. `due` is a dict and not a set, because a dict
+        # keeps the order in which the sources were noticed.
         due = dict.fromkeys(self._due(self._tracked))
         self.first = last = time.monotonic()
         while not interrupt.pending:
@@ -162,7 +164,7 @@ class Wakeups:
         return max(min(last + settling.quiet, first + settling.longest), self._spaced - settling.spacing)
 
     def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
-        """Wait for events. Return the sources that have events, and those that may have to be opened again."""
+        """Wait for events, at most `seconds`. Return the sources that have events, and all lost sources."""
         owners: dict[int, _Tracked] = {}
         poll = select.poll()
         poll.register(interrupt.fileno(), select.POLLIN)
@@ -186,7 +188,10 @@ class Wakeups:
         return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
 
     def _due(self, sources: Iterable[_Tracked]) -> list[str]:
-        """Return the names of sources that need a pass: they had an event, or may have missed one while lost."""
+        """Return the names of sources that need a pass: they had an event, or may have missed one while they were lost.
+
+        Open lost sources again whose time for the next attempt has come.
+        """
         due = []
         for tracked in sources:
             if not tracked.tally.watching:
@@ -213,7 +218,10 @@ class Wakeups:
         return True
 
     def _lose(self, tracked: _Tracked, why: str) -> None:
-        """Log and count a loss once, close the source, and set when to reopen it: at once, then ever more rarely."""
+        """Close a source, and set when to open it again: first at once, then after ever longer times.
+
+        A loss is logged and counted once, even if attempts to open the source again fail.
+        """
         now, tally = time.monotonic(), tracked.tally
         if tally.watching and now - tracked.opened > BACK_OFF:
             tracked.failures = 0

@@ -18,10 +18,11 @@ from agent.vendors.host_vendor import HostVendor
 DEV = "/dev"
 REPORTS = "reports"
 HEARTBEAT = 90.0
-"""Seconds of silence after which a report needs a pass even if its content is unchanged. A report is due every 60 s."""
+"""If no report came for this many seconds, the next report needs a pass, even if its content is unchanged. A report is
+due every 60 s."""
 MANY, PERIOD = 40, 60.0
 """One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass.
-Sixteen GPUs that come one after another may each cause two passes."""
+MANY is enough for sixteen GPUs that come one after another, even if each causes two passes."""
 
 NONE = ""
 """Stands for the digest of a missing report."""
@@ -64,7 +65,10 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
 def driver_libraries(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
 ) -> Directories:
-    """Return a source that watches loader caches and libraries. New directories are watched from the next pass on."""
+    """Return a source that watches loader caches and libraries.
+
+    A directory that is made later is watched from the next pass on.
+    """
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.library_names)
 
     def where() -> tuple[str, ...]:
@@ -113,14 +117,15 @@ class NewReports:
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
 
     def matters(self, directory: str, name: str) -> bool:
-        """Return whether the report in this directory has changed, or is the first one after a long silence.
+        """Return whether the report in this directory has changed, or is the first one after HEARTBEAT seconds.
 
-        Even then, return False if the machine's reports have caused too many passes lately.
+        If the machine's reports have caused too many passes lately, return False in any case.
         """
         if name not in (REPORT_NAME, ANY):
             return False
         now, digest = self._clock(), self._digest(directory)
-        # A new machine has no report yet. That is no change, and needs no pass: prepare@ makes a pass at each start.
+        # A new machine has no report yet, which does not count as a change. No pass is needed for the new machine:
+        # unbounded-agent-prepare@ makes a pass at each start of a machine.
         last_digest, last_time = self._last.get(directory, (NONE, now))
         self._last[directory] = digest, now
         if digest == last_digest and now - last_time < HEARTBEAT:
