@@ -23,7 +23,7 @@ class Journal(logging.Handler):
 def main() -> int:
     """Run the service until SIGTERM, an error, or a change of the kubelet's identity. Return the exit code.
 
-    Unless somebody stopped the unit, systemd then restarts it, whatever the exit code.
+    When the process has ended, systemd starts the unit again, whatever the exit code, unless somebody stopped the unit.
     """
     os.chdir("/")
     logging.basicConfig(level=logging.INFO, handlers=[Journal()], format="%(message)s")

@@ -25,19 +25,20 @@ class Allocated:
     pool: str
     device: str
     request: str
-    """The name of the request in the claim. If the request has alternatives, `/ALTERNATIVE` is cut off."""
+    """The request's name in the claim; only `REQUEST` if the API server has `REQUEST/ALTERNATIVE`."""
     share: str
-    """The share's uid, if the device can be allocated several times; empty otherwise."""
+    """If several claims may share the device, the uid of this claim's share; empty otherwise."""
     admin: bool
-    """Whether the request has adminAccess: it only monitors a device that other claims may have at the same time."""
+    """Whether the request has adminAccess. Such a request only monitors the device, which other claims may have at the
+    same time."""
 
 
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
     """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
 
-    Raises NotAllocatedError if the object's uid is not that of `reference`, or if the claim is not allocated, has no
-    device of this driver, or is allocated on a node other than `node`; another AgentError if the object is malformed or
-    has parameters for the driver.
+    Raises NotAllocatedError in four cases: the object has another uid than `reference`, the claim is not allocated, it
+    has no device of this driver, or it is allocated on another node than `node`. Raises another AgentError if the
+    object is malformed, or has parameters for the driver.
     """
     where = f"claim {reference}"
     document = dict(claim)
@@ -80,8 +81,8 @@ def _result(where: str, item: dict[str, Any]) -> Allocated:
         driver=get(where, item, "driver", str),
         pool=get(where, item, "pool", str),
         device=get(where, item, "device", str),
-        # `REQUEST/ALTERNATIVE` if the request has alternatives. Containers refer to the request alone, so the rest is
-        # cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does.
+        # If the request has alternatives, this key is `REQUEST/ALTERNATIVE`. Containers refer to the request alone, so
+        # the alternative is cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does too.
         request=get(where, item, "request", str).partition("/")[0],
         share=get(where, item, "shareID", str) if item.get("shareID") else "",
         admin=get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,

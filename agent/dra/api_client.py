@@ -1,6 +1,7 @@
-"""A client of the API server that uses the kubelet's identity, for requests and watches. Both have limits.
+"""Sends requests and watches to the API server, with the kubelet's identity.
 
-It keeps connections, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect.
+The size of answers is limited, and so is the time for each read and write. The client keeps connections open for
+further requests, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect.
 """
 
 import http.client
@@ -29,11 +30,11 @@ IDLE_LIMIT = 60.0
 WATCH_LIMIT = 300
 """Seconds after which the server ends a watch, so that the next one uses current credentials."""
 WATCH_MARGIN = 30.0
-"""Seconds beyond WATCH_LIMIT to wait for the server."""
+"""How many seconds longer than WATCH_LIMIT the client waits for the next event, or for the end of the watch."""
 UNANSWERED_LIMIT = 20_000
 """Milliseconds after which TCP gives up on a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
 CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
-"""Errors of an idle connection that the server has closed."""
+"""Errors that a request can end with if it uses an idle connection that the server has closed."""
 
 
 class ApiClient:
@@ -56,8 +57,9 @@ class ApiClient:
             try:
                 response = _send(connection, session, method, path, content)
             except CLOSED_BY_SERVER:
-                # Send it again, once. That is safe: a slice is written with a resourceVersion or a fixed name, so a
-                # second write fails with a conflict. A second eviction of a pod changes nothing.
+                # If the connection was an idle one, send the request again, once. That is safe even if the server has
+                # already served the request: a slice is written with a resourceVersion or a fixed name, so a second
+                # write fails with a conflict, and a second eviction of a pod changes nothing.
                 connection.close()
                 if not reused:
                     raise
@@ -76,18 +78,18 @@ class ApiClient:
         return _object(what, body)
 
     def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
-        """Yield the events after a list's resourceVersion, until the server ends the watch.
+        """Yield the changes since a list, until the server ends the watch. `version` is the list's resourceVersion.
 
-        The first one is an empty object, yielded when the server has accepted the watch. Raises what `get` raises, and
-        OutdatedError if the server no longer has the events after `version`.
+        The first item is no event but an empty object, which is yielded when the server has accepted the watch. Raises
+        what `get` raises, and OutdatedError if the server no longer has the events after `version`.
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
         session, what = self._credentials.session(), f"watch {path}"
         connection = _Connection(session)
         try:
             connection.connect()
-            # Keep the socket for settimeout: http.client removes it from the connection at once if the answer says
-            # `Connection: close`.
+            # Keep the socket here for `settimeout` below: if the answer says `Connection: close`, http.client removes
+            # the socket from the connection as soon as it has read the answer's headers.
             connected = connection.sock
             response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:
@@ -129,7 +131,10 @@ class ApiClient:
 
 
 class _Connection(http.client.HTTPSConnection):
-    """A connection that verifies the server's name from the kubeconfig, and notices a peer that no longer answers."""
+    """A connection that notices a peer that no longer answers.
+
+    The server's certificate must have the name that the kubeconfig gives the server.
+    """
 
     def __init__(self, session: Session) -> None:
         kubeconfig = session.kubeconfig

@@ -1,6 +1,7 @@
 """Keeps the record of prepared claims in a file.
 
-It is written before the kubelet gets its answer, so that a claim is still known after a crash of this process.
+The file is written before the kubelet gets the answer to its request. So if this process crashes, the next one still
+knows every claim that the kubelet considers prepared.
 """
 
 import fcntl
@@ -32,10 +33,10 @@ Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
 
 
 class Checkpoint:
-    """The file with the prepared claims. Only one process can have it open."""
+    """The file with the prepared claims. Only one process at a time can use it."""
 
     def __init__(self, system: System, kubelet: str) -> None:
-        """`kubelet` is the kubelet's root directory. Raises AgentError, as when another process has the file open."""
+        """`kubelet` is the kubelet's root directory. Raises AgentError, also if another process uses the file."""
         self._system, self._kubelet = system, kubelet
         self._durable = threading.Event()
         self._durable.set()
@@ -59,7 +60,11 @@ class Checkpoint:
         os.close(self._lock)
 
     def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-        """Return the prepared claims: those in the kubelet's record if the file is unusable, none if both are."""
+        """Return the prepared claims.
+
+        If the file is missing or unusable, return the claims in the kubelet's own record. If that record is unusable
+        too, return none.
+        """
         try:
             return parse_checkpoint(self._system.read(CHECKPOINT, SIZE_LIMIT))
         except FileNotFoundError:
@@ -69,8 +74,8 @@ class Checkpoint:
         try:
             claims = prepared_claims(read_record(self._system, self._kubelet))
         except (DocumentError, OSError) as error:
-            # An empty record is safe: the scheduler does not allocate a device twice. The record is only a second
-            # guard.
+            # It is safe to start without any claim. The scheduler does not allocate a device twice; this file is only a
+            # second guard against that.
             log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
             return {}
         if claims:
@@ -80,8 +85,8 @@ class Checkpoint:
     def save(self, claims: Prepared) -> None:
         """Replace the file without waiting for the disk. Raises OSError.
 
-        The file survives a crash of this process. It need not be durable right away, because a crash of the kernel ends
-        all pods anyway; the next call of `sync` makes it durable.
+        If this process crashes, the file has the new content. If the kernel crashes, the new content may be lost, but
+        then no pod is left running. The next call of `sync` makes the file durable.
         """
         self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
         self._durable.clear()
@@ -90,8 +95,9 @@ class Checkpoint:
         """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
         if self._durable.is_set():
             return
-        # Set before the sync: a `save` in another thread meanwhile clears it again. After an error it stays set,
-        # because a later fsync(2) of the same data may succeed without writing them. The next `save` writes a new file.
+        # The flag is set before the sync, because another thread may clear it during the sync, by `save`. If the sync
+        # fails, the flag stays set: another fsync(2) of the same data could succeed without writing them, so a second
+        # try would prove nothing. The next `save` writes a new file, and clears the flag.
         self._durable.set()
         try:
             self._system.sync(CHECKPOINT)

@@ -1,8 +1,8 @@
 """Prepares claims: returns the devices that the scheduler allocated to a claim, and checks that they may be used.
 
-The scheduler allocates devices. This module is a second guard: only devices that are granted and in a verified CDI
-specification are handed out, and a device of one claim goes to another claim only after the kubelet has unprepared the
-first claim, or if the first claim is gone.
+The scheduler allocates devices. This module is a second guard, and checks two things. It hands out only devices that
+are granted and in a verified CDI specification. And if two claims may not have a device at the same time, the second
+claim gets it only after the kubelet has unprepared the first claim, or if the first claim is gone.
 """
 
 import logging
@@ -56,15 +56,15 @@ class NodeClaims:
     @property
     def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
         """The prepared claims with their devices."""
-        # Each change makes a new dictionary, so this need not wait for the lock, which `prepare` may hold while it asks
-        # the API server.
+        # Each change makes a new dictionary, so no lock is needed to read it. That matters, because `prepare` may hold
+        # the lock while it waits for the API server.
         return dict(self._prepared)
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
         """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
         allocated = allocated_devices(claim, self._fetch(claim), self._node)
         with self._lock:
-            # Read after the claim: a device that was withdrawn meanwhile must not be handed out.
+            # Read the devices only now: a device that was withdrawn while the claim was fetched must not be handed out.
             available = self._devices()
             prepared = tuple(_prepared_device(claim, each, available) for each in allocated)
             for other in self._holders(claim, prepared):
@@ -82,7 +82,7 @@ class NodeClaims:
                 log.info("claim %s is unprepared: its devices are free", claim)
 
     def _save(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
-        """Record what is prepared, first on disk."""
+        """Record what is prepared: first on disk, then in memory."""
         self._checkpoint.save(prepared)
         self._prepared = prepared
 
@@ -91,9 +91,10 @@ class NodeClaims:
         return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
 
     def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Forget another claim with a wanted device if that claim is gone, or note that it only monitors the device.
+        """Make sure that another claim, which is recorded with a wanted device, does not keep `claim` from having it.
 
-        Raises AgentError if the other claim still has the device, or if that is unknown.
+        If the other claim is gone, forget it. If it only monitors the device (adminAccess), note that, and both may
+        have the device. Raises AgentError if the other claim still has the device, or if that is unknown.
         """
         device = _conflicting_device(self._prepared[other], wanted)
         try:
@@ -119,9 +120,10 @@ class NodeClaims:
         self._save({each: devices for each, devices in self._prepared.items() if each != other})
 
     def _with_admin_access(self, other: ClaimReference) -> tuple[PreparedDevice, ...]:
-        """Return another claim's devices, each with adminAccess if the API server says so.
+        """Return another claim's devices, marked as `admin` if the API server says that they have adminAccess.
 
-        If this driver's own record was lost, its claims are from the kubelet's record, which has no adminAccess.
+        The mark can be missing: if this driver's own record was lost, the claims were taken from the kubelet's record,
+        which does not say which devices have adminAccess.
         """
         held = self._prepared[other]
         try:
@@ -166,7 +168,7 @@ def _conflict(old: PreparedDevice, new: PreparedDevice) -> bool:
     if old.admin or new.admin:
         return False
     if old.device == new.device:
-        # Claims may have different shares of a device that can be allocated several times.
+        # Two claims may have the same device if each has a share of its own.
         return not (old.share and new.share and old.share != new.share)
     # A GPU and its partition are the same hardware.
     return old.device.startswith(new.device + PARTITION_INFIX) or new.device.startswith(old.device + PARTITION_INFIX)

@@ -45,7 +45,8 @@ class Credentials:
                 self._session = None
                 if self._kubeconfig is None or seen[self._path] != self._seen.get(self._path):
                     self._kubeconfig = self._read(self._path)
-                # Identified before they are read: if a file changes meanwhile, the next call reads it again.
+                # The files' identities are taken before the files are read: if a file changes in between, the next call
+                # reads it again.
                 self._seen = {**self._identities(self._kubeconfig.files), self._path: seen[self._path]}
                 self._session = self._make(self._kubeconfig)
             return self._session
@@ -82,7 +83,10 @@ class Credentials:
         return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
 
     def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
-        """Load certificate and key from files in memory: OpenSSL reads only files, and could block on other files."""
+        """Load certificate and key by way of files in memory.
+
+        OpenSSL takes them only from files, and could block while it reads the original files.
+        """
         descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
         try:
             for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):
@@ -94,7 +98,10 @@ class Credentials:
                 os.close(descriptor)
 
     def _token(self, material: Material) -> str:
-        """Return the token; empty without one. Raises UnicodeDecodeError, or AgentError, which omits the token."""
+        """Return the token; empty if there is none.
+
+        Raises UnicodeDecodeError, or an AgentError that does not quote the token.
+        """
         token = self._content(material).decode("ascii").strip() if material else ""
         # http.client refuses headers with line breaks, and its error would quote the token.
         if " " in token or not token.isprintable():

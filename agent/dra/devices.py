@@ -72,8 +72,8 @@ def make_devices(
 ) -> dict[str, Device]:
     """Return the devices by name. `states` is by PCI address.
 
-    Of a GPU with partitions, only the partitions are devices: a claim for the whole GPU would get what other claims
-    have.
+    If a GPU has partitions, only the partitions become devices, and the whole GPU does not: a claim for the whole GPU
+    would also get the partitions that other claims have.
     """
     devices = {}
     for vendor in vendors:
@@ -108,7 +108,7 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
         attributes=attributes,
         capacity=facts.capacity,
         taints=_taints(state),
-        # Without a known capacity, there would be no limit to the number of claims.
+        # If the capacity is unknown, the GPU is not shared, because nothing would limit the number of its claims.
         shared=state is not None and state.shared and not source.partition and bool(facts.capacity),
         health=_health(state),
         health_message=state.message if state is not None and state.state is not GpuState.HEALTHY else "",
@@ -118,7 +118,7 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
 def _taints(state: GpuStatus | None) -> tuple[Taint, ...]:
     """Return the taint that keeps new pods from a GPU; none if the GPU is healthy, or its state is unknown.
 
-    The effect is NoSchedule by default.
+    If the state names no effect, the taint's effect is NoSchedule.
     """
     if state is None or state.state is GpuState.HEALTHY:
         return ()
@@ -132,5 +132,5 @@ def _health(state: GpuStatus | None) -> Health:
         case GpuState.UNHEALTHY | GpuState.LOST:
             return Health.UNHEALTHY
         case _:
-            # A GPU that is being detached works until it is gone.
+            # HEALTHY or DRAINING: a GPU that is being detached works until it is gone.
             return Health.HEALTHY

@@ -1,8 +1,9 @@
 """Evicts the pods that Kubernetes itself does not evict from GPUs that are being detached.
 
-Kubernetes evicts pods that got a tainted (NoExecute) device through a claim (pkg/controller/devicetainteviction). In
-1.36 it leaves out pods that requested the device as an extended resource, for which the scheduler made the claim
-(kubernetes/kubernetes#141290). A kubelet's identity may evict the pods of its own node (admitPodEviction in
+When a device gets a taint with the effect NoExecute, Kubernetes evicts the pods that got the device through a claim
+(pkg/controller/devicetainteviction). But a pod may also have requested the device as an extended resource. The
+scheduler then makes the claim, and Kubernetes 1.36 does not evict the pod (kubernetes/kubernetes#141290), so this
+module does. A kubelet's identity may evict the pods of its own node (admitPodEviction in
 plugin/pkg/admission/noderestriction). An eviction respects disruption budgets and grace periods.
 """
 
@@ -40,14 +41,15 @@ class Pod:
 
 
 class Evictions:
-    """Evicts pods. Each attempt covers those whose claims the kubelet has not given back yet."""
+    """Evicts pods. Each call of `make` is one attempt, for all pods whose claims the kubelet has not given back yet."""
 
     def __init__(self, fetch: Fetch, send: Send) -> None:
         """`fetch` returns a claim as the API server has it, or raises AgentError."""
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
         self._unanswered: ClaimReference | None = None
-        """The claim at which the last attempt ended. The next one begins after it, and has it last."""
+        """The claim at which the last attempt ended, because the API server did not answer; None if every request was
+        answered. The next attempt begins with the claim that follows this one, and comes to this one last."""
 
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
@@ -65,7 +67,7 @@ class Evictions:
         ]
         first = held.index(self._unanswered) + 1 if self._unanswered in held else 0
         pods: set[Pod] = set()
-        # The error is logged already.
+        # If the API server does not answer, an ApiError ends the attempt. It has been logged already.
         with contextlib.suppress(ApiError):
             for claim in (*held[first:], *held[:first]):
                 self._unanswered = claim

@@ -24,7 +24,7 @@ class _Job:
         """Whether the client no longer waits for responses."""
         self.ready = threading.Event()
         """Set when the latest response has been sent, or when the client no longer waits. A call with several responses
-        waits for it before it makes the next one."""
+        waits for this event before it makes the next response."""
 
 
 class Calls:
@@ -52,7 +52,8 @@ class Calls:
         """Run a call whose request is complete. Raises RpcError if it cannot."""
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
-        # A thread may outlive its call, so busy threads are counted, not calls.
+        # If the client no longer waits for a call, the call has ended, but its thread may still be busy. So busy
+        # threads are counted, not calls.
         if not self._unused.acquire(blocking=False):
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
         job = self._jobs[connection, stream] = _Job(isinstance(method, Unary))
@@ -110,7 +111,8 @@ class Calls:
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
             # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
-            # first: otherwise, there could be more than `limit` threads.
+            # first: if `_unused` came first, the next call could start a new thread although this one is about to be
+            # idle, and there could be more than `limit` threads.
             self._idle.release()
             self._unused.release()
 

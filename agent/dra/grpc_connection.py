@@ -41,8 +41,8 @@ from agent.dra.grpc_wire import (
 RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
 
 INCOMPLETE_LIMIT = 2 << 20
-"""Bytes that may arrive without completing a frame or headers. h2 checks a frame's length only when the frame is
-complete."""
+"""Bytes that may arrive without completing a frame or headers. h2 would keep any number of them, because it checks a
+frame's length only when the frame is complete."""
 
 
 class ConnectionLostError(Exception):
@@ -50,7 +50,7 @@ class ConnectionLostError(Exception):
 
 
 class _Http2(H2Connection):
-    """h2's connection with lower limits on memory. One kubelet uses a connection for as long as that kubelet runs."""
+    """h2's connection with lower limits on memory. A kubelet may use one connection, with many calls, for months."""
 
     DEFAULT_MAX_HEADER_LIST_SIZE = 1 << 14
     MAX_CLOSED_STREAMS = 1 << 10
@@ -119,7 +119,7 @@ class Connection:
                 self._handle(event, now)
         except ConnectionLostError:
             raise
-        # Every exception, not only h2's ProtocolError: a bug must end only this connection.
+        # Catch every exception, not only h2's ProtocolError: a bug must end only this connection.
         except Exception as error:
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
 
@@ -189,7 +189,7 @@ class Connection:
             case ConnectionTerminated():
                 raise ConnectionLostError("the client has ended the connection")
             case _:
-                # Such as acknowledged pings and settings, and priorities.
+                # Other events need no action: for example, acknowledged pings and settings, and priorities.
                 pass
 
     def _open(self, event: RequestReceived, now: float) -> None:
@@ -260,7 +260,7 @@ class Connection:
     def _send_end(self, stream: int, call: Call, headers: Headers) -> None:
         """Send the headers that end a response."""
         self._drop_call(stream)
-        # The client may already have reset the stream: one read may contain a request and its reset.
+        # The ProtocolError: the client may already have reset the stream, as one read may have a request and its reset.
         with contextlib.suppress(ProtocolError):
             self._http2.send_headers(stream, headers, end_stream=True)
             if not call.complete:

@@ -59,7 +59,8 @@ class _Peer:
         self.stream, self.connection = stream, connection
         self.unsent = bytearray()
         self.connected = self.progress = now
-        """When the client connected, and when it last read something or had nothing to read, by time.monotonic()."""
+        """Times by time.monotonic(). `connected`: when the client connected. `progress`: when the client last read
+        something, or when there was last nothing for it to read."""
 
 
 class Server:
@@ -135,7 +136,8 @@ class Server:
             connection.refuse(Code.UNAVAILABLE, "the server is stopping")
             self._run_guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
             with contextlib.suppress(OSError):
-                # Only for writing: a client that writes into a closed socket loses what it has not read yet.
+                # Do not close the socket yet, only end writing: a client that writes into a closed socket loses what it
+                # has not read yet.
                 peer.stream.shutdown(socket.SHUT_WR)
         end = time.monotonic() + LINGER
         while self._peers and time.monotonic() < end:
@@ -175,7 +177,8 @@ class Server:
         try:
             stream = self._listener.socket.accept()[0]
         except OSError as error:
-            # The connection still waits, so the next try comes at once.
+            # The connection still waits to be accepted, so the selector reports it again at once. The pause below keeps
+            # this from becoming a busy loop.
             if str(error) != self._not_accepted:
                 log.warning("cannot accept a connection: %s", error)
             self._not_accepted = str(error)
@@ -212,7 +215,7 @@ class Server:
         try:
             data = peer.stream.recv(READ)
         except BlockingIOError:
-            # The socket is ready only for writing.
+            # The selector reported the socket because it is ready for writing; there is nothing to read.
             return
         if not data:
             raise ConnectionLostError("the client has hung up")
@@ -255,6 +258,7 @@ class Server:
         self._wake()
 
     def _wake(self) -> None:
-        # If the buffer is full, the server's thread is about to wake up anyway; if it is closed, the server has ended.
+        # Both errors are harmless. If the socket's buffer is full, the server's thread is about to wake up anyway. If
+        # the socket is closed, the server has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")

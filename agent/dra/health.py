@@ -1,8 +1,8 @@
-"""Reports the devices' health to the kubelet, which puts it into the status of the pods that have a device.
+"""Reports each device's health to the kubelet, which puts it into the status of the pods that have the device.
 
-The kubelet forgets a device's health if no response has repeated it for TIMEOUT seconds. When the stream ends, as at a
-restart of agent.dra, the kubelet forgets the health of all devices; it opens another stream 5 seconds later, and gets
-the health again (pkg/kubelet/cm/dra of k8s.io/kubernetes).
+The kubelet forgets a device's health if no response has repeated it for TIMEOUT seconds. When the stream ends, for
+example because agent.dra restarts, the kubelet forgets the health of all devices. 5 seconds later, it opens another
+stream, and gets the health again (pkg/kubelet/cm/dra of k8s.io/kubernetes).
 """
 
 import threading
@@ -60,5 +60,5 @@ class HealthService:
                 if self._stopped:
                     return
                 devices, seen = self._devices, self._edition
-            # Sent even if it is empty, because that shows whether the client still listens.
+            # A response without devices is sent too, because sending shows whether the client still listens.
             yield encode_health(devices or (), int(time.time()), TIMEOUT)

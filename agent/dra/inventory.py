@@ -1,4 +1,8 @@
-"""Keeps the devices that this node can offer: reads the documents of both halves again when they have changed."""
+"""Keeps the devices that this node can offer, as the documents of both halves and the vendors' tools describe them.
+
+The machine half's document lists the allocatable devices, and the host half's has the GPUs' states. Both are read again
+when they have changed.
+"""
 
 import logging
 import math
@@ -26,8 +30,8 @@ GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 RETRY = 60.0
 """Seconds after which a vendor's tool that has failed is run again."""
 REFRESH = 3600.0
-"""Seconds after which a vendor's tool is run again although it has said everything: ECC changes a GPU's memory, and an
-optional attribute may have been missing in the last answer."""
+"""Seconds after which a vendor's tool is run again although its last answer was complete: turning ECC on or off changes
+a GPU's memory, and even a complete answer may lack an optional attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,11 @@ class Documents:
     vendors: tuple[AllocatableVendor, ...] = ()
     states: Mapping[str, GpuStatus] | None = None
     problems: Mapping[str, str] | None = None
-    """Why a document cannot be used, by its path. Its earlier content stays in use."""
+    """By path, why a document cannot be used. The earlier content of that document stays in use."""
 
 
 class Inventory:
-    """The node's devices. Threads may share it: claims are checked against the same documents as the slices."""
+    """The node's devices. Threads may share it: claims are checked with the same documents as slices are made from."""
 
     def __init__(self, system: System) -> None:
         self._system = system
@@ -54,12 +58,12 @@ class Inventory:
         self._asked: dict[str, float] = {}
         """By vendor, when the tool was last run, by time.monotonic()."""
         self._asked_for_all: dict[str, float] = {}
-        """The same for the last run for all devices, not only for those about which something was unknown."""
+        """By vendor, when the tool was last run for all devices, and not only for those with incomplete facts."""
         self._failed: dict[str, str] = {}
         """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
         self._edition = self._known_edition = 0
-        """How often the documents have changed, now and when `refresh` was last called."""
+        """How often the documents have changed until now, and how often they had when `refresh` was last called."""
 
     def refresh(self) -> bool:
         """Read the documents again, and return whether they have changed since the last call."""
@@ -95,7 +99,10 @@ class Inventory:
         return (*(self._documents.problems or {}).values(), *self._failed.values())
 
     def read_facts(self) -> None:
-        """Run the vendors' tools if facts are unknown or may be outdated. A tool may take FACTS_LIMIT seconds."""
+        """Run the vendors' tools if facts are unknown or may be outdated.
+
+        This may take FACTS_LIMIT seconds (agent.vendors.dra_vendor) for each vendor.
+        """
         with self._lock:
             vendors = self._documents.vendors
         for each in (vendor for vendor in vendors if vendor.devices):
@@ -105,20 +112,20 @@ class Inventory:
     def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
         """Return the vendor's devices whose facts are unknown or may be outdated.
 
-        While a GPU is dead, the tool may have to run once for each device, so it runs only for those that lack
-        something.
+        While a GPU is dead, the tool may have to run once for each device that is returned. So before REFRESH seconds
+        have passed, only devices with missing or incomplete facts are returned.
         """
         now, known = time.monotonic(), [self._facts.get((each, listed.driver_version)) for each in listed.devices]
         if now - self._asked_for_all.get(listed.vendor, -math.inf) >= REFRESH:
             return listed.devices
-        # A new device is read at once.
+        # None in `known` is a new device: do not wait RETRY seconds for its facts.
         if None in known or now - self._asked[listed.vendor] >= RETRY:
             found = zip(listed.devices, known, strict=True)
             return tuple(device for device, facts in found if facts is None or not facts.complete)
         return ()
 
     def _ask(self, listed: AllocatableVendor, devices: tuple[AllocatableDevice, ...]) -> None:
-        """Run one vendor's tool, and keep what it says about these of the vendor's devices."""
+        """Run one vendor's tool for `devices`, and keep what it says about them. `listed` has all of its devices."""
         vendor = dra_vendor(listed.vendor)
         new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
         why = ""
@@ -205,7 +212,8 @@ class Inventory:
             problems[path] = f"{path}: {error}"
         except OSError as error:
             problems[path] = f"{path}: cannot be read: {error.strerror}"
-            # Read it again soon, even if it does not change: there may be no memory or file descriptor left just now.
+            # The next call reads the document again, even if it has not changed: the cause may pass, for example if
+            # there is no memory or file descriptor left just now.
             self._seen[path] = None
         return None
 
@@ -217,6 +225,6 @@ class Inventory:
 
 
 def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:
-    """Return all that is known of a device. Facts from earlier attempts stay if the last one did not find them."""
+    """Return all that is known of a device. A fact from an earlier attempt stays if the new attempt did not find it."""
     complete = before.complete or new.complete
     return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, complete)

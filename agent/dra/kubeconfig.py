@@ -22,14 +22,15 @@ KUBECTL_LIMIT = 15.0
 """Seconds for kubectl, which only reads the file."""
 HTTPS_PORT = 443
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
-"""What JSON can have, but no name of a file or server: a null character, or half a surrogate pair."""
+"""Characters that a text in JSON can have, but the name of a file or server cannot: a null character, or half a
+surrogate pair."""
 NOT_SUPPORTED = {
     "exec": "a program that provides credentials",
     "auth-provider": "an authentication provider",
     "username": "a password",
     "as": "impersonation",
 }
-"""Keys of a user that the agent does not support, with their meanings."""
+"""Keys of a kubeconfig's `user` that the agent does not support, with their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     try:
         parts = urllib.parse.urlsplit(server)
         host, port = parts.hostname or "", parts.port or HTTPS_PORT
-        # A connection and a request encode them like this.
+        # Later, a connection encodes the host like this, and a request the path. A failure must show here.
         host.encode("idna")
         parts.path.encode("ascii")
     except ValueError:
@@ -168,6 +169,6 @@ def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Ma
 
 
 def _token(where: str, user: dict[str, Any], directory: str) -> Material:
-    """Return the token. Here the file takes precedence over inline data, because the token in it is renewed."""
+    """Return the token. Here the file takes precedence over inline data, because the token in the file is renewed."""
     path = _text(where, user, "tokenFile")
     return Material(posixpath.join(directory, path)) if path else Material(data=_text(where, user, "token").encode())

@@ -1,4 +1,4 @@
-"""Reads the kubelet's own record of claims: those of its pods, and those that it has not unprepared yet.
+"""Reads the kubelet's own record of claims: the claims of its pods, and claims that it has not unprepared yet.
 
 The format is internal to the kubelet (pkg/kubelet/cm/dra/state of k8s.io/kubernetes,
 checkpoint.dra.kubelet.k8s.io/v1), so the record is used only where nothing else has the answer. The kubelet writes it

@@ -46,9 +46,10 @@ class PreparedDevice:
     cdi_names: tuple[str, ...]
     """Qualified names, which the container runtime looks up in the CDI specifications."""
     share: str = ""
-    """The share's uid, if the device can be allocated several times; empty otherwise."""
+    """If several claims may share the device, the uid of this claim's share; empty otherwise."""
     admin: bool = False
-    """Whether the claim has adminAccess: it only monitors the device, which other claims may have at the same time.
+    """Whether the claim has adminAccess to the device: the claim only monitors it, and other claims may have it at the
+    same time.
 
     Not sent to the kubelet."""
 
@@ -109,7 +110,10 @@ def _claim(data: bytes) -> ClaimReference:
 
 
 def encode_prepared(results: Mapping[str, tuple[PreparedDevice, ...] | str]) -> bytes:
-    """Return a NodePrepareResourcesResponse. `results` has each claim's devices, or why it was not prepared, by uid."""
+    """Return a NodePrepareResourcesResponse.
+
+    `results` has, by the claim's uid, the claim's devices, or a text that says why the claim was not prepared.
+    """
     return b"".join(encode_entry(1, uid, _prepared(result)) for uid, result in results.items())
 
 
@@ -132,7 +136,7 @@ def _device(device: PreparedDevice) -> bytes:
 def encode_unprepared(results: Mapping[str, str]) -> bytes:
     """Return a NodeUnprepareResourcesResponse.
 
-    `results` has, by uid, why the claim could not be unprepared; empty if it was.
+    `results` has, by the claim's uid, a text that says why the claim could not be unprepared; empty if that succeeded.
     """
     return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
 
@@ -156,7 +160,10 @@ def _health(device: DeviceHealth, now: int, timeout: int) -> bytes:
 
 
 def shortened(message: str) -> str:
-    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message. The kubelet might cut it in the middle of a character."""
+    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message.
+
+    The kubelet might cut a longer message in the middle of a character.
+    """
     raw = message.encode(errors="replace")
     if len(raw) <= HEALTH_MESSAGE_LIMIT:
         return message

@@ -30,7 +30,8 @@ class Result:
     offers: tuple[VendorOffer, ...] = ()
     published: Published = field(default_factory=Published)
     error: AgentError | None = None
-    """Why the pass failed; the offers are then those of the pass before. None if it did not."""
+    """Why the pass failed; None if it did not. If it failed, `offers` and `published` are those of the last pass that
+    did not fail."""
 
     @property
     def reason(self) -> str:
@@ -61,7 +62,8 @@ class Offer:
             self._inventory.read_facts()
             node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
             blocked = _blocked(node)
-            # Set before anything is published, because claims are prepared in the meantime.
+            # Do this before `publish`: while it runs, other threads prepare claims, which may get only the devices of
+            # these vendors.
             self._inventory.allow({each.name for each in DRA_VENDORS} - blocked.keys())
             devices = self._inventory.devices()
             published = self._publisher.publish(_node(self._node, node), tuple(devices.values()))

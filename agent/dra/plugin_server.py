@@ -40,7 +40,7 @@ class DriverPlugin:
         endpoint = f"{kubelet_root}/plugins/{driver}/dra.sock"
         self._claims, self._health = claims, health
         self._registration = Registration(driver, endpoint)
-        # Serve the endpoint first: the kubelet connects to it right after registration.
+        # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
         self._sockets = (
             (endpoint, self._methods | health.methods),
             (f"{kubelet_root}/plugins_registry/{driver}-reg.sock", self._registration.methods),
@@ -60,10 +60,10 @@ class DriverPlugin:
         return RegistrationStatus(status.registered and connected, status.error)
 
     def keep_serving(self) -> None:
-        """Start both servers again if a socket was removed, as by `kubeadm reset`, or a server has failed.
+        """Start both servers again if a server has failed or a socket was removed, for example by `kubeadm reset`.
 
-        Raises AgentError. The process must then be restarted: if a directory of the kubelet was removed, the unit's
-        sandbox still has the old directory, and cannot write to the new one.
+        Raises AgentError if they cannot start. The process must then be restarted: if a directory of the kubelet was
+        removed and made again, the unit's sandbox still has the removed directory, and cannot write to the new one.
         """
         if len(self._servers) == len(self._sockets) and all(server.healthy for server in self._servers):
             return

@@ -44,7 +44,7 @@ class Published:
     withheld: tuple[str, ...] = ()
     """Devices that are not offered: they need a taint, and the API server does not keep taints."""
     written: bool = False
-    """Whether anything had to be written."""
+    """Whether slices had to be written in this pass."""
 
 
 class Publisher:
@@ -55,26 +55,31 @@ class Publisher:
         self._stored: dict[str, tuple[Object, Object]] = {}
         self._keeps_taints = True
         self._checked = 0.0
-        """When the API server was last seen to drop taints, by time.monotonic()."""
+        """When the API server last dropped a taint, or was last checked for that, by time.monotonic()."""
         self._newest = 0
         self._suffix = ""
         """The end of new slices' names; empty until a name proves to be taken, perhaps by another node."""
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Make the slices offer these devices. Raises AgentError; ConflictError if somebody else keeps writing them."""
+        """Make the slices offer these devices.
+
+        Raises AgentError, such as ConflictError if somebody else keeps writing the slices.
+        """
         tainted = [each for each in devices if each.taints]
         if tainted and not self._keeps_taints and time.monotonic() - self._checked >= TAINTS_CHECK:
             self._check_taints(node, tainted[0])
         published = self._publish_with_retries(node, devices)
         if self._keeps_taints or not published.written:
             return published
-        # The answers show that the server drops taints, so claims would get failed GPUs. Withhold these GPUs.
+        # The answers to the writes have shown that the server drops taints, so claims could get failed GPUs now.
+        # Publish again, which withholds these GPUs.
         return self._publish_with_retries(node, devices)
 
     def _check_taints(self, node: Node, device: Device) -> None:
         """Find out by a dry run whether the API server keeps a device's taints now.
 
-        If a real slice lost its taints, claims could get the failed GPU until the slice is corrected.
+        A real slice is no way to find out: if it lost its taints, claims could get the failed GPU until the slice is
+        corrected.
         """
         (item,) = make_slices(node, [device], self._newest)
         item["metadata"]["generateName"] = f"{item['metadata'].pop('name')}-"
@@ -95,8 +100,8 @@ class Publisher:
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:
         offered = [each for each in devices if self._keeps_taints or not each.taints]
         existing = own_slices(self._client.get(COLLECTION, fieldSelector=SELECTOR.format(node.name)), node.name)
-        # If all slices were deleted, consumers may still have those of the last generation in their caches, so the next
-        # generation is counted from that one.
+        # If somebody has deleted all slices, consumers may still have the deleted ones in their caches. New slices need
+        # a higher generation than those, so the next generation follows the newest one that this process has written.
         newest = max(self._newest, *map(generation, existing)) if existing else self._newest
         wanted = make_slices(node, offered, newest, existing, self._suffix)
         current = is_current(wanted, existing, self._stored)
@@ -131,8 +136,9 @@ class Publisher:
     def _create(self, item: Object) -> Object:
         """Create a slice. If its name is taken, raise ConflictError; the next attempt uses another name.
 
-        A node can list, and so replace, only its own slices. But NodeRestriction lets a node create its slices under
-        any name. If there were no other name to use, one node could keep another one from offering its GPUs.
+        A node can list, and so replace, only its own slices, but NodeRestriction lets it create them under any name. So
+        another node may have a slice with the name that this node needs. If this node used no other name, the other
+        node could keep it from offering its GPUs.
         """
         try:
             return self._client.request("POST", COLLECTION, item)

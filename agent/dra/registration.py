@@ -1,8 +1,8 @@
 """Registers the driver with the kubelet, which finds a socket, calls it, and reports whether it accepts the driver.
 
-The kubelet watches a directory for sockets (pkg/kubelet/pluginmanager of k8s.io/kubernetes), and calls GetInfo within a
-second after it sees one. If that fails, it tries again, with growing pauses, as long as the socket exists. When the
-socket is removed, the kubelet forgets the driver.
+The kubelet watches a directory for sockets (pkg/kubelet/pluginmanager of k8s.io/kubernetes). Within a second after it
+sees a new socket, it calls GetInfo there. If the call fails, the kubelet tries again, with growing pauses, as long as
+the socket exists. When the socket is removed, the kubelet forgets the driver.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The service: publishes the node's slices, prepares the kubelet's claims, and reports the devices' health.
 
-One thread makes passes: when the documents of either half, or the objects at the API server, have changed, and once a
-minute. Other threads serve the kubelet.
+One thread makes passes: when a document of either half has changed, when the slices or the Node at the API server have
+changed, and once a minute. Other threads serve the kubelet.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from agent.system.kubelet_identity import Identity, find_identity
 log = logging.getLogger(__name__)
 
 POLL = 0.2
-"""Seconds between checks whether the documents have changed. They are two small files, so a check is cheap."""
+"""Seconds between checks whether the documents of both halves have changed. A check is cheap: these are two files."""
 GAP = 0.1
 """Minimum seconds between passes, however many changes the API server reports."""
 RESYNC = 60.0
@@ -48,7 +48,7 @@ IDENTITY_CHECK = 30.0
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
 SETUP = "unbounded-agent-gpu.service"
-"""The unit that reports the status to the host, once a minute."""
+"""The machine half's unit. It passes this service's status on to the host, once a minute."""
 SETUP_AGAIN = "unbounded-agent-gpu-again.service"
 """The unit that starts SETUP once more. It is started when the condition GPUsAdvertised may have changed."""
 NO_KUBELET_PAUSE = 1.0
@@ -209,8 +209,8 @@ class Service:
             return
         self._not_written = ""
         before, self._status, self._written = self._status, status, now
-        # Start SETUP_AGAIN only once a kubelet runs: SETUP runs at boot anyway. The kubelet waits for that run, and
-        # would also wait for a second one.
+        # Start SETUP_AGAIN only if a kubelet runs already. At boot, SETUP runs anyway, and the kubelet waits for that
+        # run. If SETUP_AGAIN were started then, the kubelet would have to wait for a second run too.
         if status.node and _advertised_part(status) != _advertised_part(before):
             try:
                 self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)

@@ -23,7 +23,7 @@ DEVICES_WITH_TAINTS = 64
 TEXT_LIMIT = 64
 """Bytes of an attribute's longest string or version (DeviceAttributeMaxValueLength)."""
 NODE_SHOWN = 180
-"""Characters of the node's name in a slice's name, which has up to 253."""
+"""Most characters of the node's name that a slice's name begins with. A slice's name can have 253 characters."""
 SMALLEST_PART = 1 << 20
 """Bytes of a shared device's capacity that a claim must get at least."""
 BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One request: a POST without `before`, a DELETE without `content`, otherwise a PUT."""
+    """One request: a POST if `before` is None, a DELETE if `content` is None, otherwise a PUT."""
 
     name: str
     content: Object | None
@@ -50,7 +50,11 @@ class Write:
 
 
 def slice_name(node: str, index: int) -> str:
-    """Return a slice's name. It is always the same: a creation repeated after a lost answer makes no second slice."""
+    """Return the name of the node's slice number `index`.
+
+    A number always gives the same name. So if the answer to a creation is lost, repeating the creation makes no second
+    slice.
+    """
     if len(node) > NODE_SHOWN:
         node = f"{node[:NODE_SHOWN].rstrip('-.')}-{sha256(node.encode())[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"
@@ -61,10 +65,11 @@ def make_slices(
 ) -> list[Object]:
     """Return the slices that list the devices; no slice if there is no device.
 
-    They have the names of the existing ones, in that order. Names of further ones end with `suffix`.
+    They take the names of the slices in `existing`, in the same order. If more names are needed, new names are made,
+    which end with `suffix`.
     """
-    # All slices have the same limit, so that only the first taint, and the removal of the last one, move devices to
-    # other slices.
+    # All slices have the same limit. So devices move to other slices only when the first taint appears, and when the
+    # last taint is removed.
     size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
     ordered = sorted(devices, key=lambda each: each.name)
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -122,8 +127,9 @@ def is_current(
 ) -> bool:
     """Return whether the server has the wanted slices, all of one generation. `wanted` has the names of `existing`.
 
-    `stored` has, by name, the content that was last written and the content that the server then stored. These differ:
-    the server adds times, writes quantities in another form, and drops fields that its version does not know.
+    `stored` has, by a slice's name, the content that was last written, and the content that the server stored then. The
+    two may differ: the server adds times, writes quantities in another form, and drops fields that its version does not
+    know.
     """
     if len({generation(each) for each in existing}) > 1 or len(wanted) != len(existing):
         return False

@@ -12,5 +12,5 @@ def start(thread: threading.Thread, work: str) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        # TasksMax= or the memory is used up.
+        # The unit has as many threads as TasksMax= permits, or there is no memory left.
         raise AgentError(f"cannot {work}: {error}", ADVICE) from error

@@ -46,7 +46,8 @@ class ListeningSocket:
             short_path = f"/proc/self/fd/{descriptor}/{name}"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(short_path)
-            # The file gets the socket's mode (unix_bind in the kernel), so that other users can never connect.
+            # The mode is set before `bind`, because the file is made with the mode of the socket (unix_bind in the
+            # kernel). So there is no moment at which other users can connect.
             os.fchmod(self.socket.fileno(), 0o600)
             self.socket.bind(short_path)
             return _identity(short_path)

@@ -17,7 +17,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 """Seconds from the end of one attempt to the next. After each failure, and after each watch that ends before it has
 settled, the pause doubles, up to the longest."""
 SETTLED = 10.0
-"""Seconds after which a watch has settled. Some proxies end each watch at once, others cut it when it is idle."""
+"""Seconds after which a watch has settled. Some proxies end each watch at once, others end a watch that is idle."""
 
 LOGGED_FAILURE = 2
 """How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
@@ -55,7 +55,8 @@ class Watcher(threading.Thread):
                 pause = FIRST_PAUSE
             if failed or not settled:
                 pause = min(2 * pause, LONGEST_PAUSE)
-            # All nodes lose the API server at the same moment. They should not all return at the same moment.
+            # If the API server fails, all nodes lose it at the same moment. They should not all return at the same
+            # moment, so the pause is random.
             self._stopped.wait(pause * random.uniform(0.5, 1.0))
 
     def stop(self) -> None:
@@ -70,8 +71,8 @@ class Watcher(threading.Thread):
         if not isinstance(version, str):
             raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
         for event in self._client.watch(self._path, version, fieldSelector=self._selector):
-            # The first event is empty: the server has accepted the watch. It counts as a change, because the caller may
-            # have read the objects before.
+            # The first event is empty, and says that the server has accepted the watch. It counts as a change, because
+            # the objects may have changed between the caller's last reading and the list above.
             if self._failures >= LOGGED_FAILURE:
                 log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
