@@ -25,16 +25,16 @@ class Observation(NamedTuple):
 class Ages:
     """Remembers when files changed, so that setting the wall clock can hardly distort an age.
 
-    The first age of a file depends on the wall clock alone. If the time of the change later differs from the one that
-    was observed last, the file changed after that observation: its age is at most the time since then, whatever the
-    wall clock says.
+    The first age of a file depends on the wall clock alone. If a later observation finds another time of change than
+    the observation before it, the file has changed between the two observations. Its age is then at most the time since
+    the earlier one, whatever the wall clock says.
 
     CLOCK_MONOTONIC is the same in the host, its machines and all processes. It stops while the host is suspended, as
     the machine half's timer does, so no file looks too old after a suspend.
     """
 
     def __init__(self, observations: Mapping[str, Observation] | None = None) -> None:
-        """Begin with the observations of an earlier process since the host's boot, by path."""
+        """`observations` are those that an earlier process has made since the host's boot, by path."""
         self._observations = dict(observations or {})
         self._ahead = time.time() - time.monotonic()
         """Seconds by which the wall clock is ahead of CLOCK_MONOTONIC.

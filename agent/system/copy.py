@@ -14,8 +14,8 @@ STEP = 64 << 20
 CHUNK = 1 << 20
 """Bytes that are read and written at a time if the kernel cannot copy."""
 KERNEL_CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
-"""Errors of copy_file_range(2) if the files are on two file systems (since Linux 5.19) or the file system cannot copy.
-EPERM comes from a system-call filter."""
+"""Errors of copy_file_range(2) if the kernel cannot copy: the file system cannot, the files are on two file systems
+(which can be an error since Linux 5.19), or a system-call filter forbids the call (EPERM)."""
 
 OPEN_LIMIT = 256
 """Copies that are open at the same time. systemd lets a service open 1024 files, unless it asks for more."""
@@ -94,7 +94,8 @@ def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> No
 def _copy_step(reading: int, writing: int, size: int) -> int:
     """Copy up to `size` bytes, and return how many were copied: 0 only at the end of the file."""
     try:
-        # Some file systems copy nothing and report success (copy_file_range(2), BUGS): 0 does not mean the end.
+        # Some file systems copy nothing and report success (copy_file_range(2), BUGS). So if this call returns 0, the
+        # end of the file need not be reached; `os.read` below finds out.
         if copied := os.copy_file_range(reading, writing, size):
             return copied
     except OSError as error:

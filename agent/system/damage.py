@@ -11,13 +11,13 @@ _counts: Counter[str] = Counter()
 _encounters: Counter[str] = Counter()
 """How often damaged files were read, by path."""
 _known: dict[str, FileIdentity | None] = {}
-"""The damaged files that were counted already, by path. Some stay until there is something new to write."""
+"""The damaged files that were counted already, by path. Some of these files stay until the agent writes new ones."""
 
 
 def count(path: str, system: System) -> bool:
     """Count a discarded file without a log message, because the caller reports it.
 
-    A file that stays is counted once. Return whether this one is counted now.
+    If the file stays, later calls do not count it again. Return whether this call has counted the file.
     """
     place = system.full_path(path)
     try:

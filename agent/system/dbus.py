@@ -60,7 +60,7 @@ class SystemBus:
                 return self._exchange(self._connection, call, deadline)
             except (ConnectionError, _TooLargeError):
                 # The bus has restarted since the last call, or a process has flooded this connection: any user of the
-                # host may send signals to any connection.
+                # host may send signals to any connection. Try again with a new connection.
                 pass
         self._connection = _Connection(self._path, deadline)
         return self._exchange(self._connection, call, deadline)

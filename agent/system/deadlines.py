@@ -20,9 +20,9 @@ SOURCE_READ = 2.0
 SHORTEST = 0.02
 """Seconds that every call gets at least, however many others hang. A healthy driver needs a thousandth of that time."""
 SIGNAL_INTERVAL = 1.0
-"""Seconds after which a waiting main thread checks for signals. Only that thread handles them in Python. But while it
-starts a worker, its signals are blocked (pthread_create): the kernel gives a signal to another thread, and wakes only
-that one."""
+"""Seconds after which a waiting main thread wakes up, in order to handle signals. In Python, only the main thread
+handles them. But while the main thread starts a worker, its signals are blocked (pthread_create). If a signal comes
+then, the kernel gives it to another thread and wakes only that thread, so the main thread would go on waiting."""
 
 
 class _Call(Generic[T]):
@@ -77,10 +77,11 @@ class _Worker:
         while True:
             call = self._calls.get()
             call.run()
-            # Before `call.end()`, which lets the caller continue, so that the caller's next call can use this worker.
+            # `call.end()` lets the caller continue. Before that, this worker is listed as idle, so that the caller's
+            # next call can use it.
             _idle.append(self)
             call.end()
-            # Otherwise, this thread would keep what the call refers to, such as a connection, until its next call.
+            # Without `del`, this thread would keep what the call refers to, such as a connection, until its next call.
             del call
 
 
@@ -119,8 +120,8 @@ def bounded(
 
     Raises OSError (EAGAIN) if no thread can be started.
 
-    If the call has parts, `part` returns the name of the current one, and when it began, by time.monotonic(). Each part
-    gets `seconds`, and one that hangs is recorded by its own name.
+    If the call has parts, `part` returns the name of the part that runs, and when that part began, by time.monotonic().
+    Each part gets `seconds`. If a part hangs, it is recorded by the part's name, not as `what`.
     """
     if what in stuck():
         raise _still_hangs(what)
@@ -157,7 +158,7 @@ def stuck() -> tuple[str, ...]:
 
 
 def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> T:
-    """Return what `call` returns, as `bounded` does. Each call that already hangs halves the time.
+    """Return what `call` returns, as `bounded` does. Each earlier device call that still hangs halves the time.
 
     A broken driver may hang at each of a hundred files. With halving, they all take little more than twice `seconds`.
     """
@@ -173,9 +174,12 @@ def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) 
 
 
 def _shortened(seconds: float, *, is_source: bool) -> float:
-    """Return the time for the next call of this kind: `seconds`, halved for each one that hangs; at least SHORTEST."""
+    """Return the time for the next call of this kind.
+
+    The time is `seconds`, halved for each call of this kind that hangs, but at least SHORTEST.
+    """
+    # If a call ends meanwhile, another thread may remove it from `_overdue`; `get` then returns None.
     calls = [_overdue.get(what) for what in stuck()]
-    # A call may have ended meanwhile.
     hanging = sum(each is not None and each.is_source == is_source for each in calls)
     return max(seconds / float(2**hanging), SHORTEST)
 
@@ -242,7 +246,7 @@ class _Reading:
             self.texts.append(text)
 
     def part(self) -> tuple[str, float]:
-        """Return the name of the file that is being read, or of the last one, and when that began."""
+        """Return the name of the file that is being read, and when that began. After the last file, return its name."""
         return self._files[min(len(self.texts), len(self._files) - 1)][1], self._began
 
 

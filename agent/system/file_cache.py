@@ -21,8 +21,8 @@ from agent.system.rooted import NONEXISTENT, Access
 T = TypeVar("T")
 
 FRESH = 2.0
-"""Seconds after a change in which a second change may leave the same times: a file system's clock ticks every 4 ms on
-ext4, every 2 s on FAT."""
+"""For this many seconds after a change, another change may leave the file with the same times, because a file system's
+clock ticks slowly: every 4 ms on ext4, every 2 s on FAT."""
 
 State = tuple[int, ...]
 Files = dict[Access, State | None]
@@ -41,7 +41,7 @@ class FileCache(Struct):
     """The last result of each observation, by name."""
 
     clock: Callable[[], float] = time.time
-    """The clock of the file systems' times."""
+    """The clock by which file systems set the times of files."""
     limit: float = DEVICE_CALL
     """Seconds for stat(2) of all files: one may be on a network file system."""
     _kept: dict[str, _Kept] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class FileCache(Struct):
 def _state(access: Access, now: float = math.inf) -> State | None:
     """Return what stat(2) says; None if that is unknown, or if the file has changed at about the time `now`.
 
-    A time in the future, as after the clock was set back, is as good as one in the past: the next change of the file
-    replaces it.
+    If the clock was set back, a file may seem to have changed in the future. That time is as good as one in the past:
+    the next change of the file replaces it.
     """
     try:
         found = os.stat(access.path, follow_symlinks=access.follow)

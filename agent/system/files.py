@@ -24,7 +24,7 @@ READ_LIMIT = 1 << 20
 """Bytes of the largest file that is read, unless the caller gives a limit. A limit of 4 MiB would be too large for
 /proc/sys, where the kernel refuses to read that much at once (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
-"""Suffix of the temporary file that replaces a file when it is complete."""
+"""Suffix of a temporary file's name. Content is first written to this file, which then replaces the real file."""
 BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
 
@@ -126,8 +126,8 @@ class System(Rooted):
         Follows no links.
         """
         status = os.lstat(self._at(path, follow=False))
-        # A node with no name left was bound into a machine and then removed on the host, as when a reload of nvidia-drm
-        # creates new DRI nodes. The old node still opens, but the kernel refuses to bind it into a container (ENOENT).
+        # A node without hard links was bound into a machine, and has since been removed on the host, for example by a
+        # reload of nvidia-drm. It still opens, but the kernel refuses to bind it into a container (ENOENT).
         if not stat.S_ISCHR(status.st_mode) or not status.st_nlink:
             return None
         return DeviceNumber(
@@ -270,9 +270,9 @@ class System(Rooted):
     def _replacing(self, path: str) -> Iterator[str]:
         """Yield the path of a temporary file, which replaces the file when the block ends.
 
-        After an error, it is removed instead. It always has the same name, so that leftovers of killed writers do not
-        pile up: each is removed by the next writer. The name begins with a dot, so that programs that read whole
-        directories skip the file. A directory in its place, which somebody else made, is put aside.
+        After an error, the temporary file is removed instead. Its name is always the same, so that leftovers of killed
+        writers do not pile up: the next writer removes them. The name begins with a dot, so that programs that read
+        whole directories skip the file. If somebody made a directory with that name, the directory is put aside.
         """
         try:
             self.remove_temporary(path)
@@ -295,6 +295,6 @@ class System(Rooted):
 
 
 def temporary_path(path: str) -> str:
-    """Return the path of the temporary file that `write` and `link` use. If they are killed, the file stays."""
+    """Return the path of the temporary file that `write` and `link` use. It stays if the process is killed in them."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"

@@ -17,16 +17,16 @@ KILL_MARGIN = 3.0
 """Seconds that a killed program gets to exit."""
 
 if sys.version_info < (3, 11, 6):
-    # Older Pythons, such as Debian 12's, stop all threads until the new process runs its program, which may be on a
-    # disk that does not answer (github.com/python/cpython/issues/104372).
+    # With vfork, older Pythons, such as Debian 12's, stop all threads of this process until the new process runs its
+    # program. The program may be on a disk that does not answer (github.com/python/cpython/issues/104372).
     subprocess._USE_VFORK = False  # type: ignore[misc]  # its documentation says that it may be set
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program, as a Runner does. If Ctrl-C interrupts this, the program is killed.
 
-    If not even SIGKILL ends the program, this raises TimeoutError, as does every call with the same arguments until the
-    program has ended.
+    If not even SIGKILL ends the program, this raises TimeoutError. Until the program has ended, further calls with the
+    same arguments raise TimeoutError too.
     """
     running: list[int] = []
     try:
@@ -66,8 +66,8 @@ def _run(argv: tuple[str, ...], timeout: float, running: list[int]) -> Completed
 def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
     """Start the program, or raise OSError."""
     try:
-        # Without preexec_fn, this is a vfork, except with the Pythons above. A fork would copy the page tables of the
-        # whole service.
+        # Without preexec_fn, Popen uses vfork, except with older Pythons (see _USE_VFORK above). A fork would copy the
+        # page tables of the whole service.
         return subprocess.Popen(
             argv,
             executable=program,

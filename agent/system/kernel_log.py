@@ -39,7 +39,10 @@ class KernelLog:
         return self._descriptor
 
     def read(self) -> tuple[str, ...]:
-        """Return the first line of each record of the kernel. Raises OSError if the log can no longer be read."""
+        """Return the first line of each of the kernel's records since the previous call.
+
+        Raises OSError if the log can no longer be read.
+        """
         texts: list[str] = []
         for _ in range(BURST):
             try:
@@ -56,7 +59,8 @@ class KernelLog:
                 self.behind = False
                 break
             number, text = parse_record(record)
-            # Only while behind: without this limit, an `after` that is wrongly too high would silence the log forever.
+            # Records are skipped by their number only while `behind`. If they always were, an `after` that is wrongly
+            # too high would silence the log forever.
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
@@ -66,7 +70,7 @@ class KernelLog:
 
     @property
     def _skips(self) -> bool:
-        """Whether to skip records: those that the log already had, if `after` is None."""
+        """Whether records are skipped now: if `after` is None, those that the log already had at the start are."""
         return self.behind and self._after is None
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 def mounted(system: System, file_system: str) -> frozenset[str]:
-    """Return the mount points of one type of file system, as the kernel escapes them. Raises OSError."""
+    """Return where file systems of the type `file_system` are mounted, as the kernel escapes paths. Raises OSError."""
     found = set()
     for line in system.lines(MOUNTS):
         # The mount point is followed by optional fields, a hyphen, and the type.

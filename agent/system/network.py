@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from agent.model.network import Link, Network, Route, Rule
 
 if TYPE_CHECKING:
-    # At run time it is imported where it is used: importing it takes as long as all other imports of a command.
+    # At run time, pyroute2 is imported where it is used: importing it takes as long as all other imports of a command.
     from pyroute2 import IPRoute
     from pyroute2.netlink import nlmsg
 

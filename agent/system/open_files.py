@@ -19,7 +19,8 @@ Number = tuple[int, int]
 """Major and minor."""
 
 PROCESS_LIMIT = 2.0
-"""Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
+"""Seconds to search one process. While a process hangs in a driver's page fault, the search of its mappings hangs too,
+because the kernel cannot list them."""
 SHORTEST = 0.05
 """Seconds to search one process at least, however many others hang, unless SEARCH_LIMIT ends first. Most processes need
 a thousandth of that."""
@@ -106,7 +107,10 @@ def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
 
 
 class _Search:
-    """One search of all processes. Mappings are read after all descriptors, because only reading mappings may block."""
+    """One search of all processes.
+
+    The descriptors of all processes are read before the first mappings, because only reading mappings may block.
+    """
 
     def __init__(self, system: System, wanted: Mapping[Number, str], pids: list[int]) -> None:
         self._system, self._wanted, self._pids = system, wanted, pids
@@ -172,7 +176,8 @@ class _Search:
                 if self._search_thread(pid, thread, deadline):
                     return
             except (FileNotFoundError, ProcessLookupError):
-                # The thread has exited, or has no memory: for that, some kernels return ESRCH, others an empty file.
+                # The thread has exited or has no memory. If it has no memory, some kernels return ESRCH, and others an
+                # empty file.
                 continue
 
     def _search_thread(self, pid: int, thread: int, deadline: float) -> bool:

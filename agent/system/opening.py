@@ -46,7 +46,7 @@ def regular(probe: int, path: str) -> io.BufferedReader:
 
 
 def plain(place: str) -> io.BufferedReader:
-    """Open a regular file that only the kernel, the agent or an administrator writes, for reading. Raises OSError."""
+    """Open, for reading, a regular file that only the kernel, the agent or an administrator writes. Raises OSError."""
     probe = open_probe(place)
     try:
         return regular(probe, place)

@@ -16,11 +16,12 @@ ROOT = 0
 def untrusted_component(
     system: System, path: str, *, any_last_owner: bool = False, trusted: Collection[int] = (ROOT,)
 ) -> str:
-    """Return a sentence on the first component of a path that users other than root control; empty if there is none.
+    """Find the first component of a path that is under the control of users other than root.
 
-    Links are followed. The check ends at a missing component, and at a file: `file_fault` checks files. With
-    `any_last_owner`, any user may own the last component, if only root can replace it. `trusted` has the ids of users
-    who count as root. Raises OSError if a component could not be observed.
+    Return a sentence on that component; empty if there is none. Links are followed. The check ends at a missing
+    component, and at a file: `file_fault` checks files. With `any_last_owner`, any user may own the last component, if
+    only root can replace it. `trusted` has the ids of users who count as root. Raises OSError if a component could not
+    be observed.
     """
     writable_by_others = ""
     try:
@@ -93,8 +94,8 @@ class PathTrust:
     def permits(self, directory: str, entry: str = "") -> bool:
         """Return whether only root controls a directory or, if given, `entry`, a path in that directory.
 
-        If not, record the refusal in `refused`: of the whole directory, or only of its links if the directory itself is
-        fine. Raises OSError.
+        If not, record the refusal in `refused`. If only `entry` is at fault, and the directory itself is fine, record
+        only the links in the directory as refused. Raises OSError.
         """
         why = untrusted_component(self._system, entry or directory) if self._checked else ""
         if why:

@@ -22,7 +22,7 @@ programs of `System.run_tool` inherit the settings of proxies. Messages are not 
 
 
 def find_program(name: str) -> str:
-    """Return the path of the program that has this name in ENVIRONMENT's PATH, or of the one at this path.
+    """Return the path of a program. `name` is its path, or a name that is looked for in ENVIRONMENT's PATH.
 
     Raises FileNotFoundError if there is none, and PermissionError if there are only files that must not be executed.
     """
@@ -64,9 +64,9 @@ not even SIGKILL ended it.
 Bus = Callable[[str, str, str, str, tuple[object, ...], float], tuple[object, ...]]
 """Calls a method on the system bus and returns its result, in which a variant is a pair of signature and value.
 
-Takes the service, the object path, interface and member joined by a dot, the signature, the arguments, and the time
-limit in seconds. The method may be called twice if the connection breaks before the answer. Raises BusError; its cause
-is a TimeoutError if there was no answer in time.
+Takes the service, the object path, the method (`INTERFACE.MEMBER`), the signature, the arguments, and the time limit in
+seconds. If the connection breaks before the answer, the method may be called twice. Raises BusError; if there was no
+answer in time, its cause is a TimeoutError.
 """
 
 

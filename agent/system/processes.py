@@ -28,7 +28,7 @@ def _is(system: System, pid: str, name: str) -> bool:
     try:
         if system.attribute(f"/proc/{pid}/comm").rstrip("\n") != name:
             return False
-        # The name may have spaces and parentheses.
+        # The state follows the name, which is in parentheses, and may itself have spaces and parentheses.
         return not system.attribute(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED)
     except OSError:
         # The process has ended since /proc was listed.

@@ -16,7 +16,8 @@ def open_public(place: str) -> BinaryIO:
     probe = opening.open_probe(place, follow=False)
     try:
         mode = os.fstat(probe).st_mode
-        # proc(5): the link has the file's real path. It differs if `place` has links, or the file was moved or removed.
+        # proc(5): the link in /proc has the real path of the file. That path differs from `place` if `place` has links,
+        # or if the file was moved or removed.
         if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
             raise OSError(errno.ELOOP, "a link is in its path, or it was moved or removed", place)
         if stat.S_ISREG(mode) and not mode & stat.S_IROTH:

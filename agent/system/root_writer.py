@@ -20,8 +20,8 @@ SYS_OPENAT2 = 437
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
 ATTEMPTS = 100
-"""How often to try to open a path: with `..` in it or in a link, openat2 fails with EAGAIN while anything on the host
-is renamed or mounted."""
+"""How often to try to open a path. If the path, or a link on it, has a component `..`, openat2 fails with EAGAIN while
+anything on the host is renamed or mounted."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -119,7 +119,10 @@ class RootWriter:
         return descriptor
 
     def _open(self, path: str, flags: int) -> int:
-        """Open a path as a program in the root would. `flags` needs O_PATH or O_DIRECTORY: opening a FIFO may block."""
+        """Open a path as a program in the root would.
+
+        `flags` must have O_PATH or O_DIRECTORY. Without these, opening a FIFO could block.
+        """
         with _Closing(os.open(self._root, DIRECTORY)) as root:
             return _openat2(root, path, flags)
 
@@ -138,7 +141,8 @@ class _Closing:
 
 
 def _openat2(root: int, path: str, flags: int) -> int:
-    # Made relative: if RESOLVE_IN_ROOT were missing by mistake, an absolute path would lead to a file of the host.
+    # The path is made relative: if RESOLVE_IN_ROOT were missing by mistake, an absolute one would lead to a file of the
+    # host.
     relative = path.lstrip("/") or "."
     how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     for _ in range(ATTEMPTS):

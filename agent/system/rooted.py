@@ -78,7 +78,7 @@ class Rooted:
         found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
         if found is None or above is None or stat.S_ISLNK(found.st_mode):
             return False
-        # Only `/` is its own parent.
+        # `/` is always a mount, and is the only directory that is its own parent.
         return found.st_dev != above.st_dev or found.st_ino == above.st_ino
 
     def read_link(self, path: str) -> str | None:
@@ -86,14 +86,17 @@ class Rooted:
         return _link_text(self._at(path, follow=False))
 
     def links(self, path: str) -> dict[str, str | None]:
-        """Return what `read_link` returns for each entry of a directory, by name. Only a link takes a system call."""
+        """Return what `read_link` returns for each entry of a directory, by name.
+
+        Each link takes one system call; other entries take none.
+        """
         with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
             return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
 
     def real_path(self, path: str) -> str:
         """Return the path with its links resolved below the root. Raises OSError if it does not exist.
 
-        Raises OSError (EXDEV) for links of a process in /proc, because they lead to what that process sees.
+        Raises OSError (EXDEV) if a link such as /proc/PID/root is on the path: it leads to what that process sees.
         """
         resolved = self._resolve(path, of_processes=False)
         os.lstat(self._noted(self._below_root(resolved), follow=False))
@@ -125,7 +128,7 @@ class Rooted:
     def birth(self, path: str) -> int:
         """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
 
-        Links are not followed. A rename does not change it. Raises OSError.
+        Links are not followed. A rename does not change that time. Raises OSError.
         """
         # Imported here: few runs need it, and ctypes slows the machine half's start.
         from agent.system.statx import birth

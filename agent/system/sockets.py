@@ -19,7 +19,7 @@ UCRED_SIZE = 12
 
 
 def listening_process(place: str) -> int | None:
-    """Return the id of the process that called listen(2); None if there is none, or if it accepts no connections.
+    """Return the id of the process that listens on a Unix socket; None if there is none, or it accepts no connections.
 
     The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
     follows no link. Raises OSError.

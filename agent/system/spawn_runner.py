@@ -10,7 +10,7 @@ import select
 # The module that collections.abc gets its names from, which is loaded already.
 from _collections_abc import Callable
 
-# The module signal makes enumerations of the signals, and the module enum takes longer to load than this one.
+# Not from the module signal: that module loads the module enum, which takes longer to load than all of this module.
 from _signal import SIGKILL, SIGPIPE, SIGXFSZ  # type: ignore[import-not-found]
 from _thread import allocate_lock
 
@@ -25,7 +25,8 @@ class MachineRunner:
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], tuple[_Process, Callable[[], bool]]] = {}
-        # Steps in threads run programs too. The module threading would take longer to import than this one.
+        # A lock is needed because steps in threads run programs too. It is not from the module threading, which takes
+        # longer to import than this module.
         self._lock = allocate_lock()
 
     def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:

@@ -1,6 +1,8 @@
-"""What only statx(2) tells: device nodes, without a request to a file server or FUSE daemon, and times of birth.
+"""Asks statx(2) for the time when a file was made, which os.stat does not tell, and for a device's numbers.
 
-os.stat of a file on a dead NFS server or FUSE file system never returns, and any process may have such a file open.
+os.stat is not used for a device's numbers, because it asks the NFS server or FUSE daemon that provides a file. If that
+server or daemon is dead, os.stat never returns, and any process may have such a file open. statx(2) can do without
+asking.
 """
 
 import ctypes

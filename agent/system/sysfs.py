@@ -82,7 +82,8 @@ class Sysfs:
             kind = self._number(f"{place}/class")
             if not listed(kind):
                 return None
-            # Read before the vendor: a missing vendor shows that the device was removed; a missing driver does not.
+            # The vendor is read last. If the device is removed meanwhile, the missing vendor shows that. A missing
+            # driver would not: a device need not have a driver.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
             override = "" if driver else self._override(place)
             virtual = self._system.exists(f"{place}/physfn")
@@ -102,7 +103,10 @@ class Sysfs:
         return "" if text == "(null)" else text
 
     def _is_processed(self, name: str) -> bool:
-        """Return whether udevd has set mode and owner of a DRM node. It then sends an event, which causes a pass."""
+        """Return whether udevd has set mode and owner of a DRM node.
+
+        As soon as it has, udevd sends an event, which causes a pass.
+        """
         try:
             number = self._system.attribute(f"{DRM}/{name}/dev").strip()
         except OSError as error:

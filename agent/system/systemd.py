@@ -80,7 +80,7 @@ def needs_reload(path: str, system: System) -> bool:
 
 
 def inactive_enter(path: str, system: System) -> int:
-    """Return when the unit was last stopped, in microseconds since the host booted; 0 if it was not stopped since."""
+    """Return when the unit was last stopped, in microseconds since the host booted; 0 if it has not been stopped."""
     return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
 
 

@@ -8,9 +8,10 @@ import ssl
 
 
 def client_context(ca: bytes | None) -> ssl.SSLContext:
-    """Return settings that accept servers whose certificates one of these CAs has signed. None stands for the host's.
+    """Return settings that accept servers whose certificates one of the CAs in `ca` has signed.
 
-    `ca` has certificates in PEM format. Raises ValueError or ssl.SSLError if it contains none.
+    `ca` has the CAs' certificates in PEM format. Raises ValueError or ssl.SSLError if it contains none. If `ca` is
+    None, the CAs that the host trusts are used.
     """
     # Not ssl.create_default_context: since Python 3.13, it refuses certificates without key identifiers.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
