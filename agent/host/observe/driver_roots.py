@@ -1,4 +1,4 @@
-"""Observes which driver roots are complete, and which of them machines see. The files in them are never read."""
+"""Observes which driver roots are complete, and which of them machines see. Never reads the files in driver roots."""
 
 import contextlib
 import stat
@@ -18,15 +18,15 @@ from agent.system.seen import classify_error, read_seen
 
 OVERLAY = "overlay"
 STATE_IS_LINKED = f"systemd mounts nothing below {STATE}, because there is a symbolic link on its path"
-"""Begins the message that names the link. systemd requires a Where= without links (unit_fail_if_noncanonical in its
-src/core/unit.c)."""
+"""Begins the message that names the link. systemd mounts nothing if the path in Where= contains a link
+(unit_fail_if_noncanonical in its src/core/unit.c)."""
 INDICES = 64
 """Number of mount points, one per index. The indices of removed driver roots are used again."""
 STAGED_AGAIN = "the driver root will be staged again"
 """Ends the messages about driver roots whose manifest or files cannot be used."""
 SPARE = 2
-"""Free indices that a pass needs. Only NVIDIA's driver has driver roots, and a pass stages at most two of them: one for
-the loaded kernel module, and one for newer files."""
+"""Number of free indices that a pass needs. Only NVIDIA's driver has driver roots, and a pass stages at most two roots:
+one for the loaded kernel module, and one for newer files."""
 
 
 class Staged(Struct, frozen=True):
@@ -48,7 +48,7 @@ class Staged(Struct, frozen=True):
 
 
 def observe_staged(system: System) -> Staged:
-    """Return the driver roots on disk. An unusable manifest is a problem, never an exception."""
+    """Return the driver roots on disk. An unusable manifest becomes a problem in the result, not an exception."""
     try:
         mounts = mounted(system, OVERLAY)
         trees, manifests = _indices(system, TREES, ending=""), _indices(system, MANIFESTS, ending=".json")
@@ -98,7 +98,10 @@ def _link_on_path(path: str, system: System) -> str:
 
 
 def _leftovers(system: System) -> tuple[str, ...]:
-    """Return the paths in STAGING and REMOVED. A directory that `plan`'s user may not read counts as empty."""
+    """Return the paths in STAGING and REMOVED.
+
+    A directory that this user may not read counts as empty: any user may run `plan`.
+    """
     paths: list[str] = []
     for directory in (STAGING, REMOVED):
         with contextlib.suppress(PermissionError):
@@ -114,7 +117,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _indices(system: System, directory: str, *, ending: str) -> set[int]:
-    """Return the indices of the entries that are named `<index>` and the ending. All other entries are ignored."""
+    """Return the index of each entry whose name is an index followed by `ending`. All other entries are ignored."""
     names = {name.removesuffix(ending) for name in _names(system, directory) if name.endswith(ending)}
     return {int(name) for name in names if name.isdecimal() and len(name) < 10 and name == str(int(name))}
 
@@ -133,11 +136,13 @@ def _is_plain(index: int, system: System) -> bool:
 
 
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
-    """Return the index above all taken ones or, if too few mount points are left there, the lowest free index.
+    """Return the index for the next driver root.
 
-    The SPARE - 1 indices after the returned one are free too. `protected` means that HOST_NVIDIA is mounted. If it is
-    not, machines can create directories in it, so indices whose directory exists are skipped. If no index is left, the
-    one above all taken ones is returned; it may have no mount point, and its directory may exist.
+    It is the index above all taken ones or, if too few mount points are left there, the lowest free index. The
+    SPARE - 1 indices after the returned one are free too. `protected` means that HOST_NVIDIA is mounted. If HOST_NVIDIA
+    is not mounted, machines can create directories in it, so an index is skipped if its directory exists already. If
+    every index is taken or skipped, the index above all taken ones is returned: it may have no mount point, and its
+    directory may exist.
     """
     above, end = max(taken, default=-1) + 1, INDICES - SPARE + 1
     unused = (each for each in (*range(above, end), *range(end)) if taken.isdisjoint(range(each, each + SPARE)))

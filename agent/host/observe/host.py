@@ -30,9 +30,10 @@ from agent.vendors.host_vendor import Sources
 
 
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
-    """Return the facts of one pass, in which everything that cannot be observed is Unseen.
+    """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
 
-    Raises ObservationError if the record of detached GPUs, of lost ones, or of those with a fatal error cannot be read.
+    Raises ObservationError if one of these three records cannot be read: the record of detached GPUs, the record of
+    lost GPUs, or the record of GPUs with a fatal error.
     """
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)

@@ -13,8 +13,8 @@ def observe_joined(machine: str, system: System) -> str:
     """Return the name of the machine's Node object; empty if its kubelet has not joined since the machine's last start.
 
     The name comes from a file that root in the machine can write, so it is not trusted and may be another Node's name.
-    If it is not a valid name, the result is empty too: `doctor` gives the name to kubectl, and kubectl would take
-    `--kubeconfig=...` for an option.
+    If the file does not contain a valid name, the result is empty too: `doctor` gives the name to kubectl, which would
+    take a text such as `--kubeconfig=...` for an option.
     """
     found = read_seen(lambda path: system.read_untrusted(path, LIMIT), joined_file(machine))
     node = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""

@@ -85,9 +85,9 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 
 
 def _root(name: str, system: System) -> Seen[str]:
-    """Return the machine's root directory; Broken for a symbolic link.
+    """Return the machine's root directory; Broken if that is a symbolic link.
 
-    nspawn might resolve the link differently from the agent.
+    A link is refused, because nspawn might resolve it differently from the agent.
     """
     path = f"{MACHINE_ROOTS}/{name}"
     link = read_seen(system.read_link, path)
@@ -111,7 +111,8 @@ def _root(name: str, system: System) -> Seen[str]:
 def ignored_settings(name: str, system: System) -> tuple[str, ...]:
     """Return a problem for each settings file that systemd-nspawn ignores because the machine's file in /etc exists.
 
-    systemd-nspawn reads only the first of the files in /etc, in /run and next to the root (systemd.nspawn(5)).
+    systemd-nspawn looks in /etc, then in /run, then next to the root, and reads only the first file that exists
+    (systemd.nspawn(5)).
     """
     in_force = nspawn_file(name)
     if read_seen(system.exists, in_force) is not True:
@@ -126,7 +127,7 @@ def ignored_settings(name: str, system: System) -> tuple[str, ...]:
 
 
 def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
-    """Return the machine's last grant, and its age in seconds."""
+    """Return the machine's last grant, and how many seconds ago it was published."""
     path = granted_file(name)
     found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
     if not isinstance(found, tuple):
@@ -167,13 +168,13 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
 def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
     """Return whether the live settings are missing, or do not say with which settings the machine started.
 
-    Returns False if they could not be read, because they may be complete.
+    If the live settings could not be read, the result is False, because they may be complete.
     """
     return live is None or (isinstance(live, LiveSettings) and not live.fixed)
 
 
 def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
-    """Return copies of the .nspawn file and the drop-in from the machine's start; None if either is unreadable."""
+    """Return the copies of the .nspawn file and the drop-in from the machine's start; None unless both can be read."""
     nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
     return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
 

@@ -32,7 +32,8 @@ class Report(Struct, frozen=True):
     """The publication of the handoff that the report answers; None if the machine half does not say."""
 
 
-# msgspec searches for a pattern, so each one begins with \A and ends with \Z: `$` would also accept a final newline.
+# msgspec accepts a text if the pattern matches anywhere in it. So each pattern begins with \A, and ends with \Z. (With
+# `$` instead of \Z, a text with a final newline would be accepted too.)
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
 Name = Annotated[str, Meta(max_length=255)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -46,7 +47,7 @@ class _Condition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
-    """It has a field for each Repair. It is not a dict, because msgspec's errors do not name the keys of a dict."""
+    """How often each Repair was made. This is not a dict, because msgspec's errors do not name the keys of a dict."""
 
     links: Count | UnsetType = UNSET
     spec: Count | UnsetType = UNSET
@@ -55,7 +56,7 @@ class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Document(Struct, frozen=True):
-    """Unknown keys, which a newer machine half may write, are ignored. Only the report's size limits them."""
+    """The whole report. Unknown keys are ignored, because a newer machine half may write some."""
 
     version: Literal[1]
     generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]

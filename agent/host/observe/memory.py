@@ -8,7 +8,7 @@ from agent.system.file_cache import FileCache
 
 
 class Memory(Struct, frozen=True):
-    """Results that stay right while the files that they came from are unchanged, and the ages of files."""
+    """The ages of files, and results that stay valid as long as the files from which they came do not change."""
 
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
     file_cache: FileCache = field(default_factory=FileCache)

@@ -16,7 +16,7 @@ from agent.system.seen import read_seen
 def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
     """Return each source, by its path in the settings; Broken if it must not be mounted.
 
-    The time is bounded, because a network mount may hang.
+    Each observation has a time limit, because a network mount may hang.
     """
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
     control_paths = {*CONTROL_PATHS, *_real_paths(system)} if mounts else set[str]()
@@ -28,9 +28,9 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
 
 
 def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
-    """Return the real paths of what `nspawn.extra` mounts, by the path in that setting; none without extra mounts.
+    """Return the real paths of what `nspawn.extra` mounts, by the path in that setting.
 
-    A path that cannot be resolved is left out.
+    There are none if no machine has `extra_mounts`. A path that cannot be resolved is left out.
     """
     if not any(settings.extra_mounts for settings in config.machines.values()):
         return {}
@@ -61,7 +61,7 @@ def _source(system: System, path: str, control_paths: Collection[str], *, read_o
 
 
 def _resolve(system: System, path: str) -> MountSource:
-    """Return the source with its real path, after mounting what is mounted on demand. Raises OSError."""
+    """Return the source with its real path. If the source is mounted on demand, mount it first. Raises OSError."""
     real = system.real_path(path)
     # statfs(2) triggers an automount, which lstat(2) and the like do not.
     system.free_bytes(real)

@@ -21,14 +21,15 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
     if isinstance(found, Unseen):
         return found, found.why
     if isinstance(found, Broken):
-        # Also log the damage, because this pass replaces the file: the facts at the end of the pass do not show it.
+        # `discard` also logs the damage. That is needed because this pass replaces the damaged file, and then observes
+        # again: the facts at the end of the pass no longer show the damage.
         discard(OWNED, found.why, system)
         return {}, found.why
     return found.files, ""
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
-    """Return the states of the machines' files, of the copies of the record of granted GPUs, and of all owned files."""
+    """Return the states of the machines' files, both copies of the record of granted GPUs, and all owned files."""
     of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
     wanted = {*REMEMBERED_GPUS, *of_machines}
     if isinstance(owned, Unseen):
@@ -48,6 +49,7 @@ def _state(path: str, digest: str | None, system: System) -> FileState:
 
 
 def _content(path: str, system: System) -> Seen[bytes]:
-    # Directories are not trusted: root in a machine can remount the machine's handoff directory writable.
+    # Directories are not trusted: root in a machine can remount the machine's handoff directory writable, and put
+    # anything in a file's place.
     found = read_seen(system.read_untrusted, path)
     return found[0] if isinstance(found, tuple) else found

@@ -7,8 +7,8 @@ from agent.system.seen import read_seen
 
 RESOLV_CONF = "/etc/resolv.conf"
 STUB = "/run/systemd/resolve/stub-resolv.conf"
-"""Names systemd-resolved, at 127.0.0.53, as the DNS server. RESOLV_CONF is a link to this file on most hosts that use
-systemd-resolved, and remains one while systemd-resolved is not running."""
+"""Names systemd-resolved, at 127.0.0.53, as the DNS server. On most hosts that use systemd-resolved, RESOLV_CONF is a
+link to this file, even while systemd-resolved is not running."""
 UPLINK = "/run/systemd/resolve/resolv.conf"
 """Names the DNS servers that systemd-resolved itself queries (systemd-resolved.service(8))."""
 LIMIT = 1 << 16
@@ -23,9 +23,9 @@ def uses_stub_resolver(system: System) -> bool:
 
 
 def dns_servers(path: str, system: System) -> tuple[list[str], list[str]]:
-    """Return the DNS servers in a file in the format of resolv.conf(5), and those among them that are not on loopback.
+    """Return all DNS servers in a file and, as a second list, those of them that are not on the loopback interface.
 
-    A file that cannot be read has none.
+    The file has the format of resolv.conf(5). If it cannot be read, both lists are empty.
     """
     found = read_seen(lambda each: system.read(each, LIMIT), path)
     lines = found.decode(errors="replace").splitlines() if isinstance(found, bytes) else []

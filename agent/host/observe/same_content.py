@@ -1,4 +1,6 @@
-"""Finds driver roots whose files differ from the host's only in their times, as after a reinstallation of the driver.
+"""Finds driver roots whose files have the same content as the host's files, but other times of modification.
+
+That happens after a reinstallation of the driver: without this module, the whole driver would be staged again.
 
 The agent compares the content once. If the content is the same, the agent records the new times.
 """
@@ -22,8 +24,8 @@ LIMIT = 30.0
 CHUNK = 1 << 20
 """Bytes to compare at a time."""
 _different: set[int] = set()
-"""Hashes of comparisons that found a difference, failed or took too long. Without them, each pass would repeat the
-comparison while staging the driver keeps failing."""
+"""Hashes of comparisons that found a difference, failed or took too long. Without them, if the driver cannot be staged,
+each pass would repeat the comparison."""
 
 
 class _Times(Struct, frozen=True):
@@ -63,7 +65,7 @@ def with_times(
 
 
 def _digest(root: StagedRoot) -> str:
-    """Return a digest that identifies the manifest. The index does not: it is used again after the root is removed."""
+    """Return a digest that identifies the manifest. The index does not: a later root may get the same index."""
     return sha256(repr((root.version, root.files)).encode())
 
 
@@ -84,7 +86,7 @@ def _same_content(root: StagedRoot, files: tuple[Library, ...], system: System) 
     if tuple(sorted(_with_mtimes(root.files, {file.target: file.mtime_ns for file in files}))) != files:
         return False
     before = {file.target: file.mtime_ns for file in root.files}
-    # Files whose text the agent rewrites need no further comparison: `files` has their texts, which are the same.
+    # A file whose text the agent rewrites has its text in `files`, and the check above has compared it already.
     touched = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
     comparison = hash((system.root, root, files))
     if comparison in _different:
@@ -93,7 +95,7 @@ def _same_content(root: StagedRoot, files: tuple[Library, ...], system: System) 
     try:
         same = call_device(what, lambda: all(_same_file(root.index, file, system) for file in touched), LIMIT)
     except OSError:
-        # The comparison took too long, or a file was replaced or removed in between, which the next pass observes.
+        # The comparison took too long, or a file was replaced or removed meanwhile. The next pass observes the change.
         same = False
     if not same:
         _different.add(comparison)
@@ -103,8 +105,8 @@ def _same_content(root: StagedRoot, files: tuple[Library, ...], system: System) 
 def _same_file(index: int, file: Library, system: System) -> bool:
     with (
         system.open_public(file.source) as source,
-        # Read the tree, not the published root, which machines can change if it is a plain directory. Such a root has
-        # no files in TREES, so it counts as different.
+        # Read the copy in TREES, not in the published root: if that is a plain directory, machines can change it. A
+        # root that is a plain directory has no files in TREES, so opening one fails and the root counts as different.
         system.open_public(f"{TREES}/{index}/{file.target}") as copy,
     ):
         now = os.fstat(source.fileno())

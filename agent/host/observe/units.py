@@ -48,8 +48,9 @@ class Unit(Struct, frozen=True):
     masked: bool = False
     """The unit is masked. It may still run."""
     has_run: bool = False
-    """The unit is not active now. Since the host booted, it has stopped or failed to start
-    (InactiveEnterTimestampMonotonic), or had a start cancelled; or it is masked."""
+    """The unit is not active now, and one of these is true: since the host booted, it has stopped or failed to start
+    (InactiveEnterTimestampMonotonic); since the host booted, one of its starts was cancelled; or it is masked and
+    inactive."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 
@@ -66,10 +67,10 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def with_properties(machine: str, unit: Unit, system: System) -> Unit:
-    """Return the machine's unit with its other properties; the unit's state is Unseen if a property cannot be read.
+    """Return the machine's unit with the properties that `observe_units` does not read.
 
-    A masked unit that has failed or cannot be started counts as inactive, as if somebody had stopped it: nothing runs
-    in its machine.
+    If one of these properties cannot be read, the unit's state is Unseen. A masked unit that has failed or cannot be
+    started counts as inactive, as if somebody had stopped it: nothing runs in its machine.
     """
     if unit.masked and (isinstance(unit.state, Broken) or unit.state == "failed"):
         unit = replace(unit, state="inactive")
@@ -79,8 +80,8 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
         return replace(
             unit,
             has_run=(unit.masked and unit.state == "inactive") or _has_run(machine, unit, system),
-            # For a masked unit that was loaded before, systemd always says that it needs a reload, because systemd no
-            # longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
+            # If a unit was masked after systemd had loaded it, systemd always says that the unit needs a reload,
+            # because systemd no longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
             needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
@@ -89,14 +90,18 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
 
 
 def _has_run(machine: str, unit: Unit, system: System) -> bool:
-    """Return whether the unit has stopped, or failed to start, since the host booted; False while it is active."""
+    """Return whether, since the host booted, the unit has stopped, failed to start, or had a start cancelled.
+
+    While the unit is active, the result is False.
+    """
     if unit.state == "active":
         return False
-    # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
+    # The timestamp is read after ActiveState: if ActiveState says that the machine has stopped, the timestamp is set.
     if systemd.inactive_enter(unit.path, system) != 0:
         return True
-    # systemd has no timestamp if a start was cancelled before the unit itself started, or if systemd has unloaded the
-    # unit: it keeps only units that are enabled, failed, or in use (unit_may_gc in unit.c). The agent's mark stays.
+    # In two cases, systemd has no timestamp although a start of the machine has begun: if that start was cancelled
+    # before the unit itself started, or if systemd has unloaded the unit since (it keeps only units that are enabled,
+    # failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
     return unit.state == "inactive" and not unit.starts and has_started(machine, system)
 
 
@@ -157,9 +162,10 @@ def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
 
 
 def _entry(value: str) -> DeviceAllow | None:
-    """Return the entry that systemd reads (config_parse_device_allow in load-fragment.c); None if it ignores the value.
+    """Return the entry that systemd makes of the value (config_parse_device_allow in load-fragment.c).
 
-    Specifiers are not expanded, because the entry goes into a drop-in of the same unit.
+    The result is None if systemd ignores the value. Specifiers are not expanded: the entry is copied into a drop-in of
+    the same unit, and there systemd expands them.
     """
     node, permissions = (*re.split("[ \t]+", value, maxsplit=1), "")[:2]
     if not QUOTING.isdisjoint(value):
@@ -178,7 +184,7 @@ def _entry(value: str) -> DeviceAllow | None:
         node = "" if ".." in node.split("/") else posixpath.normpath(node).replace("//", "/")
         if not node.startswith(("/dev/", "/run/systemd/inaccessible/")):
             return None
-    # Bytes that are not UTF-8 are surrogates here.
+    # In `value`, bytes that are not UTF-8 appear as surrogates.
     is_text = not any("\ud800" <= character <= "\udfff" for character in value)
     return DeviceAllow(node, permissions) if is_text and not permissions.strip("rwm") else None
 
@@ -186,7 +192,7 @@ def _entry(value: str) -> DeviceAllow | None:
 def _logical_lines(text: str) -> Iterator[str]:
     """Yield the lines of a unit file, without comments and empty lines.
 
-    A backslash at the end of a line joins it with the next one, even across comments.
+    A backslash at the end of a line joins the line with the next one, even if there are comments between the two.
     """
     parts: list[str] = []
     for raw in text.split("\n"):
