@@ -1,7 +1,7 @@
 """Makes the commands that run in a machine's unit before each start. Pure.
 
-The commands do not need the agent, so a machine starts even if the agent is broken. They comment out binds whose source
-is missing, because systemd-nspawn has no optional binds and fails if one source is missing.
+The commands do not need the agent, so a machine starts even if the agent is broken. In the machine's .nspawn file, they
+comment out binds whose source is missing: systemd-nspawn has no optional binds, and starts no machine with such a bind.
 """
 
 from agent.model.paths import (
@@ -17,12 +17,13 @@ from agent.model.paths import (
 )
 
 CONFIGURED = "# As configured (nspawn.extra):"
-"""The comment before the lines from nspawn.extra. These stay as they are, so nspawn fails if a source is missing."""
+"""The comment before the lines from nspawn.extra. These lines are never commented out, so nspawn fails if the source of
+one is missing."""
 MISSING = "\\#missing:"
 """The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20
-"""Seconds to wait for a running pass; then the start continues without the lock. On an idle host, only staging a driver
-takes longer."""
+"""Seconds that the commands wait for the end of a running pass. After that, the start continues without the lock. On an
+idle host, only a pass that stages a driver takes longer."""
 REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
 """Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
 
@@ -30,7 +31,7 @@ REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec u
 def before_start(machine: str) -> list[str]:
     """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
 
-    Each line may fail ("-"), and runs outside the unit's sandbox ("+"), because nspawn would not see mounts in the
+    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): nspawn would not see what is mounted in the
     sandbox.
     """
     return [
@@ -59,9 +60,9 @@ def _comment_out_binds(machine: str) -> tuple[str, ...]:
     """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
     file, new = nspawn_file(machine), rewritten_nspawn(machine)
     return (
-        # The lock is needed because a pass of the agent writes the same file. Without `command`, the shell would exit
-        # if it cannot open the lock, because `exec` is a special built-in utility (POSIX). With umask 077 only root can
-        # open the lock, so no other user can hold it.
+        # The lock is needed because a pass of the agent writes the same file. If the lock cannot be opened, the shell
+        # must go on: without `command` it would exit, because `exec` is a special built-in utility (POSIX). With umask
+        # 077 only root can open the lock, so no other user can hold it.
         f"umask 077; command exec 9>>{PASS_LOCK} && flock -w {LOCK_WAIT} 9",
         "umask 022",
         f"test -s {file} || exit 0",

@@ -26,14 +26,14 @@ from agent.model.paths import (
 
 
 class Acknowledged(Struct, frozen=True):
-    """What the machines' reports confirm, or what their silence permits."""
+    """What follows from the machines' reports, or from the lack of a current report."""
 
     released: Set[str] = frozenset()
-    """Machines from which permissions for withdrawn devices can be removed."""
+    """Machines from which permissions for withdrawn devices can be removed now."""
     missing_nodes: Set[str] = frozenset()
-    """Machines in which nodes of their current handoff are missing."""
+    """Machines that report nodes of their current handoff as missing."""
     forbidden_nodes: Set[str] = frozenset()
-    """Machines that may not open nodes of their current handoff."""
+    """Machines that report that they may not open a node of their current handoff."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors while reading reports, by machine."""
     at: float = 0.0
@@ -45,11 +45,11 @@ class Difference(Struct, frozen=True):
 
     actions: tuple[Action, ...]
     refused: dict[str, str | Unseen]
-    """Why a machine's files must not be written, by machine; Unseen if they could not be read."""
+    """Why a machine's settings files must not be written, by machine; Unseen if the present files could not be read."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Unexpected errors by machine. A machine that could not be planned stays as it is. A machine that could not be
-    compared with its goal gets nothing new, and only loses withdrawn devices. A machine whose report could not be read
-    gets all its steps."""
+    """Unexpected errors by machine. If a machine could not be planned, it stays as it is. If it could not be compared
+    with its goal, it gets nothing new and only loses withdrawn devices. If only its report could not be read, it gets
+    all its steps."""
 
 
 class _Steps(Struct, frozen=True):
@@ -67,9 +67,10 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     """Return the steps in order: removals, changes to running machines, settings, driver roots, handoffs, the rest.
 
     Driver roots come before the handoffs that name them. The rest are steps that no machine waits for, such as removing
-    unused driver roots. But if a new root is staged, unused ones are removed first: the new root may need their space.
-    If systemd must reload its units, it does so right after the settings if a machine is not running, otherwise after
-    the handoffs or in a later pass.
+    unused driver roots. But if a new root is staged, unused roots are removed first, because it may need their space.
+
+    If systemd must reload its units while a machine does not run, the reload comes right after the settings. If all
+    machines run, the reload comes after the handoffs, or in a later pass.
     """
     refused: dict[str, str | Unseen] = {}
     faults, machines = {**plan.faults, **acknowledged.faults}, []
@@ -105,9 +106,9 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     all_run = all(each.unit_state == "active" for each in facts.machines)
     reload_early, reload_late = ([], reload) if all_run else (reload, [])
     if handoffs and not removals:
-        # The reload blocks PID 1 for longer than all other steps take, and running machines do not need it: leave it to
-        # the pass after their reports. If a machine is not running, `reload_early` has the reload. After removals, the
-        # reload must not wait, because later passes may not observe a unit whose drop-in was removed.
+        # If all machines run, none of them needs the reload, which blocks PID 1 for longer than all other steps take:
+        # leave it to the pass that follows their reports. If a machine does not run, `reload_early` has the reload.
+        # After removals, the reload must not wait: later passes may not observe a unit whose drop-in was removed.
         reload_late = []
     records = record_remembered(plan.goal.remembered, facts)
     changes = (*removals, *running, *settings, *reload_early, *roots, *handoffs, *reload_late, *records)
@@ -131,7 +132,7 @@ def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _S
 
 
 def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
-    """Return whether a start of the machine would use settings that are not the goal's."""
+    """Return whether the machine, if it started now, would start with other settings than those of the goal."""
     paths = (goal.nspawn.path, goal.drop_in.path)
     return any(
         isinstance(action, ReloadUnits) or (isinstance(action, WriteFile) and action.path in paths)
@@ -156,7 +157,7 @@ def startable(machine: MachineFacts, facts: Facts) -> bool:
 
     Without the .nspawn file, the option -U in systemd-nspawn@.service would change the owners of all files in the
     machine. Without the drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node
-    with outdated settings is better than none.
+    with outdated settings is better than no node.
     """
     files = [facts.files.get(path) for path in (nspawn_file(machine.name), unit_drop_in(machine.name))]
     contents = [file.content for file in files if file]
@@ -171,9 +172,10 @@ def startable(machine: MachineFacts, facts: Facts) -> bool:
 def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
     """Return the steps that publish the handoff, with the agent's records of it.
 
-    The record of the grant is written before the handoff: after a crash between the two writes, the next pass sees that
-    the handoff is outdated. With `republish`, an unchanged handoff is published again, so that the machine half checks
-    its nodes. The record of the grant is then rewritten too: its time shows when the handoff was last published.
+    The record of the grant is written before the handoff. If the agent crashes between the two writes, the next pass
+    sees that the handoff is outdated. With `republish`, the handoff is published again even if it is unchanged, so that
+    the machine half checks its nodes. The record of the grant is then rewritten too: the time of that file shows when
+    the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     record = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
@@ -183,10 +185,12 @@ def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> lis
 
 
 def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether missing nodes were bound after the handoff was last published.
+    """Return whether the host has bound all nodes of the goal again since it last published the handoff.
 
-    If so, the handoff must be published again. This happens if a pass ended after it bound the nodes and before it
-    published the handoff, or if a later pass bound nodes that an earlier pass could not bind.
+    The host binds all nodes again if the machine reports some of them missing. After that, it must publish the handoff
+    again, so that the machine half checks the nodes. That is left to this pass in two cases: the pass that bound the
+    nodes ended before it published the handoff; or a pass published the handoff although it could not bind all nodes,
+    and a later pass bound the rest.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     all_bound = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
@@ -232,16 +236,18 @@ def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     return [
         RemoveFile(path)
         for path, state in sorted(facts.files.items())
-        # A file that is already missing is included: the pass that removed it may have ended before it recorded that.
+        # A file that is already missing is included: the pass that removed it may have ended before it could update the
+        # ownership record.
         if state.owned and path not in wanted
     ]
 
 
 def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
-    """Return removals of the permissions that machines got while they ran, for machines that are no longer configured.
+    """Return removals of the drop-ins in which systemd keeps permissions that machines got while they ran.
 
-    The agent's drop-in takes precedence over these permissions, but it is removed as well. The permissions must be
-    removed first, because later passes find such a machine only by its settings.
+    They are removed for machines that are no longer configured. The agent's own drop-in takes precedence over them, but
+    it is removed as well. The permissions must be removed before it, because later passes find such a machine only by
+    its settings.
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):

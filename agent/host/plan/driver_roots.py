@@ -24,7 +24,10 @@ from agent.model.paths import STAGING, handed_roots_file
 
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
-    """Return the driver-root indices in the machine's handoff, by vendor: {} without a handoff, None if unknown."""
+    """Return the indices of the driver roots that the machine's handoff names, by vendor.
+
+    The result is empty if the machine has no handoff, and None if the indices are unknown.
+    """
     granted = next((each.granted for each in facts.machines if each.name == machine), Absent("no such machine"))
     if isinstance(granted, Absent):
         return {}
@@ -32,7 +35,7 @@ def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
 
 
 def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
-    """Return the step that records the roots of the current and the new handoff, unless the record has them all.
+    """Return the step that records the roots of the current and the new handoff, unless they are recorded already.
 
     The step must precede the new handoff. The roots of the current handoff are recorded too, because running containers
     still use them.
@@ -40,7 +43,8 @@ def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
     machine = next(each for each in facts.machines if each.name == goal.name)
     recorded = machine.handed_roots
     if not isinstance(recorded, tuple):
-        # Only the machine's start creates the record: one created later would lack roots that running containers use.
+        # Only the machine's start creates the record: a record that is created later would lack roots that running
+        # containers use.
         return []
     new = {root.index for grant in goal.grants if (root := grant.driver_root)}
     handed = {*recorded, *(named_roots(facts, goal.name) or {}).values(), *new}
@@ -78,8 +82,8 @@ def protect(facts: Facts) -> list[Action]:
 def _replaceable(facts: Facts) -> bool:
     """Return whether there are plain directories that mounts can replace now.
 
-    The last attempt to mount must not have failed, no machine may run (machines may be starting), everything relevant
-    must have been observed, and the host must have the drivers' files, because they are staged again.
+    All of this must be true: the last attempt to mount did not fail; no machine runs (machines may be starting);
+    everything relevant was observed; and the host has the drivers' files, from which the roots are staged again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
@@ -92,7 +96,10 @@ def _replaceable(facts: Facts) -> bool:
 
 
 def _on_host(root: StagedRoot, facts: Facts) -> bool:
-    """Return whether the host has files that can replace the root's: of the same version, or of the loaded module's."""
+    """Return whether the host has files that can replace those in the root.
+
+    They can if their version is that of the root, or that of the loaded kernel module.
+    """
     driver = next((each.driver for each in facts.vendors if each.vendor == root.vendor), None)
     if driver is None or not isinstance(driver.user_space.files, tuple):
         return False
@@ -104,12 +111,13 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     """Return the steps that remove leftovers, and roots that nothing needs.
 
     Roots that a machine uses stay, and so do those for the host's loaded module and installed files (`_host_roots`). A
-    container that restarts in place needs the paths with which it was created. So a root that any handoff has named
-    since a running machine's start stays until that machine stops. No root is removed if something relevant could not
-    be observed (fail static).
+    container that restarts in place needs the paths with which it was created. So, if a handoff to a running machine
+    has named a root since the machine's start, the root stays until the machine stops. No root is removed if something
+    relevant could not be observed (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
-    # Staging itself removes leftovers of staging. Leftovers of removals are removed first: they may fill the disk.
+    # If a root is to be staged, staging itself removes the leftovers in STAGING. Leftovers of removals, in REMOVED, are
+    # removed before that: they may fill the disk.
     leftovers = tuple(path for path in facts.stale_staging if not (staging and path.startswith(f"{STAGING}/")))
     actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
     used = _used_roots(goal, facts)
@@ -153,7 +161,7 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
 
 
 def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
-    """Return the indices of the newest root of the module's version, and of the newest root of the files' version.
+    """Return the index of the newest root of the loaded module's version, and that of the host files' version.
 
     These roots stay even if no machine uses them. Returns None if a version or the files are unknown.
     """

@@ -29,7 +29,7 @@ from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, 
 
 
 class Plan(Struct, frozen=True):
-    """The goal, and the machines for which there is none, each with the reason."""
+    """The goal, and the machines that have no goal, each with the reason."""
 
     goal: Goal
     held: dict[str, str]
@@ -78,7 +78,8 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
             try:
                 machine = _machine_goal(name, config, facts, template, roots, shares.share(name))
             except Exception as error:
-                # The machine keeps its GPUs. Plan all machines again, because others may have got some of these GPUs.
+                # The machine keeps its GPUs, but a machine that was planned before it may have got one of them: plan
+                # all machines again.
                 return _plan_around({**faults, name: fault("plan its settings", error)}, config, facts, now)
             shares.record_grants(name, settings, machine.grants)
             machines.append(machine)
@@ -202,8 +203,8 @@ def _machine_goal(
 def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
     """Return the machine's ResolvConf= (systemd.nspawn(5)); empty for nspawn's own choice.
 
-    A node passes its DNS servers on to pods, which cannot reach systemd-resolved on the host's loopback interface. To a
-    machine with its own network, nspawn would give no DNS servers at all.
+    A node passes its DNS servers on to pods, which cannot reach systemd-resolved on the host's loopback interface. If a
+    machine has its own network, nspawn's own choice is to give it no DNS servers at all.
     """
     if settings.node is None:
         return ""
@@ -213,10 +214,10 @@ def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
 def _grants(
     name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
 ) -> tuple[Grant, ...]:
-    """Return a grant for each vendor that handoffs name, even if the machine gets nothing of it.
+    """Return a grant for each vendor that handoffs name, even if the machine gets nothing of that vendor.
 
-    There is one for other devices only if some are configured. The problems of the selection are reported once: with
-    the first vendor that has a GPU, otherwise with the first one.
+    For other devices, there is a grant only if some are configured. The problems of the selection are reported once:
+    with the first vendor that has a GPU on this host or, if none has, with the first vendor.
     """
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
     current_roots = named_roots(facts, name) or {}
@@ -237,7 +238,7 @@ def _grants(
 
 
 def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor: if the host has one of its GPUs, or if older images know it too.
+    """Return whether handoffs name the vendor: if the host has one of its GPUs, or if every handoff has it.
 
     When handoffs stop naming a vendor, a machine half that knows it withdraws what the machine had of that vendor.
     """
@@ -246,7 +247,8 @@ def _is_handed(vendor: VendorFacts) -> bool:
 
 def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
     """Return a digest of the settings whose change needs a restart: all but the devices and ResolvConf=."""
-    # All configured mounts are included, because a source that appears or disappears must not change the digest.
+    # All configured mounts are included, even those without a source: a source that appears or disappears must not
+    # change the digest.
     nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
     # These lines are left out: a machine that runs without them needs no restart.
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
@@ -287,7 +289,7 @@ def _request(grant: Grant) -> Request:
 
 def _device(node: DeviceNode) -> GrantedDevice:
     number = node.number
-    # Only the nodes of MIG instances, which belong to a GPU, need the capability. A handoff with a capability needs
-    # version 2, which older machine halves cannot read.
+    # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address. The other
+    # capabilities are left out: a handoff with a capability needs version 2, which older machine halves cannot read.
     capability = node.capability if node.pci_address else ""
     return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)

@@ -17,11 +17,14 @@ def change_running(
 ) -> list[ChangeDevices]:
     """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
-    `released` means that permissions for withdrawn devices can be removed (agent.host.verify.answers.released): the
-    machine has stopped using the devices, has had enough time to do so, or no longer reports. `missing_nodes` means
-    that it reports nodes of its current handoff as missing: all nodes are then bound again. For one handoff, this is
-    repeated only after a pass with `released` and without missing nodes. `forbidden_nodes` means that it reports a node
-    that it may not open: permissions that its unit has lost are then given again. `now` is the time by CLOCK_MONOTONIC.
+    `released`: permissions for withdrawn devices can be removed (agent.host.verify.answers.released), because the
+    machine has stopped using the devices, has had enough time to do so, or no longer reports.
+
+    `missing_nodes`: the machine reports nodes of its current handoff as missing. All nodes are then bound again, once
+    for each handoff. After a pass with `released` and without missing nodes, they may be bound once more.
+
+    `forbidden_nodes`: the machine reports a node that it may not open. Permissions that the machine's unit has lost are
+    then given again. `now` is the time by CLOCK_MONOTONIC.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -35,8 +38,9 @@ def change_running(
     if rebind:
         rebound = goal.generation
     elif released and not missing_nodes:
-        # Allow nodes to be bound again for this handoff: they may be missing later, as after a reload of a module.
-        # Without `released`, the report may still be about an earlier handoff, and says nothing about these nodes.
+        # From now on, nodes may be bound again for this handoff: they may be missing later, as after a reload of a
+        # kernel module. Without `released`, this must wait: the report may still be about an earlier handoff, and then
+        # says nothing about these nodes.
         rebound = ""
     kept_since = (before.kept_since or now) if still_needed else 0.0
     in_force = before.allow
@@ -59,8 +63,9 @@ def change_running(
     )
     base = replace(before, allow=in_force)
     if rebind:
-        # Act as if the machine had no nodes, so that all are bound. Permissions may be missing too: the record may have
-        # a GPU that left the bus while the machine started, and that the machine's settings neither bind nor permit.
+        # Act as if the machine had no nodes, so that all are bound. Permissions may be missing too: if a GPU left the
+        # bus while the machine started, the record may have that GPU, although the machine has started with settings
+        # that neither bind nor permit it. If the unit lacks a recorded permission, `unsure` lets the step set them all.
         unsure = before.unsure or not set(before.allow) <= set(machine.device_allow)
         base = replace(before, nodes={}, unsure=unsure)
     return [ChangeDevices(goal.name, base, after, foreign, gpu_nodes(goal.grants))]
@@ -94,8 +99,8 @@ def _still_needed(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[D
     """Return the permissions to keep for withdrawn devices, which the machine's CDI specification may still contain.
 
     A permission is kept only if a device with its number exists, and the number still belongs to the same GPU or shared
-    node as when it was permitted. Otherwise a different device may have the number, now or later, as when a driver
-    finds GPUs in another order.
+    node as when the permission was given. Otherwise a different device may have the number, now or later, as when a
+    driver finds GPUs in another order.
     """
     present, granted = _owners(facts), {entry.node for entry in goal.live.allow}
     withdrawn = [entry for entry in live.allow if entry.node in present and entry.node not in granted]
@@ -111,9 +116,9 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
 def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
-    Most are for GPUs that are being drained. A machine that was started by an older release may also have permissions
-    for devices that systemd's template allows, but the agent no longer grants. Both kinds are kept in the machine's
-    settings: otherwise a daemon-reload, or the next change of a property, could withdraw them.
+    Most are for GPUs that are being drained. A machine that started with the settings of an older release may also have
+    permissions for devices that systemd's template allows, but the agent no longer grants. Both kinds are kept in the
+    machine's settings: otherwise a daemon-reload, or the next change of a property, could withdraw them.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
     if live is None:

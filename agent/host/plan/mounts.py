@@ -16,7 +16,7 @@ class Mounts(Struct, frozen=True):
     """The mounts of one machine from its next start on."""
 
     possible: tuple[ExtraMount, ...] = ()
-    """Mounts with the real paths of their sources: nspawn would follow links, which may change before the start."""
+    """Mounts whose `source` is the real path: nspawn would follow a link, which may change before the start."""
     missing: tuple[str, ...] = ()
     """Sources that are missing or must not be mounted, in words. A missing source would prevent the machine's start."""
 
@@ -28,7 +28,7 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
     for mount in mounts:
         match facts.mount_sources.get(mount.source):
             case MountSource() as source if outer := _outer_path(source, mounted_by):
-                # Read-only mounts of that path count too, because root in the machine can remount them writable.
+                # A read-only mount of `outer` counts too, because root in the machine can remount it writable.
                 why = f"the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link"
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
@@ -53,7 +53,7 @@ def _configured_sources(settings: MachineSettings, facts: Facts) -> Iterator[str
     """Yield the host paths that the settings `extra_mounts` and `nspawn.extra` mount."""
     yield from (mount.source for mount in settings.extra_mounts)
     for path in settings.nspawn.mounted_paths():
-        # The path may have `//`, `.` and `..`. nspawn mounts it unchecked, wherever a link on it leads.
+        # The path may contain `//`, `.` and `..`. nspawn does not check the path, and follows every link in it.
         yield f"/{posixpath.normpath(path).lstrip('/')}"
         if path in facts.nspawn_sources:
             yield facts.nspawn_sources[path]

@@ -28,7 +28,7 @@ HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG
 
 
 def bindable(path: str) -> bool:
-    """Return whether a Bind= line can contain the path. systemd strips blanks at its ends and splits at line breaks."""
+    """Return whether a Bind= line can have the path. systemd strips blanks at both ends, and splits at line breaks."""
     return path == path.strip() and path.isprintable() and path.startswith("/")
 
 

@@ -15,8 +15,9 @@ def remember(
 ) -> Seen[Remembered]:
     """Return the record as it should be. `held` contains the machines that keep what they have.
 
-    A GPU in the record whose address is gone from the PCI bus is lost, unless its UUID is now at another address, or
-    the settings of its machines no longer request it. A GPU that was withdrawn from all machines leaves the record.
+    If the address of a recorded GPU is gone from the PCI bus, the GPU is lost. There are two exceptions, in which the
+    GPU leaves the record: its UUID is now at another address, or the settings of its machines no longer request it. A
+    GPU that was withdrawn from all machines leaves the record too.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):
@@ -53,7 +54,7 @@ def remember(
 
 
 def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
-    """Return the steps that write missing or outdated copies of the record; none if it is empty and has no copy yet."""
+    """Return the steps that write missing or outdated copies of the record; none if it is empty and no copy exists."""
     files = remembered_files(remembered)
     contents = {file.path: facts.files[file.path].content for file in files}
     if remembered == Remembered() and all(isinstance(each, Absent) for each in contents.values()):

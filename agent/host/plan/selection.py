@@ -26,7 +26,7 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
     # GPUs without a driver are included, because their driver may be loaded later. GPUs that driver_override reserves
-    # for another driver are not.
+    # for another driver are left out.
     fitting = [
         gpu
         for gpu in present
@@ -35,8 +35,8 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
     if wanted == "all":
-        # A wrong driver is reported only if no other vendor's GPU is usable: otherwise the GPU with that driver may be
-        # meant for the host's display.
+        # If a GPU of another vendor is usable, a GPU with a wrong driver is not reported: it may be meant for the
+        # host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
         why = _why_reserved(usable, share) if usable else _why_excluded(present)
         return Selection(_not_reserved(usable, share), why, wrong_driver=missed)
@@ -63,7 +63,8 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
 
     A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
     integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
-    host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has it.
+    host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has this
+    function.
     """
     if gpu.virtual:
         # An earlier release may have given the machine this virtual function, and pods may use it.
@@ -74,13 +75,15 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
 
 def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     free = [gpu for gpu in _not_reserved(usable, share) if gpu.pci_address not in share.taken]
-    # Detached GPUs come last, except draining ones, which may be attached again while they have users. Of the others,
-    # the machine's current GPUs come first: a new GPU with a lower address must not replace one that pods use.
+    # Detached GPUs come last, except draining GPUs, which may be attached again while they have users. Of all GPUs that
+    # do not come last, the machine's current ones come first: a new GPU with a lower address must not replace a GPU
+    # that pods use.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
         # The vendor comes before the address, because an integrated GPU has a low address and is rarely wanted. The
-        # vendor also comes before the driver, which may load late: a machine keeps the GPU that it gets first.
+        # vendor also comes before the driver: the driver of a preferred vendor may load late, and a machine keeps the
+        # GPU that it gets first.
         current = gpu.pci_address in share.current
         return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 

@@ -2,7 +2,7 @@
 
 GPUs that settings name are not available to `count=N`. A machine keeps the GPUs that it has. `all` means all GPUs, even
 those that other machines have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine
-keeps its GPUs: no other machine gets one of them, unless the settings of both machines request it.
+keeps its GPUs, and no other machine gets one of them, except GPUs that may be shared (see _blocked_by_fault).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -39,8 +39,8 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Machines whose settings name GPUs are included: until the driver has initialised a GPU, its UUID is unknown,
-        # so `_assigned` lacks the address of a GPU that they name by its UUID.
+        # Machines whose settings name GPUs are included, because `_assigned` may lack the address of a GPU that is
+        # named by its UUID: until the driver has initialised a GPU, its UUID is unknown.
         self._not_yet_replaced = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }
@@ -85,8 +85,9 @@ def _may_open(machine: MachineFacts) -> set[str]:
 def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
     """Return the GPUs that other machines must not get because a machine with a fault may have them, with the reason.
 
-    If the machine's grant is unknown, it may have any GPU. GPUs that its settings name are left out, because others may
-    name them too; with `all`, it shares every GPU.
+    `wanted` is the setting `gpus` of the machine with the fault. GPUs that it names are left out, because other
+    machines may name them too. With `all`, there are none, because the machine shares every GPU. If the machine's grant
+    is unknown, the machine may have any GPU.
     """
     if wanted == "all":
         return {}
@@ -102,10 +103,11 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     """Return the machines whose share cannot be determined, each with the reasons.
 
     A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
-    those with `all`. The share of any other machine depends only on its own grant, and only while some machine has a
-    fault, or a GPU has no driver and is not expected to get one.
+    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: a
+    machine has a fault, or a GPU has no driver and is not expected to get one.
     """
-    # If no driver is expected, `all` and `count=N` select the GPU only for a machine that already has it.
+    # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
+    # already has it.
     without_driver = any(
         not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
     )

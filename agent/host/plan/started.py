@@ -20,9 +20,9 @@ from agent.model.live import LiveSettings
 NOT_COMPARED = re.compile(
     rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
 )
-"""Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments, the
-order of units, commands before the start and the limit for the stop, because they differ between releases. A backslash
-at the end continues a line (systemd.syntax(7))."""
+"""Lines of a drop-in that are not compared. Devices can change while a machine runs. Comments, the order of units, the
+commands before the start and the limit for the stop differ between releases of the agent. A backslash at the end of a
+line continues it (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
 """A line of a .nspawn file that binds a path. A GPU's node may have either key: earlier releases bound it writable."""
 DEVICE = re.compile(rb"/dev/(?!kmsg$)")
@@ -44,7 +44,7 @@ def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
 
 
 def _completed(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
-    """Return the machine's recorded live settings, with the missing parts derived; without a record, derive all."""
+    """Return the machine's recorded live settings, with derived `fixed` and `mounts`; without a record, derive all."""
     derived = _derived(goal, machine, started)
     if machine.live is None:
         return derived
@@ -73,17 +73,17 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
         if paths[path] in bound and f"/dev/char/{number}" in numbers
     }
     # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
-    # drop-in. All permissions by number are the agent's. Their owners are not recorded, so those that are no longer
-    # granted are withdrawn at once.
+    # drop-in. All entries that name a device by its number are the agent's. The owners of these devices are not
+    # recorded, so entries that are no longer granted are withdrawn at once.
     found = (*machine.device_allow, *at_start)
     by_agent = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(by_agent))
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
-    # Unsure, because no record says which of these permissions are in force: this pass sets the entire list again.
+    # `unsure` because no record says which of these permissions are in force: this pass sets the entire list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
 
 
 def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
-    """Return the lines of a .nspawn file without comments, and without devices and directories bound for GPUs."""
+    """Return the lines of a .nspawn file, without comments and without binds of devices and of the paths in `bound`."""
     lines = ((line, BIND.fullmatch(line)) for line in nspawn if not line.startswith(b"#"))
     return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

@@ -12,9 +12,9 @@ from agent.model.paths import DRIVER_ROOTS_TARGET
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
 """Prefixes of DeviceAllow= entries in systemd's template unit that no machine gets.
 
-They would give root in a machine the host's disks. The template has them for `systemd-nspawn --image=`. Root in a
-machine can mount a devtmpfs, which has a node for each disk of the host. With a loop device that is mounted read-only,
-root can also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
+The template has these entries for `systemd-nspawn --image=`. With them, root in a machine could open the host's disks:
+it can mount a devtmpfs, which has a node for each disk of the host. If a loop device is mounted read-only, root could
+also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
 """
 
 
@@ -44,8 +44,8 @@ def render_drop_in(
 ) -> bytes:
     """Return the drop-in with the DeviceAllow= list `allow`.
 
-    If not `whole`, omit the commands before each start, and what concerns only the machine's stop: a machine that runs
-    without them needs no restart.
+    If not `whole`, omit the commands before each start, and the lines that concern only the machine's stop: if a
+    machine was started without these lines, it needs no restart.
     """
     lines = [
         "[Unit]",
@@ -77,7 +77,7 @@ def render_drop_in(
 def stop_order() -> list[str]:
     """Return the lines that let the machine stop before the host stops or unmounts what its pods use.
 
-    At the start, prepare@ waits for the same units. Without the agent, the machine itself waits for them.
+    At the start, prepare@ waits for the same units. If the agent was removed, these lines make the machine wait.
     """
     services = (service for vendor in HOST_VENDORS for service in vendor.services)
     return [
