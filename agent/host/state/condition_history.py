@@ -1,8 +1,8 @@
 """Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
 
 All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are
-read. Otherwise, on a host whose clock has no battery and is set after boot, the conditions would look years old, or a
-start overdue.
+read. Without this correction, on a host whose clock has no battery and is set after boot, conditions would look years
+old, and a start that has just begun would look overdue.
 """
 
 import time
@@ -24,7 +24,7 @@ History = Mapping[str, tuple[Condition, ...]]
 
 
 Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
-"""Seconds since the epoch. Others, from a damaged file, could not be shown as a date."""
+"""Seconds since the epoch. Numbers beyond these limits, as in a damaged file, could not be shown as a date."""
 
 
 class _Condition(Struct, frozen=True):
@@ -38,7 +38,7 @@ class _Condition(Struct, frozen=True):
     losses: tuple[Time, ...] = ()
     good_since: Time = 0.0
     booted: Time | None = None
-    """When the host booted, by the clock that the times above were read from, before anybody set it again.
+    """When the host booted, by the wall clock as it was set when the times above were written.
 
     None in the files of earlier releases."""
 
@@ -68,14 +68,15 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
 
 
 def _booted() -> float:
-    """Return when the host booted, by the wall clock. This changes only if somebody sets the clock."""
+    """Return when the host booted, by the wall clock. The result changes only if somebody sets the clock."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
     """Return the recorded time of the boot; `booted` if there is none, or if the clock was set since.
 
-    `booted` differs a little at each call. With the recorded time, the file of an unchanged history stays the same.
+    `booted` is a little different in each pass. With the recorded time instead, the file does not change as long as the
+    history does not change.
     """
     known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
     return next((each for each in known if each is not None and abs(each - booted) < STEP), booted)

@@ -1,7 +1,7 @@
 """Keeps the record of detached GPUs.
 
-A GPU stays in the record until the GPU is removed from the PCI bus, or attached again. The record is in /run, so it is
-lost when the host boots: other devices may be plugged in by then. To keep a GPU from machines permanently, use the
+A GPU stays in the record until the GPU is removed from the PCI bus, or attached again. The record is in /run, so that a
+reboot of the host clears it: by then, other devices may be plugged in. To keep a GPU from machines permanently, use the
 configuration.
 """
 
@@ -47,7 +47,7 @@ class Detached(Struct, frozen=True):
 
 
 def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. Raises ObservationError if they are unknown, because none of them may be granted."""
+    """Return the detached GPUs. Raises ObservationError if they are unknown: none of them may be granted."""
     try:
         notes = _read_record(system)
     except OSError as error:
@@ -65,7 +65,7 @@ def observe_detached(system: System) -> Detached:
 
 
 def record_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached, if it exists. Return whether it does. Raises OSError.
+    """Record the GPU as detached, if it exists. Return whether it exists. Raises OSError.
 
     The caller must hold the pass lock.
     """
@@ -73,16 +73,18 @@ def record_detached(system: System, address: str, *, draining: bool) -> bool:
 
 
 def record_tainted(system: System, address: str, *, evict: bool) -> bool:
-    """Record that no new pod may get a GPU that machines still have. Otherwise like `record_detached`."""
+    """Record that no new pod may get the GPU, although machines still have it. Otherwise like `record_detached`."""
     return _record(system, address, draining=False, granted=True, evict=evict)
 
 
 def _record(system: System, address: str, *, draining: bool, granted: bool = False, evict: bool | None = None) -> bool:
-    """Record the GPU with these values, if it exists. Return whether it does.
+    """Record the GPU with these values, if it exists. Return whether it exists.
 
-    If it is in the record already, `since` stays, and so does `evict` unless it is given: `gpus detach` may first taint
-    a GPU, and detach it later. A detached GPU stays detached and draining, even with `granted`: somebody may pull it
-    out at any time, or its users may still run.
+    `granted` means that the GPU is only to be tainted: machines keep it. If the GPU is in the record already, `since`
+    stays, and so does `evict` unless it is given: `gpus detach` may first taint a GPU, and detach it later.
+
+    If the GPU is recorded as detached already, `granted` is ignored: the GPU stays detached, because somebody may pull
+    it out at any time, and `draining` stays, because users of the GPU may still run.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:
@@ -118,7 +120,9 @@ def _read_record(system: System) -> Mapping[str, _Note] | Broken:
 
 
 def _device(system: System, address: str) -> int | None:
-    """Return the inode number of the device's sysfs link; None without a device. Each new device gets another number.
+    """Return the inode number of the device's sysfs link; None if there is no device at this address.
+
+    If another device is plugged in at this address, or the same one again, its link has another inode number.
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """

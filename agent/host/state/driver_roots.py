@@ -1,6 +1,7 @@
-"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of roots in handoffs. Pure.
+"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of a machine's record of driver roots. Pure.
 
-Unknown keys are ignored: another release may have written the file, before an upgrade or a downgrade.
+The record lists the roots that handoffs have named since the machine's start. In both files, unknown keys are ignored:
+another release may have written the file, before an upgrade or a downgrade.
 """
 
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ _RECORD = Record(dict[str, Observation])
 
 
 def read_ages(system: System) -> Ages:
-    """Return the ages as the last pass knew them. Without a record, the first ages depend on the wall clock."""
+    """Return the ages as the last pass knew them. Without a record, each file's first age depends on the wall clock."""
     return Ages(_RECORD.read(AGES, system))
 
 

@@ -41,7 +41,8 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     """
     with _lock(system):
         bound, recorded = binding(system, address), _recorded(system)
-        # The same error with another meaning is news: the driver may need a reboot where it first needed a reset.
+        # If only the meaning of the error is new, record the error again: where a reset was enough before, a reboot may
+        # be needed now.
         known = recorded.get(address)
         if bound is None or (known and (known.reason, known.meaning) == (fault.reason, fault.meaning)):
             return False
@@ -65,6 +66,6 @@ def _lock(system: System) -> AbstractContextManager[None]:
 
 
 def _recorded(system: System) -> dict[str, _Fault]:
-    # A damaged record counts as empty, because the damage is no reason to keep every GPU from pods.
+    # A damaged record counts as empty: otherwise no pass would be possible as long as the damaged file exists.
     found = _RECORD.read_known(GPU_FAULTS, system) or {}
     return {address: each for address, each in found.items() if binding(system, address) == each.binding}

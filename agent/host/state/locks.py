@@ -14,7 +14,7 @@ from agent.system.files import System
 PASS_WAIT = 60.0
 """Seconds to wait for another process's pass to end: it may be staging a driver root."""
 COMMAND_WAIT = 5.0
-"""Seconds to wait for another command that takes minutes: it may be about to end."""
+"""Seconds to wait for another command. The command may take minutes, but it may also be about to end."""
 NOTICE = 2.0
 """Seconds after which a process says that it waits. Most passes take less."""
 POLL = 0.05
@@ -22,7 +22,7 @@ POLL = 0.05
 
 
 def pass_lock(system: System, progress: Callable[[str], None], until: float = math.inf) -> AbstractContextManager[None]:
-    """Hold the lock without which nobody makes a pass or writes its records.
+    """Hold the lock that is needed to make a pass, and to write the files in agent.host.state.remains.HOST_FILES.
 
     `progress` and `until` are the `progress` and `wait_until` of agent.host.reconcile.Reconciler. Raises AgentError if
     another process still has the lock after PASS_WAIT, or at the time `until`.
@@ -32,20 +32,21 @@ def pass_lock(system: System, progress: Callable[[str], None], until: float = ma
 
 
 def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
-    """Hold the lock without which nobody detaches this GPU: no command may undo what another one has just promised.
+    """Hold the lock that every `gpus detach` of this GPU needs: none may undo what another one has just promised.
 
-    `gpus attach` does not need it: `gpus detach` notices that it was undone. Raises AgentError at once if it is held.
+    `gpus attach` does not take the lock: a running `gpus detach` notices if it was undone. Raises AgentError at once if
+    another process holds the lock.
     """
     return locked(system, detach_lock_file(address), 0, f"another `gpus detach {address}` is still running")
 
 
 @contextmanager
 def machine_locks(system: System, names: Iterable[str], command: str) -> Iterator[None]:
-    """Hold the locks of these machines, without which no command starts, stops, makes or removes them.
+    """Hold the locks of these machines. Every command that starts, stops, makes or removes a machine needs its lock.
 
-    Otherwise `start` would start a machine that `reset` has just stopped, to remove it. A machine's own unit and the
-    service take no such lock, because a machine's start must not wait for a command. Raises AgentError, which names the
-    command that holds a lock.
+    Otherwise `start` could start a machine that `reset` has just stopped in order to remove it. A machine's own unit
+    and the service take no such lock, because a machine's start must not wait for a command. Raises AgentError, which
+    names the command that holds a lock.
     """
     with ExitStack() as stack:
         # All commands take the locks in the same order. Otherwise, two commands could each wait for the other.
@@ -67,8 +68,8 @@ def locked(
 ) -> Iterator[None]:
     """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds.
 
-    `holder` describes this process. While this process has the lock, others that also give a `holder` show it in the
-    message of that error.
+    `holder` describes this process. While this process has the lock, the errors of other processes that wait for it
+    end with this description, if those processes give a `holder` too.
     """
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)

@@ -29,7 +29,7 @@ class LogPosition(Struct, frozen=True):
 
 _LOST = Record(dict[str, _Lost])
 LOG_POSITION = Record(LogPosition)
-"""The record KERNEL_LOG_READ."""
+"""The format of the record KERNEL_LOG_READ."""
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
@@ -41,9 +41,10 @@ def observe_lost(system: System) -> Mapping[str, str]:
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU. Return False if the GPU has no driver: another condition reports that.
+    """Record a lost GPU, and return True.
 
-    Raises OSError, or ObservationError if the record cannot be read.
+    If the GPU has no driver, only return False: another condition reports a missing driver. Raises OSError, or
+    ObservationError if the record cannot be read.
     """
     bound = binding(system, address)
     if bound is None:
@@ -59,13 +60,15 @@ def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
 
 
 def _recorded(system: System) -> dict[str, _Lost]:
-    # A damaged record counts as empty: the conditions of nodes, driver and pods may still show the loss.
+    # A damaged record counts as empty: the loss may still show in the conditions about device nodes, driver and pods.
     found = _LOST.read_known(LOST_GPUS, system) or {}
     return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
 
 
 def binding(system: System, address: str) -> int | None:
-    """Return the inode number of a device's sysfs link `driver`; None without a driver. Each binding changes it.
+    """Return the inode number of a device's sysfs link `driver`; None if no driver is bound to the device.
+
+    Each time that a driver is bound to the device, the number changes.
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """

@@ -25,8 +25,9 @@ from agent.model.paths import (
 from agent.system.files import NEW, System
 
 HOST_FILES = (AGES, CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
-"""Files that are written under the pass lock. Other files, such as what the service read in the kernel log, may be
-written at this moment. The next writer of such a file removes its leftovers."""
+"""Files that are written only under the pass lock, which the caller of `clear_remains` holds. Other files, such as the
+record of what the service read in the kernel log, are left out, because somebody may be writing them at this moment.
+The next writer of such a file removes its leftovers."""
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:
@@ -47,9 +48,9 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 
 def clear_report(system: System, machine: str) -> None:
-    """Remove the old report before the machine starts, and the file that says that its kubelet has joined.
+    """Before the machine starts, remove its old report, and the file that says that its kubelet has joined.
 
-    Both are from the machine's last run, or from an earlier machine of this name.
+    Both files are from the machine's last run, or from an earlier machine of this name.
     """
     for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
         with suppress(OSError):

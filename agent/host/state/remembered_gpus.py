@@ -17,7 +17,7 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
     """
     copies = [_copy(path, system) for path in REMEMBERED_GPUS]
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
-    # The first copy is written first, so it is the newer one after a crash between the two writes.
+    # The first copy is also written first: after a crash between the two writes, the first copy is the newer one.
     whole = next((each for each in copies if isinstance(each, Remembered)), None)
     if whole:
         return whole, f"{problems}; the other copy of this record is used" if problems else ""

@@ -1,6 +1,7 @@
 """Marks the machines that have started, or that a command has stopped, since the host booted.
 
-systemd forgets the starts of units that it unloads, and the stop of one that did not run.
+The marks are needed because systemd forgets the start of a unit when it unloads the unit, and does not record the stop
+of a unit that did not run.
 """
 
 from collections.abc import Iterable
@@ -12,8 +13,11 @@ from agent.system.files import System
 
 
 def mark_start(machine: str, system: System) -> None:
-    """Mark a machine whose start has begun, or that is to stop. Ignores failures: the next pass marks it if it runs."""
-    # The mark is a directory, because a file would be written by way of a temporary file.
+    """Mark a machine whose start has begun, or that is about to be stopped.
+
+    Ignores failures: if the machine runs, the next pass marks it.
+    """
+    # The mark is a directory, because one call makes it. A file would be written by way of a temporary file.
     with suppress(OSError):
         system.make_directory(start_began_mark(machine))
 
