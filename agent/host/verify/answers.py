@@ -11,12 +11,12 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds after which a report is stale. Three more reports are then overdue, the last one by 30 s, to allow for a slow
+"""Seconds after which a report is stale. By then, three further reports should have arrived; the 30 s allow for a slow
 run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether the machine has not answered this handoff yet, or a condition that Ready needs is Unknown."""
+    """Return whether the machine has not answered this handoff yet, or reports Unknown for a condition of Ready."""
     if not isinstance(report, Report) or not answers(report, machine, goal):
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
@@ -25,9 +25,10 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    After the host has bound missing nodes, it publishes the same handoff again. Then a report of missing nodes answers
+    After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes then answers
     the handoff only if the report is newer than the binding and the new publication. If the machine half does not say
-    which publication it answers, the files' ages decide, which is wrong for a report that was on its way meanwhile.
+    which publication it answers, the ages of the files decide. Their answer can be wrong: the machine half may begin a
+    report before the new publication, and write it afterwards.
     """
     if not names_handoff(report, machine, goal.generation):
         return False
@@ -39,9 +40,9 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
 def names_handoff(report: Report, machine: MachineFacts, generation: str) -> bool:
     """Return whether the report names the handoff of this generation and, if known, its last publication.
 
-    The generation alone is not enough: if a GPU goes and comes back, the third handoff equals the first. Only the
-    generation counts for machine halves of earlier releases, which report nothing else, and while the handoff's file
-    cannot be observed.
+    The generation alone is not enough: if a GPU goes and comes back, the third handoff has the same content and so the
+    same generation as the first. In two cases, the publication is unknown and only the generation counts: the machine
+    half is of an earlier release, which does not report the publication, or the handoff's file cannot be observed.
     """
     if report.publication and machine.publication and report.publication != machine.publication:
         return False
@@ -49,7 +50,7 @@ def names_handoff(report: Report, machine: MachineFacts, generation: str) -> boo
 
 
 def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> str:
-    """Return the message of the conditions of a machine that has not answered."""
+    """Return the message for the conditions of a machine that has not answered its handoff."""
     if not _published(machine, goal, facts):
         return (
             "the agent has not written the latest handoff yet, so the machine cannot answer it; if that lasts, "
@@ -74,16 +75,17 @@ def _published(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> bool:
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:
     """Return whether permissions for devices that are no longer granted can be removed now.
 
-    They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
-    no report, or the report is malformed or stale, they can be removed at once. `now` is the time by CLOCK_MONOTONIC.
+    They can be removed once the machine half has stopped using the devices, or has had enough time to do so. If there
+    is no report, or it is malformed or stale, they can be removed at once. `now` is the time by CLOCK_MONOTONIC.
     """
     if isinstance(report, Report) and names_handoff(report, machine, goal.generation):
         return True
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
-    # Reports on an earlier handoff do not give the machine half more time, because another machine may already have
-    # these devices. Nor do problems that root in the machine can cause: a full disk of the host, on which no handoff
-    # can be published, or a node that cannot be bound.
+    # The report is on an earlier handoff, or could not be read: wait, but only for a limited time, because another
+    # machine may already have these devices. The time counts from the publication of the handoff, and also from when
+    # permissions were first kept. Otherwise root in the machine could keep the permissions longer by causing problems:
+    # a full disk of the host, on which no handoff can be published, or a node that cannot be bound.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     kept_since = machine.live.kept_since if machine.live else 0.0
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)

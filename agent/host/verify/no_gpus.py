@@ -10,8 +10,8 @@ from agent.model.reasons import Reason
 def without_gpus(settings: MachineSettings, facts: Facts, machine: MachineFacts) -> tuple[Condition, ...]:
     """Return the conditions of a machine that gets no GPU.
 
-    It may be ready whether or not it runs, because the agent may have nothing to do for it. So the message of Ready
-    says if it does not run.
+    Such a machine may be Ready even if it does not run, because the agent may have nothing to do for it. So, if it
+    does not run, the message of Ready says that.
     """
     reason, message = Reason.NO_GPU, "this host has no GPU"
     if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):

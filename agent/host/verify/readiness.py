@@ -48,7 +48,7 @@ IF_CONFIGURED = {
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine in `Plan.held`: it is missing, or an observation failed."""
+    """Return the conditions of a machine in `Plan.held`, which is missing or could not be observed."""
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
@@ -75,8 +75,8 @@ def evaluate(
 ) -> tuple[Condition, ...]:
     """Return the conditions in the order of ConditionType, Ready last.
 
-    GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` says why the machine's settings
-    must not be written: empty if they may be, Unseen if the present ones could not be read.
+    In the result, GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` says why the
+    machine's settings files must not be written: empty if they may be, Unseen if the present files could not be read.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
@@ -118,7 +118,7 @@ def _extras_only(
 def _with_missing_extras(
     conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
 ) -> tuple[Condition, ...]:
-    """Name in DevicesPresent's message the non-GPU devices and mounts that are missing or wait for the next start.
+    """Add to DevicesPresent's message which non-GPU devices and mounts are missing, and which wait for the next start.
 
     The status stays, because GPUs do not need these devices and mounts.
     """

@@ -10,8 +10,8 @@ from agent.model.reasons import Reason
 def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
     """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
 
-    That is so for users who may not read /var/lib/machines. A machine whose unit has stopped, or failed to start,
-    since the host booted counts as one that exists.
+    That is so for users who may not read /var/lib/machines. But a machine counts as existing if its unit runs,
+    or has stopped or failed to start since the host booted.
     """
     if not isinstance(machine.root, Unseen) or machine.has_run or not machine.ended:
         return tuple(conditions)
