@@ -1,8 +1,8 @@
 """Gives a machine its bootstrap token, and removes the token once the machine's kubelet has joined the cluster.
 
-The token's file is next to the handoff. It is not in the machine's root file system, which the host never opens after
-the machine has booted. So a new token reaches a running machine, whose kubelet reads the file each minute, and no token
-stays in the machine.
+The token's file is next to the handoff, not in the machine's root file system, which the host never opens after the
+machine has booted. So the host can give a new token to a running machine, whose kubelet reads the file each minute, and
+no token stays in the machine.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,8 @@ def given_token(machine: str, system: System) -> str | None:
 def give_token(machine: str, token: str, system: System) -> None:
     """Write the token for the machine. Raises OSError."""
     path = token_file(machine)
-    # An earlier machine of this name may have left this file: then the next pass would remove the new token at once.
+    # An earlier machine of this name may have left the file that says that its kubelet has joined. With this file, the
+    # next pass would remove the new token at once.
     system.remove(joined_file(machine))
     make_way(path, system)
     system.write(path, f"{token}\n".encode(), 0o600)

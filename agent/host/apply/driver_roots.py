@@ -119,7 +119,7 @@ def remove_root(index: int, system: System) -> None:
     # Earlier versions wrote the second record, which says where the files came from.
     for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(record)
-    # Remove the manifest only after the move, because a driver root that is a plain directory is found only by it.
+    # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 
@@ -139,9 +139,9 @@ def remove_all(system: System) -> None:
 def protect(indices: tuple[int, ...], system: System) -> None:
     """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
 
-    Their content is not used again: root in a machine may have changed it, or still have a file open. They are moved
-    back only if their parent cannot be mounted. If the agent is killed before the mount, or PID 1 does not answer, the
-    next pass stages the roots again.
+    Their content is not used again: root in a machine may have changed it, or still have a file open. The directories
+    are moved back only if their parent cannot be mounted. If the agent is killed before the mount, or PID 1 does not
+    answer, the next pass stages the roots again.
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]

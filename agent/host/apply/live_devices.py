@@ -18,15 +18,17 @@ from agent.system.files import System
 
 
 def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Change permissions, bind nodes, and record what succeeded. Raises AgentError; OSError if it cannot be recorded.
+    """Change permissions, bind nodes, and record what succeeded.
+
+    Raises AgentError, or OSError if the record cannot be written.
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
     killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the
-    same, but nothing is permitted or bound: each later pass would permit and bind what is not in the record again.
+    same, but nothing is permitted or bound: without a record of that, each later pass would do it again.
     """
     before, after = action.before, action.after
-    # Keep the nodes that are still granted with the same device number. Nodes that are no longer granted
-    # are removed by the machine half, and nodes with a changed number are bound again below.
+    # Keep the nodes that are still granted with the same device number. The machine half removes nodes that are no
+    # longer granted. Nodes whose number has changed are bound again below.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)
@@ -45,7 +47,7 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
             live = replace(live, allow=after.allow, unsure=False)
         except BusError as error:
             failures.append(str(error))
-            # PID 1 may have carried out a call that it did not answer.
+            # If PID 1 did not answer, it may have carried out the call all the same: keep the intended permissions.
             live = live if isinstance(error, BusAnswerError) else intended
     live, unbound = _bind_all(action, live, system, report_progress)
     _record(action.machine, live, system)
@@ -66,7 +68,7 @@ def _bind_all(
             machined.bind_mount(action.machine, path, read_only=read_only, system=system)
             live = replace(live, nodes={**live.nodes, path: number})
         except BusError as error:
-            # Go on with the other nodes, unless the machine hangs: then each of them would take as long to fail.
+            # Go on with the other nodes, unless the machine hangs: then each of these nodes would take as long to fail.
             failures.append(f"{path} cannot be bound: {error}")
             if isinstance(error.__cause__, TimeoutError):
                 break

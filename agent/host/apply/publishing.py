@@ -1,12 +1,13 @@
 """Publishes driver roots, so that machines see them, and hides them again.
 
-A published root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
+A published driver root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
 writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has the
-mount points, is such an overlay too. Otherwise root in a machine could remove a mount point, which would unmount the
-root in all machines (detach_mounts in fs/namei.c), and put something else in its place.
+mount points, is such an overlay too. Otherwise root in a machine could remove a mount point. That would unmount the
+driver root in all machines (detach_mounts in fs/namei.c), and root in the machine could put something else in its
+place.
 
-PID 1 mounts the roots, because processes in the service's sandbox may not, and because PID 1 also mounts them at boot,
-without the service. The mounts propagate into running machines.
+PID 1 mounts the driver roots, because processes in the service's sandbox may not mount anything, and because PID 1 also
+mounts the driver roots at boot, without the service. The mounts propagate into running machines.
 """
 
 import posixpath
@@ -56,7 +57,8 @@ TimeoutSec=15
 def publish(index: int, system: System) -> None:
     """Mount driver root `index`. Raises AgentError, OSError.
 
-    If HOST_NVIDIA cannot be mounted, or other roots are plain directories already, publish it as a plain directory.
+    If HOST_NVIDIA cannot be mounted, or if other roots are plain directories already, the root is not mounted, but
+    published as a plain directory.
     """
     staged = observe_staged(system)
     if staged.mounted or not staged.plain:
@@ -64,13 +66,14 @@ def publish(index: int, system: System) -> None:
         if not failure:
             return
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
-            # PID 1 has mounted the parent, or has not tried to. The kernel may support overlay file systems, so do not
+            # PID 1 has mounted the parent, or has not tried to. So the kernel may support overlay file systems: do not
             # fall back to a plain directory.
             raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
         _remove_unit(driver_root(index), system)
         _remove_unit(HOST_NVIDIA, system)
-    # No mount here: if other roots are plain directories, it would hide them from the machines that use them.
+    # Do not mount HOST_NVIDIA here: the mount would hide other roots that are plain directories from the machines that
+    # use them.
     system.make_directory(HOST_NVIDIA)
     system.rename(f"{TREES}/{index}", driver_root(index))
 

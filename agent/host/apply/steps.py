@@ -62,7 +62,8 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     done: list[Action] = []
     failed_cleanups: dict[Cleanup, str] = {}
     failed: list[Action] = []
-    # If the record cannot be updated, no settings are written, but devices that are no longer granted are forbidden.
+    # If the ownership record cannot be updated, no settings are written, but devices that are no longer granted are
+    # forbidden all the same.
     record_failures = _update_record(actions, system, finished=False) if actions else ()
     failures, concerned = [*record_failures], dict[str, str]()
     for action in actions:
@@ -99,7 +100,10 @@ def _machine(action: Action) -> str | None:
 
 
 def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
-    """Return whether a step must be skipped because an earlier step failed, or because no record could be written."""
+    """Return whether a step must be skipped.
+
+    It must if it depends on a step that failed, or if it needs the ownership record, which was not `recorded`.
+    """
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
             # The handoff may name a driver root that could not be published.
@@ -110,7 +114,8 @@ def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> b
         case WriteFile():
             return not recorded and _needs_record(action)
         case RemoveFile():
-            # Without the settings, later passes would not find the permissions that could not be removed.
+            # If a file with permissions could not be removed, the settings must stay: without them, later passes would
+            # not find that file.
             return any(
                 isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
             )
@@ -150,8 +155,8 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
 def _forget_start(path: str, system: System) -> None:
     """If the path is a machine's settings file, remove the records of the machine's last start with settings.
 
-    A start without settings makes no new records. Once the machine is configured again, the old records would be taken
-    for those of that start.
+    If the machine is then started without the agent's settings, that start makes no new records. Once the machine is
+    configured again, the old records would be taken for records of that start.
     """
     if (machine := machine_of(path)) is not None:
         for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
@@ -166,7 +171,7 @@ def _write(action: WriteFile, system: System) -> None:
 
 
 def _needs_record(write: WriteFile) -> bool:
-    """Return whether the ownership record must name the file. All files in STATE are the agent's without a record."""
+    """Return whether the ownership record must name the file. Files in STATE are the agent's even without a record."""
     return not write.path.startswith(f"{STATE}/")
 
 
@@ -189,8 +194,8 @@ def _failure(action: Action, error: Exception) -> AgentError:
 def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
     """Update the ownership record before the steps, or, if `finished`, after them. Return failures.
 
-    The record names a file from before it is written until it has been removed. If the current record cannot be read,
-    that is a failure too: the files in it must not be forgotten.
+    The record names a file from before the file is written until after it is removed. If the current record cannot be
+    read, that is a failure too: the files in it must not be forgotten.
     """
     try:
         before = _read_record(system)
