@@ -36,13 +36,13 @@ class MachineOutcome(Struct, frozen=True):
     the latest handoff yet; a pass would still change its devices or publish its handoff; a condition in the report that
     Ready needs is Unknown; Ready has not settled yet."""
     stopped: bool = False
-    """The machine exists and the agent may write its settings, but it neither runs nor starts, and its unit is not
+    """The machine exists and the agent may write its settings, but the machine neither runs nor starts. Its unit is not
     masked."""
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """The machine does not run now. Since the host booted, it has stopped, failed to start, or had a start cancelled;
-    or its unit is masked."""
+    """The machine does not run now, and one of these is true: since the host booted, it has stopped, failed to start,
+    or had a start cancelled; or its unit is masked."""
     expected: int = 0
     """How many GPUs the settings ask for. If they ask for all: the number of GPUs that the machine has or has lost."""
     advertised: int | None = None
@@ -74,8 +74,8 @@ class MachineOutcome(Struct, frozen=True):
     def awaited(self) -> str:
         """What the machine still needs, in words, for a command that waits for the machine.
 
-        A machine without a GPU may be Ready all the time. In that case, the text is the message of another condition,
-        or NO_ANSWER.
+        A machine without a GPU may be Ready although the command still waits for it. In that case, the text is the
+        message of another condition, or NO_ANSWER.
         """
         needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
         missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)
@@ -100,7 +100,8 @@ class Outcome(Struct, frozen=True):
     failures: tuple[str, ...] = ()
     """Steps that failed and unexpected errors, one sentence each."""
     concerned: Mapping[str, str] = field(default_factory=dict)
-    """The only machine that a failure concerns, by the failure. Other failures may concern any machine."""
+    """The machine's name for each failure that concerns only one machine, by the failure's sentence. All other failures
+    may concern any machine."""
     duration: float = 0.0
     """Seconds that the pass took."""
     finished: float = 0.0

@@ -127,7 +127,7 @@ class Reconciler(Struct):
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
-            # Read the mark again, because `stop` may have made it during the pass.
+            # Read the machine's mark again, because the command `stop` may have made it during the pass.
             has_run = machine.has_run or has_started(machine.name, self.system)
             if machine.stopped and machine.startable and (by_hand or not has_run):
                 failures += self.start(machine.name)
@@ -147,7 +147,7 @@ class Reconciler(Struct):
                 self.in_force.check()
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
-            # Taint GPUs before they are withdrawn: no new pod may get one. The call at the end reports failures.
+            # Taint GPUs before they are withdrawn: no new pod may get one. The second call below reports failures.
             self._publish_gpu_states(facts, planned)
             applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
@@ -222,7 +222,8 @@ class Reconciler(Struct):
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused
             and (machine.starts or answers.pending(machine, goal, report) or changes_left(goal, difference)),
-            # False while a start is queued: a second one would undo a stop that has cancelled the first one meanwhile.
+            # False while a start is queued. Somebody may stop the machine meanwhile, which cancels the queued start: a
+            # second start by the agent would undo that stop.
             stopped=not refused and machine.stays_ended and not machine.masked,
             has_run=machine.has_run,
             repairs=answered.repairs if answered else {},
@@ -233,7 +234,7 @@ class Reconciler(Struct):
         )
 
     def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, str]:
-        """Return one sentence per fault, with the machine, and log the traceback of new faults."""
+        """Return the machine's name for each fault, by the sentence about it. Log the traceback of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
@@ -249,7 +250,7 @@ class Reconciler(Struct):
     def start(self, name: str) -> tuple[str, ...]:
         """Start a machine, without waiting until it runs. Return failures, one sentence each.
 
-        The caller must not hold the pass lock, because the start makes a pass.
+        The caller must not hold the pass lock: before the machine's unit, systemd starts prepare@, which makes a pass.
         """
         self.progress(f"start machine {name}")
         clear_report(self.system, name)
@@ -270,7 +271,8 @@ class Reconciler(Struct):
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
         """Make the directories of machines, then perform the steps, except removals that failed recently."""
         failures, concerned, names = [], dict[str, str](), [machine.name for machine in planned.goal.machines]
-        # Before each start, the machine's unit makes them too, and mounts a file system on the report directory.
+        # Before each start, the machine's unit makes the same directories, and mounts a file system on the one for
+        # reports.
         directories = {make(name): name for name in names for make in (handoff_directory, report_directory)}
         for directory in [HOST_NVIDIA, *directories] if names else []:
             try:
