@@ -35,10 +35,11 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)
         for file in remembered_files(Remembered(gpus, damage)):
             write_record(reconciler.system, file.path, file.content)
-    if gpus != remembered.gpus or damage != remembered.damage:
-        # Wake the service: its metrics and the machines' Node objects show the loss until its next pass.
-        with suppress(OSError):
-            reconciler.system.write(WAKE, b"")
+        if gpus != remembered.gpus or damage != remembered.damage:
+            # Wake the service: its metrics and the machines' Node objects show the loss until its next pass. Write the
+            # file under the lock, because a pass would remove the temporary file (HOST_FILES).
+            with suppress(OSError):
+                reconciler.system.write(WAKE, b"")
     lines = [
         f"{gpu.describe()} is forgotten, and no longer missing in: {', '.join(gpu.machines)}" for gpu in lost.values()
     ]
