@@ -81,7 +81,7 @@ def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
 
 
 def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
-    """Return the states by PCI address. Raises DocumentError, which names the key."""
+    """Return the states by PCI address. Raises DocumentError, which names the wrong key or the repeated GPU."""
     where = GPU_STATES_NAME
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))

@@ -1,12 +1,14 @@
 """The contract between the two halves: versioned JSON, read and written with the standard library alone.
 
-The host half publishes a Handoff; the machine half answers with a report: a JSON object with the keys `version`,
-`generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `publication` (the Publication that the
-report answers, as a list), `advertised_gpus` (how many granted GPUs the node offers to pods; left out if unknown) and
-`changed_files` (paths of files that differ from what `up` put into the machine; left out if there are none). The last
-four are also left out if the handoff has no key `restart_device_plugin`, because a host half that does not write
-that key refuses reports with unknown keys.
+The host half publishes a Handoff. The machine half answers with a report, which is a JSON object. It always has the
+keys `version`, `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`,
+`message`) and `cdi_devices` (names). A host half that writes no key `restart_device_plugin` refuses reports with
+unknown keys; if the handoff has that key, the report also has:
+
+- `repairs`: counts by Repair since the machine's boot
+- `publication`: the Publication that the report answers, as a list
+- `advertised_gpus`: how many granted GPUs the node offers to pods; left out if that is unknown
+- `changed_files`: paths of files that differ from what `up` put into the machine; left out if there are none
 """
 
 import json

@@ -94,8 +94,8 @@ def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> No
 def _copy_step(reading: int, writing: int, size: int) -> int:
     """Copy up to `size` bytes, and return how many were copied: 0 only at the end of the file."""
     try:
-        # Some file systems copy nothing and report success (copy_file_range(2), BUGS). So if this call returns 0, the
-        # end of the file need not be reached; `os.read` below finds out.
+        # Some file systems copy nothing and report success (copy_file_range(2), BUGS). So 0 does not prove that this is
+        # the end of the file: `os.read` below tells.
         if copied := os.copy_file_range(reading, writing, size):
             return copied
     except OSError as error:
