@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNUSED = 2 * 3600.0
-"""Seconds after which a build removes an unused result. Sooner, a run of another checkout may still be using it."""
+"""A build removes results that nobody has used for so many seconds. A result that was used more recently may still be
+in use by a run of another checkout."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -25,7 +25,7 @@ class Fleet:
     """Hosts by their names, and a computer that has the repository's playbook."""
 
     def __init__(self, controller: Root, hosts: dict[str, Root]) -> None:
-        """Use roots that `fleet` has connected."""
+        """Use roots that `fleet` has made. It has mounted those of the hosts below the controller's /hosts."""
         self.controller = controller
         self.hosts = hosts
 

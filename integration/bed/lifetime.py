@@ -1,4 +1,4 @@
-"""Base class of what runs as long as a block of code, and no longer."""
+"""Base class of everything that runs as long as a `with` block, and no longer."""
 
 from typing import Self
 

@@ -14,9 +14,9 @@ DEPENDENCIES = (
     *("python3", "python3-h2", "python3-tomlkit", "python3-yaml"),
     *("systemd", "systemd-container", "kmod", "mount", "libgcc-s1"),
 )
-"""What the packages depend on: a test's root has no network."""
+"""What the packages depend on. Each root has these from the start, because a test's root has no network."""
 TOOLS = ("python3-venv", "gpg", "gpg-agent")
-"""What an installation from a checkout and a signed package source need."""
+"""What some tests need in addition: venv to install from a checkout, and gpg to sign a package source."""
 INPUTS = (
     *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
     *("docs", "systemd"),
@@ -84,7 +84,8 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
     tools = [Path(str(module.__file__)) for module in ((debian, ubuntu) if suite == ubuntu.UBUNTU else (debian,))]
-    # Each suite and set of packages has its own name in the cache: a new build removes older ones of the same name.
+    # Each suite and set of packages has its own name in the cache. With one name for all, a build of one could remove
+    # the results of the others.
     base = cached("-".join(("package-root", suite, *more)), [*included, *tools], build) / "root"
     # The directory is not in /tmp, because that may be a tmpfs, or itself an overlay.
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:

@@ -1,4 +1,4 @@
-"""Directories for files that a run of the bed keeps while it lasts."""
+"""Directories for the files that a run of the bed keeps until it ends."""
 
 import os
 import shutil
@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def run_directory(name: str) -> Path:
-    """Return a new directory of this process, mode 0700. Removes those of this name that killed processes have left."""
+    """Make a directory of mode 0700 for this process, and return it.
+
+    Directories of the same name that killed processes have left are removed.
+    """
     for directory in Path(tempfile.gettempdir()).glob(f"{name}-[0-9]*-*"):
         pid = directory.name.removeprefix(f"{name}-").partition("-")[0]
         if not Path("/proc", pid).exists():

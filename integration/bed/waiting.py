@@ -1,4 +1,4 @@
-"""Waits until something holds, with pauses that leave the processors to what makes it hold."""
+"""Waits until something holds. The pauses leave the processors to the work that makes it hold."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from integration.bed.process import BedError
 T = TypeVar("T")
 
 PAUSE_PER_QUESTION = 9
-"""A pause lasts this many times as long as the question before it, within the limits below: a question runs kubectl or
-a program in the emulated machine, which takes the processor from what is waited for."""
+"""A pause lasts this many times as long as the question before it, within the limits below. A question runs kubectl or
+a program in the emulated machine, and so takes processor time from the work that is waited for."""
 SHORTEST, LONGEST = 0.1, 3.0
 """Limits of a pause between two questions, in seconds."""
 

@@ -22,7 +22,7 @@ from integration.bed.waiting import wait
 
 # Files that an administrator adds to a node's root file system: the kubelet's unit and the pod network.
 CLUSTER_FILES = Path(__file__).with_name("cluster_files")
-# If the kubelet cannot set these itself, it does not start. In a machine it cannot: /proc/sys is read-only there.
+# A kubelet that cannot set these does not start. In a machine, /proc/sys is read-only; so they are set on the host.
 KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
 SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
 # Manifests that users deploy, and those that only the tests need.
@@ -56,7 +56,7 @@ class ClusterError(Exception):
 
 
 class Administered(Lifetime):
-    """Something with a control plane, and what the cluster's administrator does there."""
+    """Base class of what has a control plane, with methods for what the cluster's administrator does there."""
 
     control_plane: ControlPlane
 
@@ -104,7 +104,7 @@ class Cluster(Administered):
             self.wait("node Ready", self._node_is_ready)
 
     def close(self) -> None:
-        """Stop the control plane. The machine keeps its kubelet: restore a snapshot, or stop the virtual machine."""
+        """Stop the control plane. The kubelet stays until a snapshot is restored, or the virtual machine ends."""
         self.control_plane.close()
         self.host.qemu.stop_forwarding(self._kubelet_port)
 
@@ -224,7 +224,7 @@ class Cluster(Administered):
         self.kubectl("delete", "pod", *names, "--timeout=200s")
 
     def evidence(self) -> str:
-        """Return the ends of the journals of kubelet and DRA driver too."""
+        """Return what Administered returns, and the ends of the journals of the kubelet and the DRA driver."""
         journals = [
             self.node.run("journalctl", f"--unit={unit}", "--no-pager", "--lines=25", check=False).stdout
             for unit in ("kubelet", "unbounded-agent-dra")
@@ -257,11 +257,11 @@ class Cluster(Administered):
             "cgroupDriver": "systemd",
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "failSwapOn": False,
-            # Without thresholds, the kubelet does not read all statistics each 10 s.
+            # 0% means that there is no threshold. Without one, the kubelet does not read all statistics each 10 s.
             "evictionHard": dict.fromkeys(EVICTION_SIGNALS, "0%"),
-            # The default of 10 s would delay what the API knows of changed resources.
+            # With the default of 10 s, the API server would learn later of changed resources.
             "nodeStatusUpdateFrequency": "5s",
-            # Without this setting, it would be 5 s too, and the kubelet would write its status even if nothing changed.
+            # The default is the value above, at which the kubelet would write its status even if nothing has changed.
             "nodeStatusReportFrequency": "5m",
             # QEMU forwards this port of 127.0.0.1, where the API server runs, to the kubelet.
             "port": self._kubelet_port,

@@ -109,7 +109,7 @@ def running() -> int:
 
 
 def serve(*, dra: bool) -> None:
-    """Set up the cluster, create KUBECTL once it is ready, and keep it until SIGTERM."""
+    """Set up the cluster; once it is ready, create KUBECTL. Keep the cluster until SIGTERM."""
     # SystemExit lets every context manager stop what it started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with LOCK.open("w") as lock:

@@ -150,7 +150,8 @@ class ControlPlane(Lifetime):
         """Make a token with which kubelets join, as `kubeadm token create` does, and return it.
 
         Kubernetes' documentation ("Authenticating with Bootstrap Tokens", "TLS bootstrapping") lists the Secret's keys,
-        and the roles with which kubelets ask for a certificate, get it without a person, and replace it in time.
+        and the roles that let kubelets ask for a certificate, get it without a person's approval, and replace it in
+        time.
         """
         name, secret = secrets.token_hex(3), secrets.token_hex(8)
         data = {"token-id": name, "token-secret": secret, "expiration": valid_until}

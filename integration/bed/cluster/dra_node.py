@@ -1,6 +1,7 @@
 """A node that offers GPUs by Dynamic Resource Allocation at a real control plane, without a virtual machine.
 
-The service that offers them is a process of its own, as its unit runs it. A stand-in for the kubelet calls it.
+The service that offers the GPUs runs in a process of its own, as its unit would start it. A stand-in for the kubelet
+calls the service.
 """
 
 import tempfile
@@ -29,8 +30,8 @@ class Offering:
 @contextmanager
 def offering(release: str = RELEASE) -> Iterator[Offering]:
     """Run a control plane of this release (see ControlPlane) and the service of one node."""
-    # Not in pytest's tmp_path, which is too long for the path of a socket.
     control_plane = ControlPlane((NODE,), release=release)
+    # The directory is not in pytest's tmp_path, which is too long for the path of a socket.
     with control_plane as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
         kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))
         kubelet.create_node()

@@ -1,7 +1,7 @@
 """A simulated host with a driver and no machine, and all that `unbounded-agent up` needs to make a node of it.
 
-These run outside the virtual machine: a Kubernetes control plane, a registry with the node's image (TLS and a login),
-one with the pods' images, and a mirror of Kubernetes' programs.
+These run outside the virtual machine: a Kubernetes control plane, a registry with the node's image (it has TLS and
+wants a login), another registry with the pods' images, and a mirror of Kubernetes' programs.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Mirror(Lifetime):
 class EmptyHost(Administered):
     """The host, with the agent installed and configured, and the servers around it; nodes named in `nodes` may join.
 
-    `running` is a host that has the agent but no machine. By default, a new host boots.
+    If `running` is given, that host is used: it has the agent, and no machine. Otherwise, a new host boots.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EmptyHost(Administered):
         return log
 
     def configuration(self, machine: str = MACHINE, settings: str = "") -> str:
-        """Return the agent's configuration of a node; `settings` are the first lines of its table."""
+        """Return a configuration of the agent with one node; `settings` become the first lines of the node's table."""
         sha256 = ", ".join(f'{name} = "{digest}"' for name, digest in self.mirror.digests.items())
         return f"""[machines.{machine}.node]
 {settings}

@@ -8,7 +8,7 @@ from integration.bed.tools import compile_go, pinned
 
 MODULES = REPOSITORY / "integration" / "go"
 RELEASE, NEXT_RELEASE = "kubernetes", "kubernetes-1.37"
-"""Directories in MODULES: the release that clusters have, and the next one, which only exhaustive tests build."""
+"""Directories in MODULES: of the release that clusters have, and of the next one, which only exhaustive tests build."""
 MODULE = MODULES / RELEASE
 KUBERNETES = "k8s.io/kubernetes"
 PACKAGES = (
@@ -23,8 +23,8 @@ PACKAGES = (
 def kubernetes(release: str = RELEASE) -> Path:
     """Return a directory with kubelet, kubectl, etcd and the control plane, linked statically.
 
-    Without Go's build cache this takes seven minutes on two cores, so files that change often are not among the inputs.
-    `release` is RELEASE or NEXT_RELEASE.
+    Without Go's build cache, a build takes seven minutes on two cores. So no file that changes often is among the
+    inputs, whose changes cause a new build. `release` is RELEASE or NEXT_RELEASE.
     """
     # hack/lib/version.sh sets these variables in a release build, from the checkout; here the version is the module's.
     version = "k8s.io/component-base/version"
@@ -42,5 +42,5 @@ def kubernetes(release: str = RELEASE) -> Path:
 
 
 if __name__ == "__main__":
-    # Prints the directory of the release that clusters have, or of the one that is named.
+    # Prints the directory of the release that the argument names; without an argument, of the one that clusters have.
     print(kubernetes(*sys.argv[1:]))

@@ -12,7 +12,7 @@ from integration.bed.process import CommandError
 def change_node_status(cluster: ControlPlane, node: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` change the Node's status, and write it with its kubelet's identity.
 
-    Tries again if others change the Node in between, as the lifecycle controller does with its taints.
+    If somebody else changes the Node in between, as the lifecycle controller does to set taints, this tries again.
     """
     path, user = f"/api/v1/nodes/{node}", node_user(node)
     for left in reversed(range(ATTEMPTS)):

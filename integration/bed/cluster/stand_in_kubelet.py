@@ -1,6 +1,6 @@
-"""A stand-in for a node's kubelet: it writes the Node, and calls the DRA driver on its sockets. It runs no pod.
+"""A stand-in for a node's kubelet: it writes the Node, and calls the DRA driver on the driver's socket. It runs no pod.
 
-Its identity towards the API server is a kubelet's own, with a client certificate.
+For the API server, it is the node's kubelet, with a client certificate.
 """
 
 import json
@@ -49,7 +49,7 @@ class StandInKubelet:
         self.set_resources(resources)
 
     def set_resources(self, resources: dict[str, str]) -> None:
-        """Write the node's status."""
+        """Replace the status of the Node: it is ready and has these resources."""
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
         status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
 
@@ -75,7 +75,7 @@ class StandInKubelet:
 
 
 class DriverSocket:
-    """The driver's socket in a kubelet's directory. A `with` statement closes it."""
+    """The driver's socket in a kubelet's directory. The end of a `with` statement closes it."""
 
     def __init__(self, kubelet: str) -> None:
         self._channel = grpc.insecure_channel(f"unix:{kubelet}/plugins/{DRA_DRIVER}/dra.sock")
@@ -105,8 +105,10 @@ class DriverSocket:
 def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, Any]]) -> dict[str, set[str]]:
     """Prepare the pod's claims, and return the CDI names that each container gets.
 
-    As the kubelet does: of a claim, a container gets the devices of all requests, or of the one that it names
-    (GetResources of pkg/kubelet/cm/dra/manager.go). Raises AssertionError with the driver's error.
+    If a container names one request of a claim, it gets the devices of that request; if it names only the claim, it
+    gets the devices of all the claim's requests. The kubelet does the same (GetResources of
+    pkg/kubelet/cm/dra/manager.go).
+    Raises AssertionError with the driver's error.
     """
     status = pod["status"]
     names = {each["name"]: each.get("resourceClaimName", "") for each in pod["spec"].get("resourceClaims", ())}

@@ -26,7 +26,7 @@ ldconfig
 
 
 def older_version(root: Path) -> str:
-    """Return the version of the older branch, which is installed next to the current one."""
+    """Return the driver's version in the older branch, which `root` has next to the current branch."""
     (directory,) = (root / LIBRARIES / "nvidia").glob("tesla-*")
     return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
 

@@ -9,8 +9,8 @@ INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
 """PCI vendor IDs; ASPEED makes management controllers of server boards."""
 PARAMETER = f"/sys/module/{MODULE}/parameters/next_vendor"
 MODULE_FILE = f"/root/{MODULE}.ko"
-# The module identifies devices only when they are added. At boot, the device exists before the module is loaded. So it
-# is removed, and the bus is scanned again.
+# The module makes a GPU only of a device that is added after the module was loaded. At boot, the device exists before
+# that. So the drop-in removes the device, and scans the bus again.
 FIRST = "/etc/systemd/system/simulated-driver.service.d/drm-first.conf"
 LOAD_FIRST = f"""# Simulation
 [Service]
@@ -28,7 +28,10 @@ def load_drivers(host: SimulatedHost) -> None:
 
 
 def load_before_nvidia(host: SimulatedHost, address: str) -> None:
-    """Load the stand-ins first from the next boot on: `address` gets the numbers that NVIDIA's first GPU has now."""
+    """Load the stand-in drivers before NVIDIA's, from the next boot on.
+
+    The device at `address` then gets the DRM numbers that NVIDIA's first GPU has now.
+    """
     host.guest.write(FIRST, LOAD_FIRST.format(address=address).encode())
 
 

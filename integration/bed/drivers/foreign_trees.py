@@ -43,7 +43,7 @@ def arm64_root() -> Path:
 
     def build(target: Path) -> None:
         root = target / "root"
-        # No arm64 program can run here: packages are only unpacked, and dpkg's records made from the archives.
+        # No arm64 program can run here. So packages are only unpacked, and dpkg's records are made from the archives.
         _tree(root, "extract", "arm64", packages, "--skip=cleanup/apt/cache")
         archives = sorted((root / "var/cache/apt/archives").glob("*.deb"))
         for archive in archives:
@@ -82,8 +82,9 @@ def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str
     try:
         debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format(debian.SUITE))
     except CommandError:
-        # While a point release reaches a mirror, the index of one architecture may be older than the release says, for
-        # days. Under its other name, the mirror may still have the suite as it was before.
+        # While a mirror takes over a point release, which may last days, the index of one architecture may be older
+        # than the Release file says. Under the suite's other name, `stable`, the mirror may still have the state before
+        # the point release.
         shutil.rmtree(target, ignore_errors=True)
         debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source.format("stable"))
         if f"VERSION_CODENAME={debian.SUITE}\n" not in (target / "usr/lib/os-release").read_text():

@@ -18,7 +18,8 @@ from integration.bed.drivers.nvml import library_name, nvml
 NULL = DeviceNumber(1, 3, 0o666)
 INFORMATION = "Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {gpu}\nDevice Minor: \t 0\n"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
-# Arguments: driver root, its path in the machine, the machine's /run/unbounded-agent, /proc/driver; then the command.
+# Arguments: the driver root, its path in the machine, the directories that become /run/unbounded-agent and
+# /proc/driver, then the command.
 NAMESPACE = """
 set -e
 root=$1 place=$2 state=$3 driver=$4
@@ -62,7 +63,10 @@ class GeneratorMachine(System):
 
 
 def with_simulated_nodes(request: Request) -> tuple[Request, Mapping[str, DeviceNumber]]:
-    """Return the request with the nodes that the namespace has, which are no DRM nodes, and the nodes' numbers."""
+    """Return the request as it fits the namespace, and the numbers of its nodes by path.
+
+    The namespace has no DRM nodes, and its other nodes are copies of /dev/null.
+    """
     dri = (DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER)
     devices = tuple(
         each._replace(major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri

@@ -1,7 +1,7 @@
 """Debian's packaged driver, moved to where other distributions and systems keep it: simulated layouts.
 
-Each function says which source it follows, and which files it leaves out. The others keep Debian's content, except
-those that `apply_rpm_changes` changes.
+Each function says which source it follows, and which files it leaves out. All other files keep Debian's content, unless
+`apply_rpm_changes` changes it.
 """
 
 import json
@@ -15,7 +15,8 @@ from integration.bed.process import run
 
 LIBRARIES_32 = Path("usr/lib/i386-linux-gnu")
 Places = Callable[[str], str]
-"""Maps a path in a driver root planned for Debian's layout to a path in the host's root; empty: no such file."""
+"""Maps a file's path in the driver root (as planned from Debian's layout) to its new path in the host's root. An empty
+path means that the layout has no such file."""
 
 TALOS = "usr/local/glibc/usr/lib"
 CONTAINER = "run/nvidia/driver"
@@ -54,7 +55,7 @@ def driver_container(target: str) -> str:
 
 
 def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
-    """Move the whole driver, and remove a driver of another version next to it."""
+    """Move the whole driver. If the root has a driver of another version too, remove that one."""
     moved = root / "moved"
     files = list(files)
     for file in files:
@@ -73,11 +74,11 @@ def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
             for path in (root / directory).rglob(pattern):
                 path.unlink()
     shutil.rmtree(root / "usr/lib/nvidia", ignore_errors=True)
-    # Links that led to the driver, above all those of the alternatives system.
+    # Remove the links that led to the driver's old places, above all those of the alternatives system.
     run(["find", root / "usr", root / "etc", "-xtype", "l", "-delete"])
     for path in moved.rglob("*"):
         if path.is_symlink() or path.is_file():
-            # mkdir follows the link /lib.
+            # If the path is below lib, mkdir follows the link /lib.
             (target := root / path.relative_to(moved)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
     shutil.rmtree(moved)
@@ -86,8 +87,8 @@ def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
 def apply_rpm_changes(root: Path, version: str) -> None:
     """Change the tree as the RPM package does (nvidia-driver.spec).
 
-    Each architecture gets its own Vulkan file, which has the path of that architecture's libGLX_nvidia. The file of
-    libGLX_nvidia is named after its soname, and a link has the name with the version.
+    Each architecture gets its own Vulkan file, which contains the path of that architecture's libGLX_nvidia. That
+    library is renamed to its soname, and its former name, with the version, becomes a link to it.
     """
     # Fedora's glibc searches /usr/lib64 by default. Debian's does so only if the directory is listed.
     (root / "etc/ld.so.conf.d/lib64.conf").write_text("/usr/lib64\n")

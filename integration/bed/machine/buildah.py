@@ -37,7 +37,7 @@ def import_root(image: str, root: Path, *settings: str) -> None:
 
 
 def has_image(image: str) -> bool:
-    """Return whether the storage has the image: it may have been emptied, and the rest of the cache kept."""
+    """Return whether the storage has the image: the storage may have been emptied without the rest of the cache."""
     try:
         buildah("inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
     except CommandError:

@@ -15,7 +15,7 @@ from integration.bed.process import Argument
 from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
 
 DIRECTORIES = ("/run/unbounded-agent", "/var/lib/unbounded-agent")
-"""The agent's directories. In the namespaces, the machine's hide those of this computer."""
+"""The agent's directories. In the namespaces, the machine's directories hide those of this computer."""
 KUBECONFIG = f"{DIRECTORIES[0]}/kubelet.conf"
 MIG_LINES = """\
 GPU 0: Simulated GPU (UUID: GPU-01)

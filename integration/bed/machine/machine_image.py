@@ -94,7 +94,7 @@ def _make_file_system(root: Path, image: Path) -> None:
     tree = image.with_name("tree")
     (tree / NAME).mkdir(parents=True)
     image.touch()
-    # mke2fs copies one directory tree, so the root is mounted at its place on the disk.
+    # mke2fs copies one directory tree to the disk. So the root is mounted in that tree, at its place.
     script = 'mount --bind "$1" "$2/$3" && mkfs.ext4 -q -L "$4" -d "$2" "$5" "$6"'
     run(["unshare", "--mount", "sh", "-c", script, "sh", root, tree, NAME, LABEL, image, DISK_SIZE])
     shutil.rmtree(tree)

@@ -1,4 +1,4 @@
-"""Runs commands and pods in the Kubernetes node in a host's machine: commands from the host, pods through the CRI."""
+"""Runs commands and pods in a host's machine: commands by systemd-run on the host, pods by crictl in the machine."""
 
 import json
 import secrets
@@ -28,7 +28,8 @@ class Pod:
 
     command: tuple[str, ...]
     cdi: tuple[str, ...] = ()
-    """CDI devices of KIND, such as `1` or a UUID, or full names, as a device plugin's answer puts them into the CRI."""
+    """CDI devices: full names, or names of devices of KIND, such as `1` or a UUID. They go into the field of the CRI
+    request into which the kubelet puts a device plugin's answer."""
     runtime: str = ""
     """The handler of its RuntimeClass."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -49,8 +50,8 @@ class Node:
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """Run a command in the machine, as root."""
         inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect")
-        # systemd would expand ${...} in a script before the shell sees it; systemd-run can prevent that since version
-        # 254.
+        # systemd would expand ${...} in a script before the shell sees it. systemd-run has an option against that, but
+        # only since version 254.
         literally = [word.replace("$", "$$") for word in argv]
         return self._host.run((*inside, *literally), timeout=timeout, check=check)
 
@@ -97,7 +98,8 @@ def _pod_config(name: str) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "uid": name, "namespace": "default", "attempt": 0},
         "log_directory": f"/tmp/{name}",
-        # The bed has no pod network; 2 is NODE (CRI's NamespaceMode). runc's systemd cgroup driver needs a slice.
+        # The bed has no pod network, so pods use the node's: 2 is NODE in CRI's NamespaceMode. runc's systemd cgroup
+        # driver needs a slice.
         "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
     }
 

@@ -72,7 +72,7 @@ class NodeNamespace:
         self._system.remove_tree(f"{RUNTIME}/state")
 
     def run(self, *kubelet_arguments: str) -> str:
-        """Run the service once next to a kubelet with these arguments; return its lines for the journal."""
+        """Run the service once next to a kubelet with these arguments; return what the service writes to stderr."""
         (self._root / "started").unlink(missing_ok=True)
         script = SCRIPT.format(runtime=shlex.quote(RUNTIME), state=shlex.quote(STATE))
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -93,7 +93,7 @@ class NodeNamespace:
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:
-        """Move the noted time at which the condition was last set into the past."""
+        """Change the note of when the condition was last set: make that time so many seconds earlier."""
         notes = Notes(self._system)
         noted = notes.load(NOTE)
         noted["applied"]["heartbeat"] -= seconds

@@ -103,7 +103,10 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
 
 
 def main() -> None:
-    """Print one line for each measurement, or with --json one object, and keep the run; or draw all runs."""
+    """Measure, keep the run, and print one line for each measurement, or with --json one object.
+
+    With --draw, measure nothing and draw all runs that were kept.
+    """
     parser = argparse.ArgumentParser(prog="integration/bench", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--draw", action="store_true", help="measure nothing; draw all runs that were kept")

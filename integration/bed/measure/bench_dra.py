@@ -1,6 +1,7 @@
 """Measure GPUs by Dynamic Resource Allocation at a real API server and scheduler, without a virtual machine.
 
-The service is a process of its own, as its unit runs it; gRPC's own client calls it as the kubelet does.
+The service that offers the GPUs runs in a process of its own, as its unit would start it. gRPC's own client calls the
+service as the kubelet does.
 """
 
 import http.client
@@ -44,7 +45,7 @@ POD = {
 
 
 def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:
-    """Measure how soon a change is offered, how long a claim takes, and what memory that needs."""
+    """Measure how soon changed GPUs are offered, how long a claim's preparation takes, and the service's memory."""
     with offering() as offer:
         idle = offer.service.resident
         slices = _slice_after_cdi(offer, changes)
@@ -89,7 +90,7 @@ def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
 
 
 def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each GET of a claim, and those of each call that prepares it, one after the other."""
+    """GET a claim and prepare it, again and again; return the seconds of each GET, and those of each preparation."""
     content = {"apiVersion": "v1", "kind": "List", "items": [CLAIM, POD]}
     offer.cluster.kubectl("create", "--filename=-", stdin=json.dumps(content))
     until("the claim is allocated", lambda: listed(offer.cluster, "resourceclaims")[0].get("status"))
@@ -104,7 +105,7 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
             after = time.perf_counter()
             assert answer.devices, answer
             assert not driver.unprepare(claim)
-            # The first ones do not count: connections are made and modules are loaded then.
+            # The first rounds do not count: connections are made and modules are loaded then.
             if number >= 10:
                 bare.append(between - before)
                 prepared.append(after - between)

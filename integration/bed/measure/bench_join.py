@@ -1,7 +1,8 @@
 """Measure how long `up` takes for a root file system, next to the bare tools, without a virtual machine.
 
-Both pull the machine's image from a registry, fetch the kubelet and kubectl at the same time, verify them,
-unpack, put in the node's files, sync and rename. The machine's boot and the join are the same for both, and left out.
+Both pull the machine's image from a registry, fetch the kubelet and kubectl at the same time, verify these programs,
+unpack the image, put in the node's files, sync and rename. The machine's boot and the join are not measured: they would
+be the same for both.
 """
 
 import os
@@ -62,7 +63,7 @@ mv root node
 
 
 def measure_join(pairs: int = PAIRS) -> Measures:
-    """Measure pairs of runs, one directly after the other."""
+    """Measure pairs of runs. The two runs of a pair come directly after each other."""
     with Registry() as registry, Mirror(kubernetes()) as mirror:
         registry.push(machine_image(), f"nodes/{CONTAINERFILE}")
         directory = run_directory("join")
@@ -84,12 +85,13 @@ def _files() -> tuple[NodeFile, ...]:
 
 
 def _seconds(argv: list[process.Argument], directory: Path, registry: Registry, mirror: Mirror) -> float:
-    """Return how long a program takes that makes a root file system in the directory."""
+    """Fill the directory with inputs, and return how long a program takes to make a root file system there."""
     shutil.rmtree(directory)
     directory.mkdir()
     shutil.copytree(registry.client_directory(), directory / "ca")
     (directory / "programs").write_text("".join(f"{digest} {name}\n" for name, digest in mirror.digests.items()))
-    # The agent gives the path of the CA directory to skopeo, but itself looks for that path below `directory`.
+    # The agent gives the path of the CA directory to skopeo, but itself looks for that path below `directory`. With
+    # this link, both find the CA directory.
     link = directory / str(directory).lstrip("/")
     link.parent.mkdir(parents=True)
     link.symlink_to(os.path.relpath(directory, link.parent))

@@ -9,7 +9,8 @@ from integration.bed.vm.qemu import PORTS
 from integration.bed.vm.simulated_host import SimulatedHost
 
 QUIET = 4.0
-"""Seconds without a pass. Then the passes for udev's events are over, and the next pass is the new node's."""
+"""Seconds. If the service makes no pass for so long, the passes for udev's events are over, and the next pass is the
+one for the new node."""
 READY = """
 page=http://127.0.0.1:9788/readyz/machines/gpu-node
 until python3 -c "import urllib.request; urllib.request.urlopen('$page', timeout=10)" 2>/dev/null; do sleep 1; done

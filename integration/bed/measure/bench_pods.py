@@ -1,7 +1,7 @@
 """Measure how soon pods with a GPU start, relative to pods without one in the same node.
 
-They get their GPU by NVIDIA's device plugin, or by Dynamic Resource Allocation. The two must not offer the same
-GPUs at once, so the node moves from one to the other after every few pods.
+Pods get their GPU by NVIDIA's device plugin, or by Dynamic Resource Allocation. The two must not offer the same GPUs
+at the same time, so the node moves from one to the other after every few pods.
 """
 
 import statistics
@@ -29,7 +29,7 @@ def measure_pod_start(cluster: Cluster, rounds: int = ROUNDS, pods: int = PODS) 
     for _ in range(rounds):
         for allocation in (PLUGIN, DRA):
             _offer(cluster, allocation)
-            # Not measured: the first pod also waits for what the move still causes.
+            # The first pod is not measured: it also waits for work that the move has caused.
             _start(cluster, gpus=1)
             pairs = [(_start(cluster, gpus=0), _start(cluster, gpus=1)) for _ in range(pods)]
             without[allocation].append(statistics.median(pair[0] for pair in pairs))
@@ -55,7 +55,10 @@ def _start(cluster: Cluster, gpus: int) -> float:
 
 
 def _offer(cluster: Cluster, allocation: str) -> None:
-    """Move the node, which has no pod with a GPU, in the order of `unbounded-agent kube allocation`."""
+    """Let the node offer its GPUs by this allocation. No pod may have a GPU while the node moves.
+
+    The steps and their order are those that `unbounded-agent kube allocation` prints.
+    """
     number, guest = len(cluster.host.gpus), cluster.host.guest
     if allocation == DRA:
         cluster.forget_plugin()

@@ -17,7 +17,7 @@ def script(guest: Guest, name: str, *arguments: str, timeout: float = 120, check
 
 
 def numbers(ended: Completed) -> dict[str, float]:
-    """Return the numbers of lines `NAME NUMBER`."""
+    """Return the numbers in lines of the form `NAME NUMBER`, by name."""
     return {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
 
 

@@ -1,7 +1,7 @@
 """Measure how long the agent needs to stage a driver, next to cp and sync, without a virtual machine.
 
-The files have the sizes of Debian's driver packages and random content. They are staged on their own file system, as on
-most hosts: ext4 copies them, XFS and Btrfs share their extents.
+The files have random content, and the sizes of the files in Debian's driver packages. As on most hosts, the copies are
+on the same file system as the originals: ext4 copies the data, XFS and Btrfs share the extents.
 """
 
 import contextlib

@@ -11,16 +11,17 @@ from integration.bed.measure.pairs import disturbed
 
 BARS = "▁▂▃▄▅▆▇█"
 DISTURBED = "x"
-"""In place of a bar: a value that says nothing."""
+"""Drawn in place of a bar if other work disturbed the run, so that its value says nothing."""
 RUNS = 60
 """Runs that are drawn at most."""
 DRAWN = ("_vs_", "idle_wakeups", "idle_cpu_seconds", "resident_mib")
-"""Parts of the names of measurements that can be compared between runs. Seconds of an emulated processor cannot."""
+"""A measurement is drawn if its name has one of these parts: its values can be compared between runs. Seconds of an
+emulated processor cannot be compared."""
 PARTS_OF_A_RATIO = ("_low", "_high", "_pairs", "_disturbed")
 
 
 def history_file() -> Path:
-    """Return the file with one JSON object per line and run."""
+    """Return the file that has a line for each run: a JSON object."""
     return cache_root() / "bench-history.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""When units of the host and its machine were started, to show that something restarted none of them."""
+"""When units of the host and its machine were started. Tests show with it that a change restarts none of them."""
 
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.vm.guest import Guest
@@ -26,5 +26,5 @@ def starts(guest: Guest) -> dict[str, str]:
 
 
 def restarted(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    """Return the units whose main process has changed."""
+    """Return the units whose main process after the change is another one than before."""
     return {unit for unit in before if before[unit] != after[unit]}

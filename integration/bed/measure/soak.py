@@ -25,11 +25,11 @@ SCRIPTS = Path(__file__).with_name("soak_scripts")
 GPUS = range(2)
 """Hot-plug ports with a GPU. Few: nvidia-ctk takes longer for each of them, and no result depends on their number."""
 PORT = 2
-"""An empty port."""
+"""The hot-plug port, at first empty, into which GPUs are plugged."""
 ALLOWED = {"resident_kib": 0.1, "bytes_var": 0.01}
 """Fraction by which a number may grow after the warm-up: Python frees little memory, and directories no blocks."""
-# All machines share one image, and each has its own overlay. Private: otherwise a mount on a machine's root directory
-# would appear on the image as well (shared subtrees).
+# All machines share one image, and each has its own overlay. --make-private: otherwise, a mount on a machine's root
+# directory would appear on the image as well (shared subtrees).
 ROOTS = """
 mkdir -p /run/image
 mount --bind --make-private /var/lib/machines/{image} /run/image
@@ -41,7 +41,7 @@ for machine in {machines}; do
     mount -t overlay -o lowerdir=/run/image,upperdir=$changes/upper,workdir=$changes/work overlay $root
 done
 """
-# The archive has the paths with their directories, because some names are in two of them. Its format `posix` keeps all
+# The archive has each file's whole path, because some file names are in two directories. Its format `posix` keeps all
 # digits of the times.
 SAVE = """
 cd /
@@ -55,8 +55,8 @@ ldconfig -n /{split}
 ldconfig
 """
 LOAD_ORIGINAL = "/usr/lib/simulated-gpu-host/load-driver"
-# A process that has a node open, if only to check it, keeps the modules loaded: hence the retries. Not `modprobe -r`:
-# it would remove DRM's modules as well, which insmod does not load again.
+# rmmod fails while a process has a node open, if only to check it: hence the retries. Not `modprobe -r`, which would
+# also remove DRM's modules: insmod, which loads the other driver, does not load DRM's modules again.
 UNLOADED = """
 for try in $(seq 60); do
     for module in nvidia_drm nvidia_modeset nvidia_uvm nvidia; do
@@ -146,7 +146,7 @@ class Soak:
                 print(f"    {self.done} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
     def measure(self) -> Measured:
-        """Return the measurements, once nothing is left to do."""
+        """Wait until the agent has nothing left to do, and return the measurements."""
         self.follow(len(self.host.gpus))
         path = "/root/bench/quiet"
         self.guest.write(path, (SCRIPTS.with_name("bench_scripts") / "quiet").read_bytes(), 0o755)
@@ -159,7 +159,7 @@ class Soak:
 
 
 def turns(counts: Mapping[str, int]) -> list[str]:
-    """Return each kind as often as `counts` says. Parts of the list have nearly the same proportions."""
+    """Return a list that has each kind as often as `counts` says, spread evenly over the list."""
     places = [((number + 0.5) / count, kind) for kind, count in counts.items() for number in range(count)]
     return [kind for _, kind in sorted(places)]
 

@@ -9,8 +9,8 @@ from integration.bed.vm.guest import Completed, Guest
 from integration.bed.waiting import wait
 
 UNIT = "watching"
-# One program reads the metrics, then opens the node, so that a claim of the metrics can be compared with what the
-# node does afterwards. The machine uses the host's network and its CLOCK_MONOTONIC.
+# One program reads the metrics, then opens the node, so that a test can compare a claim of the metrics with what the
+# node does afterwards. The program may also run in the machine, which has the host's network and CLOCK_MONOTONIC.
 SCRIPT = f"""
 import http.client, json, os, re, sys, time, urllib.request
 def value(page, name):
@@ -37,14 +37,14 @@ while True:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment at which a value had changed."""
+    """The values at a moment at which at least one of them had changed."""
 
     time: float
     """Seconds of the guest's CLOCK_MONOTONIC."""
     ready: int | None
-    """The metric; None if the page was not served or did not have it."""
+    """The metric machine_ready; None if the page was not served or did not have the metric."""
     gpus: int | None
-    """The number of granted GPUs, by the metrics."""
+    """The metric machine_gpus, the number of granted GPUs; None in the same cases."""
     opens: bool
 
 
@@ -74,7 +74,7 @@ class Watching:
         return [Sample(*json.loads(line)) for line in lines if line.startswith("[")]
 
     def wait(self, wanted: Callable[[Sample], bool], since: float, seconds: float = 240) -> float:
-        """Wait for a sample that is `wanted`; return its time after `since` (by `uptime`)."""
+        """Wait for a `wanted` sample at `since` (a time by `uptime`) or later; return its distance from `since`."""
 
         def found() -> Sample | None:
             return next((each for each in self.samples() if each.time >= since and wanted(each)), None)
@@ -84,6 +84,6 @@ class Watching:
         return sample.time - since
 
     def ready_history(self) -> str:
-        """Return the values of the metric machine_ready in order: `1, 0, 1`."""
+        """Return the values of the metric machine_ready, in order and without repetitions, such as `1, 0, 1`."""
         values = ["none" if each.ready is None else str(each.ready) for each in self.samples()]
         return ", ".join(each for each, before in zip(values, ["", *values], strict=False) if each != before)

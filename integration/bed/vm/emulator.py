@@ -26,7 +26,8 @@ def qemu_img() -> list[str]:
 
 
 def _program(root: Path, name: str) -> list[str]:
-    # Started by the tree's own dynamic linker (ld.so(8)). In a chroot, the program would not find disks and sockets.
+    # The tree's own dynamic linker (ld.so(8)) starts the program, without a chroot: in a chroot, the program would not
+    # find the disks and sockets, which are outside the tree.
     linker = root / "usr/lib64/ld-linux-x86-64.so.2"
     return [str(linker), "--library-path", str(root / LIBRARIES), str(root / "usr/bin" / name)]
 

@@ -23,7 +23,7 @@ class GuestError(BedError):
 
 @dataclass(frozen=True)
 class Completed:
-    """The result of a command. `status` is its exit status, or minus the signal's number."""
+    """The result of a command. `status` is the exit status; if a signal killed the command, minus its number."""
 
     status: int
     stdout: str

@@ -14,11 +14,11 @@ from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, k
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
 AGENT_ENVIRONMENT = Path("/opt/unbounded-agent/1")
-"""A Python environment like those that systemd/install makes. When it runs on the simulated host, which has no network,
-it copies the packages from here."""
+"""A Python environment with the agent's dependencies, like those that systemd/install makes. The simulated host has no
+network, so systemd/install copies the dependencies from this environment there."""
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
-# Tests start these. nvidia-persistenced would need a real driver.
+# A test starts Prometheus itself. nvidia-persistenced would need a real driver.
 DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
 # These units are not needed, and under emulation every process at boot costs about 0.2 s.
 MASKED_UNITS = (
@@ -57,7 +57,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
         shutil.copy2(library, root / original.relative_to(base))
         _install_modules(root, modules)
         _set_units(root)
-        # Not by systemd-machine-id-setup: that of systemd 262 needs /proc.
+        # Not by systemd-machine-id-setup, which needs /proc in systemd 262.
         (root / "etc/machine-id").write_text(f"{uuid.uuid4().hex}\n")
         # Otherwise the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
         run(["chroot", root, "ldconfig"])

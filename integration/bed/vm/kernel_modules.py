@@ -28,7 +28,7 @@ BOOT_MODULES = (
     "kernel/fs/jbd2/jbd2.ko",
     "kernel/fs/ext4/ext4.ko",
 )
-# gpu_identity comes first, before any driver and before udev see the PCI devices.
+# gpu_identity comes first, because no driver and not even udev may see the PCI devices before it has changed their ids.
 INIT = """#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
 for module in {modules}; do /bin/busybox insmod /modules/$module || echo "initramfs: cannot load $module"; done
@@ -43,7 +43,7 @@ def toolchain() -> Path:
     def build(target: Path) -> None:
         root = target / "root"
         debian.debian_tree(root, "extract", TOOLCHAIN_PACKAGES.split())
-        # Nothing is configured, so the links that maintainer scripts and alternatives make are missing.
+        # The packages are only unpacked, so the links that their scripts would make are missing.
         for link, name in (("sh", "bash"), ("awk", "mawk")):
             (root / "usr/bin" / link).unlink(missing_ok=True)
             (root / "usr/bin" / link).symlink_to(name)
@@ -80,7 +80,7 @@ def simulated_module(directory: str) -> Path:
 
 
 def _build_modules(sources: Path, name: str, *variables: str) -> list[Path]:
-    """Build the modules of `sources`, a directory with a Kbuild file, in a copy in the toolchain, and return them."""
+    """Copy `sources`, a directory with a Kbuild file, into the toolchain, build its modules there, and return them."""
     work = toolchain() / "build" / name
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(sources, work)

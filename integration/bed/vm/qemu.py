@@ -13,14 +13,15 @@ from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket, 
 
 PORTS = 12
 # /dev/kvm is never used: on some computers it can be opened, but a stock kernel then crashes while it boots.
-# Without erms and fsrm, the guest copies by eight bytes or more at a time: QEMU 10.0 emulates each byte of `rep movsb`,
-# and reading files took 2.6 times as long.
+# With the processor features erms and fsrm, the guest copies by `rep movsb`, which QEMU 10.0 emulates byte by byte:
+# reading files took 2.6 times as long. Without them, the guest copies eight bytes or more at a time.
 MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm", "-machine", "q35")
 # no_timer_check: on a busy computer the emulated timer is late, and the kernel would doubt its interrupt routing.
-# clocksource=hpet: QEMU's TSC keeps counting across loadvm. A restored guest would see its clock jump by minutes, and
-# its watchdogs would kill what runs.
+# clocksource=hpet: the usual clock source, the TSC, keeps counting across QEMU's loadvm. A restored guest would see its
+# clock jump by minutes, and its watchdogs would kill services.
 # no5lvl: QEMU walks the page tables in software, and a fifth level made everything 20 % slower.
-# The last line turns off hardening and waits: little work for a real processor, a third of an emulated one's time.
+# The last line of arguments turns off hardening and waits. They cost a real processor little, but took a third of the
+# emulated processor's time.
 KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet no5lvl"
     " init_on_alloc=0 randomize_kstack_offset=off audit=0 nowatchdog rcupdate.rcu_expedited=1"
@@ -30,7 +31,8 @@ KERNEL_ARGUMENTS = (
 def processors() -> int:
     """Return how many processors a virtual machine has: one if a worker of pytest-xdist starts it, otherwise two.
 
-    A second processor makes most tests only a sixth faster. With workers, a second virtual machine uses it better.
+    A second processor makes most tests only a sixth faster. If there are workers, this computer's second processor does
+    more for a second virtual machine.
     """
     return 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
@@ -95,7 +97,10 @@ class Qemu:
             raise QemuError(f"QMP {command} {arguments}: {error}; {self.evidence()}") from error
 
     def plug(self, port: int, model: str = "edu") -> None:
-        """Hot-plug a simulated GPU into an empty port (0 to PORTS - 1). Snapshots need the default `model`."""
+        """Hot-plug a simulated GPU into an empty port (0 to PORTS - 1).
+
+        Before a snapshot, plug in only the default `model`: a QEMU that is started to restore a snapshot has no other.
+        """
         self.execute("device_add", driver=model, id=gpu_id(port), bus=f"port{port}")
         self.plugged.add(port)
 
@@ -113,12 +118,15 @@ class Qemu:
         self._human(f"savevm {name}", timeout)
 
     def loadvm(self, name: str, timeout: float = 300) -> None:
-        """Restore a snapshot; the same devices must be plugged. The guest's clock then shows the snapshot's time."""
+        """Restore a snapshot, which must have the devices that are plugged now.
+
+        The guest's clock goes back to the time of the snapshot.
+        """
         self._human(f"loadvm {name}", timeout)
         self._serial_start = self.serial_log.stat().st_size
 
     def forward_port(self, port: int) -> None:
-        """Forward connections to that TCP port of 127.0.0.1 to the guest's same port, until `stop_forwarding`."""
+        """Forward this TCP port of 127.0.0.1 to the port of the same number in the guest, until `stop_forwarding`."""
         self._human(f"hostfwd_add net tcp:127.0.0.1:{port}-:{port}", 30)
 
     def stop_forwarding(self, port: int) -> None:

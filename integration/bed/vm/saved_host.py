@@ -1,4 +1,4 @@
-"""A simulated host whose preparation takes minutes: it and its snapshots are kept for each state of the checkout."""
+"""Keeps a simulated host that takes minutes to prepare, with its snapshots, for each state of the checkout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,10 @@ from integration.bed.vm.simulated_host import SimulatedHost
 
 
 def saved_host(prepare: Callable[[SimulatedHost], None], prepared_by: Path) -> SimulatedHost:
-    """Return a host in the state of the last snapshot that `prepare` makes; `prepared_by` is the file that defines it.
+    """Return a host in the state of the last snapshot that `prepare` makes.
 
-    The result is kept as long as nothing that it is made from changes.
+    The saved host is used again until something that it was made from changes, such as `prepared_by`, the file that
+    defines `prepare`.
     """
     image, machines = host_image(wheels.dependencies()), machines_disk()
 

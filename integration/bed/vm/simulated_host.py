@@ -20,15 +20,16 @@ from integration.bed.vm.qemu import Qemu
 # An emulated machine is slow, and slower still next to a build on the same two cores.
 BOOT_SECONDS = 300.0
 SNAPSHOTS = "snapshots.json"
-"""In a directory of a saved host: the hot-plug ports that hold a GPU, by snapshot."""
+"""A file of a saved host. It has, for each snapshot, the hot-plug ports that hold a GPU."""
 
 
 class SimulatedHost(Lifetime):
-    """A host on copies of images: `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
+    """A virtual machine whose disks are overlays on two images.
 
-    Neither image is written to: overlays of this host take the changes, and are removed with it. `saved` is a directory
-    that `save` has filled: the host continues from its last snapshot. With `one_processor`, the host has only one:
-    within hours, QEMU loses the timer of an emulated second processor.
+    `host` is a raw host image, and `machines` a raw or qcow2 image labelled "machines". The overlays take all changes,
+    and are removed with this host; the images stay as they are. If `saved` is given, it is a directory that `save` has
+    filled: the host then continues from the last snapshot there, and the images are ignored. `one_processor` is for
+    runs of hours, in which QEMU loses the timer of an emulated second processor.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class SimulatedHost(Lifetime):
         self.guest = Guest(self.qemu)
 
     def start(self) -> None:
-        """Wait until the virtual machine answers; its construction has started it."""
+        """Wait until the virtual machine answers. It has been running since this object was constructed."""
         if self._snapshots:
             self.guest.wait(60)
             return
@@ -94,7 +95,8 @@ class SimulatedHost(Lifetime):
     def reboot(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
         """Restart the guest through its own systemd, and wait until it is up again, as `wait` does."""
         before = self._boot_id()
-        # Not run(): its query of the process's status could reach the agent of the next boot.
+        # Not run(): its query of the command's status could reach the guest agent of the next boot, which would not
+        # know the command.
         self.guest.start(["systemctl", "--no-block", "reboot"])
         self._wait_for_next_boot(before, timeout, may_fail)
 
@@ -114,13 +116,13 @@ class SimulatedHost(Lifetime):
                 if self._boot_id() != before:
                     break
             except GuestError:
-                # The agent may exit in the middle of an answer while the guest shuts down.
+                # QEMU's guest agent may exit in the middle of an answer while the guest shuts down.
                 if time.monotonic() > deadline:
                     raise
         self.wait(max(1.0, deadline - time.monotonic()), may_fail)
 
     def snapshot(self, name: str) -> None:
-        """Save memory, devices and disks, with the set of plugged GPUs and what runs in the guest."""
+        """Save the running guest (memory, devices and disks), and note which GPUs are plugged."""
         self.qemu.savevm(name)
         self._snapshots[name] = frozenset(self.qemu.plugged)
 
@@ -182,9 +184,9 @@ class SimulatedHost(Lifetime):
 
 
 def _link(directory: Path, name: str, image: Path) -> Path:
-    """Return a link to an image in `directory`, or the image itself, if that is on another file system.
+    """Make in `directory` a hard link to the image, and return it; across file systems, return the image itself.
 
-    The cache may remove the image while a host still runs.
+    The cache may remove the image while a host still runs; with the link, the host keeps it.
     """
     link = directory / f"{name}.image"
     try:

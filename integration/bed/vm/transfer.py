@@ -14,7 +14,7 @@ HOST_FROM_GUEST = "10.0.2.2"
 
 
 def send_files(guest: Guest, files: Mapping[str, Path | bytes], directory: str, timeout: float = 240) -> None:
-    """Write `files`, by their paths below `directory` of the guest. A file keeps its mode; bytes get mode 0600."""
+    """Write `files` below `directory` in the guest; keys are paths. A file keeps its mode, bytes get mode 0600."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)
         sender = threading.Thread(target=_serve, args=(server, files), daemon=True)
