@@ -31,7 +31,7 @@ INSTALLED = "installed"
 READY = "ready"
 """The service runs, and the machine is Ready."""
 HOSTS = frozenset({"simulated_host", "other", "empty_host"})
-"""Fixtures with a virtual machine; `other` belongs to test_hosts, and `empty_host` to test_join."""
+"""Names of the fixtures that start a virtual machine. `other` is in test_hosts, `empty_host` in the tests of `up`."""
 
 
 @dataclass
@@ -49,11 +49,11 @@ class Bed:
         return Node(self.guest)
 
     def starts(self) -> dict[str, str]:
-        """Return when units that must not restart were started, for `restarted`."""
+        """Return when each unit that must not restart was started. `restarted` takes the result as `before`."""
         return starts(self.guest)
 
     def restarted(self, before: dict[str, str]) -> str:
-        """Return the units that were restarted since `before`, or `nothing`."""
+        """Return the names of the units that were restarted since `before`, or the word `nothing`."""
         return ", ".join(sorted(restarted(before, starts(self.guest)))) or "nothing"
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
@@ -72,7 +72,8 @@ class Bed:
     def last_conditions(self) -> dict[str, dict[str, Any]]:
         """Return by type the conditions that the last pass wrote; if there are none, only Ready with status Unknown.
 
-        Reading the file costs nothing. Running `status` again and again takes a processor from what is waited for.
+        Reading the file costs nothing. Running `status` again and again would take processor time from the work that
+        the caller waits for.
         """
         try:
             found = json.loads(self.guest.read(CONDITIONS)).get(MACHINE, [])
@@ -93,29 +94,32 @@ class Bed:
 
     def evidence(self) -> str:
         """Return the agent's status and the end of its journal, for error messages."""
-        # Only our units: the guest agent logs each query of a command's status.
+        # Only our units: QEMU's guest agent adds a line to the journal for each query of a command's status.
         units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
         journal = self.run("journalctl", "--no-pager", "-n", "60", *units, check=False).stdout
         return f"{self.agent('status', check=False).stdout}\n{journal}"
 
     def page(self, path: str) -> str:
-        """Return a page of the service, whatever its status."""
+        """Return a page of the service, whatever its HTTP status is."""
         answer = pages.get(self.guest, path)
         assert answer.status, f"the service does not serve {path}"
         return answer.body
 
     def wait_served(self, seconds: float = 300) -> None:
-        """Wait until the service itself reports the machine ready; it makes passes at its own pace."""
+        """Wait until the service's own page says that the machine is ready.
+
+        The service makes passes at its own pace, so `wait_ready`, which runs `status`, may return earlier.
+        """
         path = f"/readyz/machines/{MACHINE}"
         wait(f"the service serves {path}", lambda: pages.get(self.guest, path).status == HTTPStatus.OK, seconds,
              self.evidence)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with a virtual machine as `host`.
+    """Mark tests with a virtual machine as `host`, and put the tests of a cluster first.
 
-    Tests of a cluster come first: their files take longest, and one that begins late keeps its process busy long after
-    the other one has ended.
+    The files with these tests take longest. A process that began such a file late would still be busy with it long
+    after the other process has ended.
     """
     items.sort(key=lambda item: not {"cluster", "empty_host"}.intersection(fixtures(item)))
     for item in items:
@@ -132,7 +136,10 @@ def fixtures(item: pytest.Item) -> list[str]:
 def pytest_runtest_makereport(
     item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the agent's output on the simulated host to a failure: the next test may restore a snapshot."""
+    """Add the agent's output on the simulated host to the report of a failure.
+
+    This cannot wait: the next test may restore a snapshot, in which the output does not exist.
+    """
     report = yield
     found = [each for each in item.funcargs.values() if isinstance(each, Bed | Cluster | SimulatedHost)]
     if report.when != "teardown" and report.failed and found:
@@ -223,7 +230,8 @@ def shared_host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> It
 
 @pytest.fixture
 def shared(request: pytest.FixtureRequest, shared_host: SimulatedHost, record_host: None) -> Bed:
-    # pytest-rerunfailures counts here. A test runs again only if the guest's kernel crashed.
+    # pytest-rerunfailures counts the runs of a test here. A test runs again only if the guest's kernel has crashed, and
+    # then the shared host is of no use without a restore.
     if getattr(request.node, "execution_count", 1) > 1:
         shared_host.restore(READY)
     return Bed(shared_host)
@@ -233,10 +241,12 @@ def shared(request: pytest.FixtureRequest, shared_host: SimulatedHost, record_ho
 def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
     """A Kubernetes cluster whose node is the ready machine, with NVIDIA's device plugin.
 
-    Its tests run without a restored snapshot in between: the API server outside the guest could not go back with it.
+    No snapshot is restored between its tests: the guest would go back in time, but the API server, which runs outside
+    the guest, would not.
     """
     simulated_host.restore(READY)
-    # The certificates are not valid yet at the snapshot's time. With the new time, the last report is outdated.
+    # The guest's clock shows the time of the snapshot, when the certificates were not valid yet. Once the clock is set,
+    # the machine's last report counts as outdated, so the machine half has to report again.
     simulated_host.guest.set_clock()
     Bed(simulated_host).node.run("systemctl", "start", "unbounded-agent-gpu.service")
     with Cluster(simulated_host) as cluster:
