@@ -1,6 +1,6 @@
 """Run and count the tests that attack: those in tests/ with `attack` in their names.
 
-Attacks that need a real machine run on the bed, with integration/test.
+An attack succeeds if its test fails. Attacks that need a real machine run on the bed, with integration/test.
 """
 
 import subprocess

@@ -5,9 +5,9 @@ from integration.faults_suite.points import Baseline
 
 
 def crash_points(baseline: Baseline, every: int = 1) -> list[Strike]:
-    """Return kills before writing calls, and within those of TORN; with `every`, one in so many.
+    """Return a kill before each writing call, and one within each call of TORN; with `every`, only one in so many.
 
-    No kill comes after a call: the state is then the same as before the next call.
+    Kills after a call are not needed: the state after a call is the state before the next call.
     """
     points = [Strike(number) for number in range(0, len(baseline.writing), every)]
     torn = [number for number, call in enumerate(baseline.writing) if call.name in TORN]

@@ -54,12 +54,13 @@ def _link(place: Path) -> None:
 
 
 FILE = re.compile("[0-7]{4} ")
-"""How a snapshot shows a regular file: its mode and its content."""
+"""How a snapshot's text for a regular file begins: with the file's mode, which the content follows."""
 KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO": _fifo, "a dangling link": _link}
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 UNRECOGNISED = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
-"""Damage after which the agent does not recognise its file. A settings file then counts as foreign, and stays."""
+"""Damage after which the agent does not recognise its file. If that is one of SETTINGS, it counts as foreign, and the
+agent does not change it."""
 REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
 
 
@@ -82,7 +83,7 @@ class Damage:
         else:
             mode = stat.S_IMODE(place.stat().st_mode)
             content = CONTENTS[self.how](place.read_bytes())
-            # As a careless administrator would: replace the file.
+            # Replace the file, as a careless administrator would.
             place.unlink()
             place.write_bytes(content)
             place.chmod(mode)
@@ -98,7 +99,8 @@ def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> l
 def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
     """Run the story's work on a world with that damage and no other change, and return what is wrong afterwards.
 
-    The state is not compared, because it is a cache that is filled again: a driver root may get another index.
+    The state is not compared with the baseline's, because it is a cache that is filled again: a driver root may get
+    another index.
     """
     wrong: list[str] = []
     with directory() as place, silence():
@@ -114,7 +116,8 @@ def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
             wrong += world.faults()
             wrong += [f"{each} was taken away" for each in sorted(baseline.rights - world.rights())]
             if "bit" not in what.how:
-                # A changed bit may leave a valid document with another value, which only a digest would reveal.
+                # After a changed bit, conditions are not compared: the document may still be valid and have another
+                # value, which only a digest would reveal.
                 expected = baseline.conditions | (REFUSED if what.foreign else {})
                 wrong += [f"{kind} is {now.get(kind)}" for kind, wanted in expected.items() if now.get(kind) != wanted]
             if what.foreign:

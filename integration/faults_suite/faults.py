@@ -1,4 +1,4 @@
-"""Make calls fail, each with every error in its manual page that a disk or a kernel under load returns."""
+"""Make each call fail, with every error of its manual page that a bad or full disk or a kernel under load returns."""
 
 from errno import EACCES, EDQUOT, EIO, EMFILE, ENOMEM, ENOSPC, EROFS
 
@@ -22,14 +22,14 @@ WRITING = {
     "run": (EIO, ENOMEM),
     "call": (EIO,),
 }
-"""`run` stands for a program that cannot start, and `call` for a service that refuses."""
+"""The errors of each writing call. `run` stands for a program that cannot start, `call` for a service that refuses."""
 READING = (EIO, EACCES)
 
 
 def faults(baseline: Baseline, every: int = 1) -> list[Strike]:
-    """Return a strike for each error of each writing call, and for each of READING at each distinct reading call.
+    """Return a strike for each error of WRITING at each writing call, and for each error of READING at reading calls.
 
-    With `every`, return one in so many of them.
+    Of equal reading calls, only the first is struck. With `every`, return one in so many of all these strikes.
     """
     strikes = [
         Strike(number, code, torn=call.name in TORN and code != EIO)

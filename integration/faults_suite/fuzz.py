@@ -34,7 +34,7 @@ class Fuzz:
 
 
 def fuzz(what: Fuzz) -> Finding | None:
-    """Return a finding if an input fails or takes too long. Parser name and input number reproduce an input."""
+    """Return a finding if an input fails or takes too long. An input's number and its parser's name reproduce it."""
     parse, choose = PARSERS[what.parser], random.Random(what.parser)
     corpus = [path.read_bytes() for path in sorted((CORPUS / what.parser).iterdir())]
     wrong = []
@@ -86,7 +86,7 @@ def grows(parser: str) -> list[str]:
 
 
 def _long_texts(corpus: list[bytes]) -> Iterator[tuple[str, Callable[[int], bytes]]]:
-    """Yield kinds of text, each with a function that makes one of so many bytes."""
+    """Yield kinds of text, each with a function that makes a text of that kind with a given number of bytes."""
     for name, unit in _units(corpus):
         if unit:
             yield name, lambda size, unit=unit: (unit * (size // len(unit) + 1))[:size]  # type: ignore[misc]

@@ -39,7 +39,7 @@ class HostDevices:
             listing.append(f"\tlib{name}.so.{number} (libc6,x86-64) => {LIBRARIES}/lib{name}.so.{number}\n")
         self.host.file("/usr/bin/nvidia-smi", f"nvidia-smi {version}", executable=True)
         self.host.loader_cache(f"{len(listing)} libs found in cache `/etc/ld.so.cache'\n{''.join(listing)}")
-        # Another content and time, as after ldconfig: the agent then reads the listing again.
+        # The cache file changes, as after ldconfig: so the agent reads the listing again.
         (self.tree / "etc/ld.so.cache").write_text(version)
 
     def plug(self, address: str) -> None:

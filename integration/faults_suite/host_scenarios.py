@@ -27,7 +27,7 @@ class Scenario:
     work: Callable[[HostWorld], None] = HostWorld.converge
     """The work during which the agent is killed at a call, or a call fails."""
     again: Callable[[HostWorld], None] = HostWorld.converge
-    """The next work of the service or an administrator after `work`."""
+    """What the service or an administrator does next, after `work`."""
 
 
 def _upgrade(world: HostWorld) -> None:
@@ -64,7 +64,7 @@ def _restart_with_more(world: HostWorld) -> None:
 
 def _detach(world: HostWorld) -> None:
     ending = detach(SECOND, world.configured(), FAST)
-    # If the strike was in one of its calls, detach only has to report that.
+    # If detach was not done although nothing struck it, that is wrong. After a strike, it only has to report that.
     if not ending.done and not world.watch.struck:
         world.wrong.append(f"gpus detach: {'; '.join(ending.sentences)}")
     world.converge()
@@ -72,7 +72,7 @@ def _detach(world: HostWorld) -> None:
 
 def _attach(world: HostWorld) -> None:
     ending = attach(SECOND, world.configured(), FAST)
-    # If the strike was in one of its calls, attach only has to report that.
+    # If attach was not done although nothing struck it, that is wrong. After a strike, it only has to report that.
     if not ending.done and not world.watch.struck:
         world.wrong.append(f"gpus attach: {'; '.join(ending.sentences)}")
     world.converge()

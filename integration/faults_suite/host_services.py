@@ -1,4 +1,4 @@
-"""Simulated systemd, machined and commands of a simulated host, which survive a kill of the agent."""
+"""The systemd, machined and commands of a simulated host. They are simulated, and survive a kill of the agent."""
 
 import subprocess
 from pathlib import Path
@@ -27,7 +27,7 @@ class Site(Protocol):
 
 
 class Bus(ScriptedBus):
-    """PID 1 and machined, on the bus. The world applies what calls change."""
+    """PID 1 and machined, on the bus. The world makes the changes that calls ask for."""
 
     def __init__(self, world: Site) -> None:
         super().__init__()

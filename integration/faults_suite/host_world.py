@@ -38,7 +38,7 @@ BOOT_ID = "11111111-2222-3333-4444-555555555555"
 CLOCK_REALTIME_COARSE = 5
 """From linux/time.h; Python's time module does not name it."""
 PASSES = 14
-"""Passes until nothing changes: more than any scenario needs."""
+"""The most passes that `converge` makes until nothing changes: more than any scenario needs."""
 
 
 def _wait_for_tick() -> None:
@@ -96,9 +96,9 @@ class HostWorld(HostDevices):
     def bind(self, path: str) -> None:
         number = self._number(path)
         mounted = self.nodes.setdefault(path, [])
-        # A second bind is right if the machine has reported missing nodes: then all are bound again. It is also right
-        # if the first one could not be noted, or the process that was to note it was killed: then the host half cannot
-        # know what is mounted in the machine.
+        # A second bind is right if the machine has reported missing nodes: then all are bound again. A second bind is
+        # also right if the first one was not noted, because that failed or the agent was killed before: then the host
+        # half cannot know what is mounted in the machine.
         if mounted.count(number) > int(path not in self._noted()) and not self.missing_nodes:
             self.wrong.append(f"{path} was bound {mounted.count(number) + 1} times")
         mounted.append(number)
@@ -119,13 +119,13 @@ class HostWorld(HostDevices):
     # ---- the machine
 
     def start(self) -> None:
-        """Act as `systemctl start`, whoever calls it: prepare@, then the machine, even if prepare@ failed."""
+        """Act as `systemctl start`, whoever calls it: run prepare@, then start the machine, even if prepare@ failed."""
         self.starting = False
         units(self.host, "activating")
         try:
             prepare(MACHINE, self.configured())
         except (AgentError, OSError):
-            # The unit only wants (Wants=) this service; its output is in the journal.
+            # The machine starts all the same: its unit only wants (Wants=) prepare@, whose output is in the journal.
             pass
         finally:
             with self.watch.pause():
@@ -139,7 +139,7 @@ class HostWorld(HostDevices):
         values = [line.partition("=")[2].split(":")[0] for line in text.splitlines() if line.startswith("Bind")]
         ours = [each for each in values if each not in ("/dev/kmsg", "/lib/modules", "/sys/module")]
         missing = [each for each in ours if not self.host.exists(each)]
-        # The drop-in's script comments out such lines with `#missing:`.
+        # nspawn fails if a bound file is missing. The drop-in has a script that comments out such lines (`#missing:`).
         if missing and "missing:" not in loaded:
             self.wrong.append(f"the machine cannot boot without {', '.join(missing)}")
         nodes = [each for each in ours if each.startswith("/dev/") and each not in missing]
@@ -163,7 +163,7 @@ class HostWorld(HostDevices):
     def _set_permissions(self, entries: list[tuple[str, str]]) -> None:
         self.allowed = frozenset(" ".join(entry) for entry in entries)
         units(self.host, "active")
-        # systemd lists them in the reverse order of the files.
+        # systemd lists DeviceAllow= entries in the reverse of their order in the files.
         self.host.bus.unit(UNITS[0], "active", device_allow=entries[::-1])
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class HostWorld(HostDevices):
         try:
             return parse_handoff(content) if content else None
         except DocumentError:
-            # The machine half reports nothing then.
+            # The machine half reports nothing about a handoff that it cannot read.
             return None
 
     def answer(self) -> None:
@@ -257,7 +257,7 @@ class HostWorld(HostDevices):
         return [*self.wrong, *temporary(self.tree), *(lost if self.running else [])]
 
     def rights(self) -> set[str]:
-        """Return the nodes and permissions that pods have, and their GPUs."""
+        """Return what the machine's pods can use: nodes, permissions for nodes, and GPUs."""
         handoff = self.handoff()
         requests = handoff.requests if handoff and self.running else ()
         nodes = {f"{path} {numbers[-1]}" for path, numbers in self.nodes.items()}
@@ -272,8 +272,9 @@ class HostWorld(HostDevices):
         mounts = " ".join(sorted((*self.mounts, *self.host.bus.mounts.mounted.values())))
         found = numbered(snapshot(self.tree) | {"mounts": mounts}, MANIFESTS)
         for path in [*found]:
-            # Leave out the settings that the machine started with, which differ if a start was killed, and the record
-            # of handed driver roots: only a start begins it, and until then no driver root is removed.
+            # Leave out two things that may differ. The copies of the settings that the machine started with differ if a
+            # start was killed. The record of handed driver roots begins only with a start of the machine; until it
+            # exists, no driver root is removed.
             if "/started." in path or path == handed_roots_file(MACHINE):
                 del found[path]
         if (live := live_file(MACHINE)) in found:

@@ -1,8 +1,8 @@
 """Count the agent's system calls below a tree, and kill the agent at one of them or make that call fail.
 
 The functions of `os`, and `open`, are replaced in this process. A kill acts like SIGKILL: nothing changes after that
-call, whatever `finally` and `except` clauses try. The state after a call is the state before the next one, so only
-kills before a call are tried.
+call, whatever `finally` and `except` clauses try. Kills come before a call or halfway through it, never after it: the
+state after a call is the state before the next one.
 """
 
 import builtins
@@ -165,7 +165,7 @@ class _Writer:
 
 
 def _resolves() -> bool:
-    """Return whether the caller resolves links below a test's tree. On a real host, that is not the agent's work."""
+    """Return whether the caller resolves links below a test's tree. On a real host, the kernel does that."""
     caller = sys._getframe(2).f_code
     return caller.co_name == "_resolve" and caller.co_filename.endswith("rooted.py")
 
@@ -268,7 +268,7 @@ def watched(watch: Watch, *, in_order: bool = False) -> Iterator[Watch]:
 
 
 def _start(thread: threading.Thread) -> None:
-    # A daemon thread works for other threads until the process exits, so that its run() would not return here.
+    # A daemon thread works for other threads until the process exits. If run() were called here, it would not return.
     if thread.daemon:
         REAL_THREAD["start"](thread)
     else:

@@ -21,7 +21,7 @@ RUNS = 3
 READS = ("-p", "show", "--version", "dump", "list", "get")
 READERS = ("nvidia-smi", "open_nodes")
 COMPARED = ("granted-", "char-links-", "withdrawn")
-"""Notes whose content is compared; the others only save work, and contain times and inode numbers."""
+"""How the names of the compared notes begin. Other notes only save work, and contain times and inode numbers."""
 
 
 class MachineWorld:
@@ -77,7 +77,7 @@ class MachineWorld:
         return moved
 
     def _numbered(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Return a node with its real number: in the recording all nodes were 1:3."""
+        """Return a node with the number that it has in the machine: in the recording, all nodes have the number 1:3."""
         number = self.machine.nodes[node["path"]]
         now = {"major": number.major, "minor": number.minor, "fileMode": number.mode}
         return {key: now.get(key, value) for key, value in node.items()}

@@ -90,7 +90,7 @@ def silence() -> Iterator[None]:
 
 
 def record_baseline(story: Story) -> Baseline:
-    """Run the scenario without a strike, and record its calls and result. Repeats the work once, as struck runs do."""
+    """Do the work without a strike, and record its calls. Then do `again`, as after a strike; record the result."""
     with directory() as place, silence():
         world = story.begin(Path(place))
         world.watch = Watch(str(world.tree))
@@ -111,7 +111,7 @@ def record_baseline(story: Story) -> Baseline:
 
 
 def _unfounded(world: World, baseline: Baseline, how: Strike) -> list[str]:
-    """Return conditions that became False because a reading call failed, but do not say so."""
+    """Return a line for each condition that is False because a reading call failed, if nothing reports this failure."""
     if how.writing:
         return []
     words = os.strerror(how.code)
@@ -126,7 +126,7 @@ def _unfounded(world: World, baseline: Baseline, how: Strike) -> list[str]:
 
 
 def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
-    """Run the scenario with a strike, then without one. Return a finding, or None if the result is the baseline's."""
+    """Do the work with a strike, then `again` without one. Return a finding unless the result is the baseline's."""
     what: list[str] = []
     with directory() as place, silence():
         world = story.begin(Path(place))
@@ -153,7 +153,7 @@ def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
 
 
 def clean(story: Story, world: World, baseline: Baseline) -> list[str]:
-    """Return differences from the baseline after another run, in which nothing fails."""
+    """Do `again`, in which nothing fails, and return what then differs from the baseline."""
     try:
         story.again(world)
     except (Exception, UnexpectedError):

@@ -21,7 +21,7 @@ VARYING = (
     (re.compile(r'"digest": "[0-9a-f]{64}"'), '"digest": "DIGEST"'),
     (re.compile(r'"losses": \[[^]]*\]'), '"losses": []'),
 )
-"""Parts that differ between runs: times, inode numbers, digests of these, and counts that may lack the killed run."""
+"""Parts that differ between runs: times, inode numbers, digests of these, and counts, which may lack a killed run."""
 
 
 def snapshot(tree: Path) -> dict[str, str]:
@@ -61,7 +61,10 @@ GENERATION = re.compile(r"\b[0-9a-f]{16}\b")
 
 
 def numbered(found: dict[str, str], manifests: str) -> dict[str, str]:
-    """Number driver roots by their order: an incomplete one may have used up an index, which is not a difference."""
+    """Replace the indices of driver roots by 0, 1, 2 and so on, and generations by a word.
+
+    In one of two runs, an incomplete driver root may have used up an index. That must not count as a difference.
+    """
     paths = (path for path in found if re.fullmatch(f"{manifests}/\\d+.json", path))
     indices = sorted(int(path[len(manifests) + 1 : -5]) for path in paths)
     ranks = {str(index): str(rank) for rank, index in enumerate(indices)}
@@ -95,14 +98,15 @@ def _short(before: str | None, after: str | None) -> str:
 
 
 def temporary(tree: Path) -> list[str]:
-    """Return lines that name temporary files of a killed writer."""
+    """Return a line for each temporary file that a killed writer has left."""
     return [f"{path.relative_to(tree)}: a temporary file is left" for path in tree.rglob(f"*{NEW}")]
 
 
 def unordered(text: str) -> str:
-    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds.
+    """Return the record of a machine's devices in a form that does not differ between runs.
 
-    The time since which permissions are kept is replaced by whether there is one.
+    Its lists are sorted, and the generation of the last repeated binds (`rebound`) is left out. Instead of the time
+    since which permissions are kept (`kept_since`), the result says whether there is such a time.
     """
     mode, _, content = text.partition(" ")
     try:
