@@ -39,8 +39,9 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Machines whose settings name GPUs are included, because `_assigned` may lack the address of a GPU that is
-        # named by its UUID: until the driver has initialised a GPU, its UUID is unknown.
+        # The GPUs that machines have, and that `count=N` must not give to others until these machines get new grants.
+        # Machines whose settings name GPUs count too, although `_assigned` should have their GPUs already: if the
+        # settings name a GPU by its UUID, its address is unknown until the driver has initialised the GPU.
         self._not_yet_replaced = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }

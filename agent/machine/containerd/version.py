@@ -76,9 +76,9 @@ def _version_without_groups(context: Context) -> str:
 def _running_without_groups(context: Context, program: str) -> str:
     """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
 
-    Return an empty string if the running containerd supports them, or if the program on disk was not replaced: then
-    only that program's version counts. If a version is returned, the process is noted, because the result changes when
-    the process exits.
+    Otherwise return an empty string, also if the version is unknown. If containerd still runs the program that is on
+    disk, return an empty string without a look at the version: the caller has checked that program. If a version is
+    returned, the running process is noted, because the result changes when that process exits.
     """
     system = context.system
     process = unit_properties(context).get("MainPID", "0")

@@ -51,8 +51,8 @@ have no reason, so it may begin like the first one in UNAVAILABLE."""
 def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
     """Set the agent's condition on the Node, or remove it if `condition` is None.
 
-    Tries again if others change the Node at the same time. Returns None, or NodeConditionSet with the reason why it
-    failed. Raises OSError.
+    Tries again if others change the Node at the same time. Returns None after a success. After a failure, returns the
+    machine's condition NodeConditionSet, which is False and says why. Raises OSError.
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
