@@ -160,6 +160,23 @@ def test_an_unreadable_record_is_neither_damaged_nor_forgotten(gpu_host: Host) -
     assert discarded().get("owned.json", 0) == before
 
 
+@pytest.mark.parametrize("lost", ["damaged", "missing"])
+def test_without_the_ownership_record_settings_are_known_by_their_first_line(gpu_host: Host, lost: str) -> None:
+    """They may also differ from the goal by then: the driver's numbers may change at the boot after a power loss."""
+    running(gpu_host)
+    if lost == "damaged":
+        gpu_host.write(OWNED, b"")
+    else:
+        gpu_host.remove_file(OWNED)
+    gpu_host.gpu("0000:03:00.0", 2)
+    outcome = reconciler(gpu_host).reconcile()
+    assert outcome.failures == ()
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "ForeignFile"
+    for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE)):
+        assert json.loads(gpu_host.read(OWNED))["files"][path] == sha256(gpu_host.read(path))
+    assert b"BindReadOnly=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
+
+
 Lose = Callable[[Host], None]
 
 

@@ -209,7 +209,10 @@ def _write(file: OwnedFile) -> WriteFile:
 
 
 def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
-    """Return why the machine's settings files must not be written; None if they may be."""
+    """Return why the machine's settings files must not be written; None if they may be.
+
+    Without the ownership record, the first line of a file still shows that the agent wrote it.
+    """
     for file in (machine.nspawn, machine.drop_in):
         state = facts.files[file.path]
         match state.content:
@@ -219,7 +222,7 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
                 return why
             case Absent():
                 continue
-            case content if not state.owned and content != file.content:
+            case content if not (state.owned or content == file.content or content.startswith(MARK)):
                 target = (
                     f"machines.{machine.name}.nspawn in the configuration"
                     if file is machine.nspawn

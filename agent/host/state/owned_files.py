@@ -42,5 +42,5 @@ class _OwnedFiles(Record[Owned]):
         return owned
 
 
-ADVICE = "discarding it; the agent adopts files with the content that it would write"
+ADVICE = "discarding it; the agent recognises its settings files by their first line"
 OWNED_FILES = _OwnedFiles(Owned, 1, advice=ADVICE)
