@@ -333,3 +333,24 @@ def test_a_driver_that_is_removed_from_the_host_is_withdrawn_with_its_module(gpu
     assert found[ConditionType.LIBRARIES_PRESENT] == "NotInstalled"
     assert agent.reconcile().sentences == ("reload systemd's units",)
     assert agent.reconcile().actions == ()
+
+
+SETTINGS = b"[Service]\nNice=5\n"
+
+
+@pytest.mark.parametrize("path", [nspawn_file(MACHINE), unit_drop_in(MACHINE)])
+def test_a_foreign_settings_file_prolongs_no_permission(gpu_host: Host, path: str) -> None:
+    """Another machine may have the GPU by now. The machine gets nothing new until the file is removed."""
+    running(gpu_host)
+    handed = gpu_host.read(handoff_file(MACHINE))
+    gpu_host.write(path, SETTINGS)
+    gpu_host.gpu("0000:03:00.0", 2)
+    agent = reconciler(gpu_host, gpus=[FIRST, "0000:03:00.0"])
+    outcome = agent.reconcile()
+    assert outcome.failures == ()
+    assert conditions(outcome)[ConditionType.DEVICES_ALLOWED].reason == "ForeignFile"
+    ((method, _, _, properties),) = gpu_host.bus.changes
+    assert method == "SetUnitProperties"
+    assert [f"/dev/char/195:{minor}'" in str(properties) for minor in range(3)] == [True, False, False]
+    assert agent.reconcile().actions == ()
+    assert (gpu_host.read(path), gpu_host.read(handoff_file(MACHINE))) == (SETTINGS, handed)

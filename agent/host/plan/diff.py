@@ -45,7 +45,10 @@ class Difference(Struct, frozen=True):
 
     actions: tuple[Action, ...]
     refused: dict[str, str | Unseen]
-    """Why a machine's settings files must not be written, by machine; Unseen if the present files could not be read."""
+    """Why a machine's settings files must not be written, by machine; Unseen if the present files could not be read.
+
+    A machine with a foreign file gets nothing new, and only loses withdrawn devices.
+    """
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors by machine. If a machine could not be planned, it stays as it is. If it could not be compared
     with its goal, it gets nothing new and only loses withdrawn devices. If only its report could not be read, it gets
@@ -81,6 +84,9 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
                 machines.append(_steps(machine, facts, acknowledged))
             else:
                 refused[machine.name] = why
+                # After a failed look, the next pass is early enough. The machine may still need the devices until then.
+                if not isinstance(why, Unseen):
+                    machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
         except Exception as error:
             faults[machine.name] = fault("compare its settings with the goal", error)
             machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))

@@ -82,7 +82,10 @@ def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[
 
 
 def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
-    """For a machine with a fault, return a change that only forbids the devices that are no longer granted."""
+    """Return a change that only forbids the devices that are no longer granted.
+
+    It is for machines that get no other steps: those with a fault, and those whose settings must not be written.
+    """
     wanted = {entry.node for entry in goal.live.allow}
     changes = []
     for machine in facts.machines:
