@@ -240,6 +240,11 @@ class MachineFacts(Struct, frozen=True):
         return self.ended and not self.starts
 
     @property
+    def may_run(self) -> bool:
+        """Whether the machine runs, or whether it runs is unknown."""
+        return self.unit_state == "active" or isinstance(self.unit_state, Unseen)
+
+    @property
     def kept_gpus(self) -> tuple[str, ...]:
         """PCI addresses of the GPUs that the machine keeps while nothing may be changed; empty if they are unknown."""
         return self.granted.gpus if isinstance(self.granted, Granted) else ()

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
 from agent.host.outcome import Outcome
+from agent.host.state.detached_gpus import record_detached
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Unseen
@@ -354,3 +355,39 @@ def test_a_foreign_settings_file_prolongs_no_permission(gpu_host: Host, path: st
     assert [f"/dev/char/195:{minor}'" in str(properties) for minor in range(3)] == [True, False, False]
     assert agent.reconcile().actions == ()
     assert (gpu_host.read(path), gpu_host.read(handoff_file(MACHINE))) == (SETTINGS, handed)
+
+
+@pytest.mark.parametrize("unseen", ["record", "unit"])
+def test_one_failed_look_at_a_running_machine_forgets_no_withdrawn_node(gpu_host: Host, unseen: str) -> None:
+    """The handoff lists such nodes. A second one without them is not the one that the machine has answered."""
+    running(gpu_host)
+    agent = reconciler(gpu_host, gpus=[FIRST])
+    for _ in range(3):
+        assert agent.reconcile().failures == ()
+    handed = gpu_host.read(handoff_file(MACHINE))
+    assert "/dev/nvidia1" in parse_handoff(handed).withdrawn
+    if unseen == "record":
+        path = live_file(MACHINE)
+        gpu_host.failing[path] = OSError(5, "Input/output error", path)
+    else:
+        gpu_host.bus.failing = BusError("no answer in time")
+    outcome = agent.reconcile()
+    assert (outcome.failures, outcome.actions) == ((), ())
+    assert conditions(outcome)[ConditionType.DEVICES_ALLOWED].status is Status.UNKNOWN
+    assert gpu_host.read(handoff_file(MACHINE)) == handed
+
+
+def test_one_failed_look_at_a_running_machine_takes_no_permission_that_is_drained(gpu_host: Host) -> None:
+    """Its settings have the permission too: a daemon-reload would withdraw it otherwise."""
+    running(gpu_host)
+    gpu_host.symlink(f"/sys/bus/pci/devices/{SECOND}", "../../../devices/pci0000:00")
+    assert record_detached(gpu_host, SECOND, draining=True)
+    agent = reconciler(gpu_host)
+    for _ in range(3):
+        assert agent.reconcile().failures == ()
+    drop_in = gpu_host.read(unit_drop_in(MACHINE))
+    assert b"DeviceAllow=/dev/char/195:1 rw\n" in drop_in
+    path = live_file(MACHINE)
+    gpu_host.failing[path] = OSError(5, "Input/output error", path)
+    assert agent.reconcile().actions == ()
+    assert gpu_host.read(unit_drop_in(MACHINE)) == drop_in

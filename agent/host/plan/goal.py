@@ -57,6 +57,8 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
     unknown = unknown_grants(config, facts, faults)
+    # Without a running machine's record, its goal would lack the withdrawn nodes and the permissions to keep.
+    unseen_live = {each.name: each.live_unseen for each in facts.machines if each.may_run and each.live_unseen}
     template = facts.template_device_allow
     for name, settings in in_turn(config):
         if name in no_root:
@@ -66,6 +68,8 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
             held[name] = faults[name].why
         elif unseen or name in unknown:
             held[name] = "; ".join([*unseen, *unknown.get(name, ())])
+        elif name in unseen_live:
+            held[name] = unseen_live[name]
         elif not isinstance(template, tuple):
             held[name] = template.why
         elif (

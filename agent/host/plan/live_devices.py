@@ -72,9 +72,9 @@ def change_running(
 
 
 def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[str, ...]:
-    """Return the nodes that the running machine still has, or may have, although they are no longer granted."""
-    running = (each.live for each in facts.machines if each.name == name and each.unit_state == "active")
-    live = next(running, None)
+    """Return the nodes that a machine that may run still has, or may have, although they are no longer granted."""
+    machine = next((each for each in facts.machines if each.name == name), None)
+    live = machine.live if machine and machine.may_run else None
     if live is None:
         return ()
     nodes = (path for path, value in live.nodes.items() if not value.startswith((READ_ONLY, READ_WRITE)))
