@@ -3,6 +3,7 @@
 The host is the one of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
 """
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -31,6 +32,7 @@ from agent.model.paths import (
     REMOVED,
     STAGING,
     TREES,
+    granted_file,
     handed_roots_file,
     handoff_file,
     times_file,
@@ -223,6 +225,24 @@ def test_an_upgrade_waits_for_the_module_and_then_replaces_everything(host: Host
     assert driver_root(host) == "/run/host-nvidia/1"
     (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
     assert not [file for file in request.files if VERSION in file.target]
+
+
+@pytest.mark.parametrize("module", [NEWER, ""])
+def test_one_failed_look_at_the_grant_takes_no_driver_root_away(host: Host, module: str) -> None:
+    """Only the grant says which root the machine has, if none on disk fits the loaded module."""
+    start_machine(host)
+    host.remove_file("/sys/module/nvidia/version")
+    if module:
+        host.file("/sys/module/nvidia/version", f"{module}\n")
+    upgrade(host, new="999.0")
+    reconciler(host).reconcile()
+    assert reconciler(host).reconcile().actions == ()
+    handed = host.read(handoff_file(MACHINE))
+    assert driver_root(host) == "/run/host-nvidia/0"
+    path = granted_file(MACHINE)
+    host.failing[path] = OSError(errno.EIO, os.strerror(errno.EIO), path)
+    assert reconciler(host).reconcile().actions == ()
+    assert host.read(handoff_file(MACHINE)) == handed
 
 
 def test_a_handed_root_is_kept_until_the_machine_restarts(host: Host) -> None:

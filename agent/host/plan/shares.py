@@ -8,7 +8,8 @@ keeps its GPUs, and no other machine gets one of them, except GPUs that may be s
 from collections.abc import Collection, Iterable, Iterator
 
 from agent.config.settings import Config, MachineSettings
-from agent.model.facts import Absent, Facts, MachineFacts, Unseen
+from agent.model.driver_root import StagedRoot
+from agent.model.facts import Absent, Driver, Facts, MachineFacts, Unseen
 from agent.model.goal import Grant, Share
 from agent.model.granted import Granted
 from agent.model.live import LiveSettings
@@ -101,17 +102,19 @@ def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Fac
 
 
 def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the machines whose share cannot be determined, each with the reasons.
+    """Return the machines whose share or driver root cannot be determined, each with the reasons.
 
     A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
     those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: a
-    machine has a fault, or a GPU has no driver and is not expected to get one.
+    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its own
+    grant, unless exactly one root fits the loaded module.
     """
     # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
     # already has it.
     without_driver = any(
         not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
     )
+    several_roots = any(vendor.driver and _may_choose_root(vendor.driver, facts.staged) for vendor in facts.vendors)
     unseen = {
         each.name: each.granted.why
         for each in facts.machines
@@ -120,8 +123,13 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     unknown = {}
     for name, settings in config.machines.items():
         counts = isinstance(settings.gpus, str) and settings.gpus != "all"
-        own = {name} if counts or without_driver or faulted else set[str]()
+        own = {name} if counts or without_driver or faulted or several_roots else set[str]()
         others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
         if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
             unknown[name] = why
     return unknown
+
+
+def _may_choose_root(driver: Driver, staged: Collection[StagedRoot]) -> bool:
+    """Return whether a machine may have any of several driver roots, or one that does not fit the loaded module."""
+    return bool(staged) and sum(root.version == driver.module_version for root in staged) != 1
