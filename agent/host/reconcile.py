@@ -188,7 +188,9 @@ class Reconciler(Struct):
                     outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference)
                 else:
                     conditions = self._conditions_without_goal(machine, facts, planned)
-                    outcome = MachineOutcome(machine.name, conditions, machine.kept_gpus)
+                    # The record of a grant outlives the settings of a machine that is not configured for a while.
+                    kept = machine.kept_gpus if machine.name in planned.held else ()
+                    outcome = MachineOutcome(machine.name, conditions, kept)
                 current = readiness.with_rejected(outcome.conditions, self.rejected)
                 current = with_unseen_machine(with_lost_gpus(current, machine.name, remembered), machine)
                 conditions = with_transitions(with_time(current, previous, now), previous, now)

@@ -325,3 +325,16 @@ def test_times_that_are_not_dates_are_refused(lost: str) -> None:
     good = render_remembered(Remembered((RememberedGpu(FIRST, "nvidia", lost=1.0),)))
     with pytest.raises(DocumentError, match="not JSON" if lost == "NaN" else "lost must be"):
         parse_remembered("", good.replace(b'"lost": 1.0', f'"lost": {lost}'.encode()))
+
+
+def test_a_machine_that_gets_nothing_has_no_gpu_of_an_earlier_configuration(gpu_host: Host) -> None:
+    """The record of its grant outlives its settings."""
+    reconciler(gpu_host).reconcile()
+    config = Config.validated({"machines": {}})
+    Reconciler(config, gpu_host, gpu_host).reconcile()
+    for address in (FIRST, SECOND):
+        gpu_host.unplug(address)
+    Reconciler(config, gpu_host, gpu_host).reconcile()
+    machine = evaluate(reconciler(gpu_host))
+    assert ready(machine) == (Status.TRUE, "NoGPU")
+    assert (machine.gpus, machine.expected) == ((), 0)
