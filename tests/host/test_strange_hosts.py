@@ -19,7 +19,7 @@ from agent.model.text import MESSAGE_LIMIT
 from agent.system.machined import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
-from tests.host.test_damage import running
+from tests.host.test_damage import allowed, running
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 LONG = 1 << 16
@@ -355,6 +355,24 @@ def test_a_foreign_settings_file_prolongs_no_permission(gpu_host: Host, path: st
     assert [f"/dev/char/195:{minor}'" in str(properties) for minor in range(3)] == [True, False, False]
     assert agent.reconcile().actions == ()
     assert (gpu_host.read(path), gpu_host.read(handoff_file(MACHINE))) == (SETTINGS, handed)
+
+
+@pytest.mark.parametrize("why", ["foreign", "full"])
+def test_settings_that_could_not_be_updated_return_no_permission(gpu_host: Host, why: str) -> None:
+    """After a daemon-reload by somebody else, PID 1 lists what the old drop-in permits."""
+    running(gpu_host)
+    if why == "foreign":
+        gpu_host.write(nspawn_file(MACHINE), SETTINGS)
+    else:
+        gpu_host.full = ["/etc/"]
+    reconciler(gpu_host, gpus=[FIRST]).reconcile()
+    units(gpu_host, "active", device_allow=[("char-pts", "rw"), ("/dev/fuse", "rw"), *allowed(gpu_host)])
+    gpu_host.unplug(FIRST)
+    reconciler(gpu_host, gpus=[FIRST]).reconcile()
+    first, second = (str(each[3]) for each in gpu_host.bus.changes)
+    assert [f"/dev/char/195:{minor}'" in first for minor in range(2)] == [True, False]
+    assert [f"/dev/char/195:{minor}'" in second for minor in range(2)] == [False, False]
+    assert "/dev/fuse" in second, "somebody else has permitted this"
 
 
 @pytest.mark.parametrize("unseen", ["record", "unit"])

@@ -5,11 +5,13 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from agent.host.plan.unit_drop_in import node_by_number
+from agent.host.state.owned_files import MARK
 from agent.model.actions import ChangeDevices
 from agent.model.device_allow import DeviceAllow
-from agent.model.facts import DeviceNode, Facts
+from agent.model.facts import DeviceNode, Facts, MachineFacts
 from agent.model.goal import MachineGoal, gpu_nodes
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
+from agent.model.paths import unit_drop_in
 
 
 def change_running(
@@ -51,7 +53,7 @@ def change_running(
     same = same and (rebound, kept_since) == (before.rebound, before.kept_since)
     if same and device_owners == before.owners and not before.unsure:
         return []
-    foreign = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
+    foreign = _foreign(machine, facts, (*before.allow, *allow))
     after = replace(
         goal.live,
         fixed=before.fixed,
@@ -91,11 +93,25 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
     for machine in facts.machines:
         if machine.name == goal.name and machine.unit_state == "active" and (before := machine.live):
             allow = tuple(entry for entry in before.allow if entry.node in wanted)
-            foreign = tuple(entry for entry in machine.device_allow if entry not in before.allow)
+            foreign = _foreign(machine, facts, before.allow)
             if allow != before.allow:
                 after = replace(before, allow=allow, kept_since=0.0)
                 changes.append(ChangeDevices(goal.name, before, after, foreign))
     return changes
+
+
+def _foreign(machine: MachineFacts, facts: Facts, known: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
+    """Return the entries of the unit's list that the agent did not add. `known` are those that it added.
+
+    So are those of its drop-in: if the drop-in could not be updated, it still has withdrawn devices, and since a
+    daemon-reload PID 1 lists them again.
+    """
+    drop_in = facts.files.get(unit_drop_in(machine.name))
+    content = drop_in.content if drop_in else b""
+    lines = content.splitlines() if isinstance(content, bytes) and content.startswith(MARK) else []
+    return tuple(
+        each for each in machine.device_allow if each not in known and f"DeviceAllow={each}".encode() not in lines
+    )
 
 
 def _still_needed(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
