@@ -106,8 +106,8 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
 
     A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
     those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: a
-    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its own
-    grant, unless exactly one root fits the loaded module.
+    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
+    own grant, unless exactly one root fits the loaded module.
     """
     # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
     # already has it.
