@@ -56,7 +56,7 @@ def render_allocatable(vendors: Iterable[AllocatableVendor]) -> bytes:
 def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
     """Return the devices by vendor. Raises DocumentError, which names the key.
 
-    A device that is listed twice, or a CDI name that two devices share, is an error: two claims would get one device.
+    A vendor, a device or a CDI name that is listed twice is an error too: otherwise, two claims might get one device.
     """
     where = ALLOCATABLE_NAME
     document = parse_object(where, data)

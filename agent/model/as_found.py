@@ -9,7 +9,7 @@ from agent.model.node import HostState
 
 @dataclass(frozen=True, slots=True)
 class AsFound:
-    """The whole record."""
+    """The record of that state."""
 
     host: HostState
     units: Mapping[str, bool]
@@ -19,9 +19,9 @@ class AsFound:
     """When the record was first made, in seconds since the epoch."""
 
     def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
-        """Return the record, extended by the current values of what `up` will change for another node.
+        """Return the record with values added: the current values of what `up` will change to make one more node.
 
-        A value that is already in the record stays, because it is the original one.
+        If the record already has a value for the same thing, that value stays, because it is the original one.
         """
         earlier = self.host
         state = HostState(

@@ -48,7 +48,7 @@ def pod_spec(item: KubernetesObject) -> KubernetesObject:
 
 
 def node_selector(item: KubernetesObject) -> str:
-    """Return the nodeSelector of a pod as kubectl's argument --selector; empty without one."""
+    """Return a pod's nodeSelector in the form of kubectl's argument --selector; empty if the pod has none."""
     selector = pod_spec(item).get("nodeSelector") or {}
     return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
 

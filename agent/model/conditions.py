@@ -130,9 +130,10 @@ def summarize(conditions: Iterable[Condition]) -> Condition:
 
 
 def worst(conditions: Iterable[Condition]) -> Condition:
-    """Merge several vendors' conditions of one type into one, with the worst status and all messages of that status.
+    """Merge several vendors' conditions of one type into one.
 
-    Conditions that do not apply are ignored. If none applies, the first one is returned.
+    The result has the worst status, the reason of the first condition with that status, and the messages of all
+    conditions with that status. Conditions that do not apply are ignored. If none applies, the first one is returned.
     """
     found = list(conditions)
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]

@@ -16,15 +16,19 @@ class Library(Struct, frozen=True, order=True):
     mtime_ns: int = 0
     executable: bool = False
     text: str = ""
-    """The text of the copy, if the source's text names paths that exist only on the host; otherwise empty."""
+    """If the source's text names paths that exist only on the host: the text that the copy gets instead. Otherwise
+    empty."""
 
 
 UNSTAGED = -1
-"""Index of a driver root that is not on disk yet."""
+"""Index of a driver root that is not on disk yet, until the plan gives it an index of its own."""
 
 
 class StagedRoot(Struct, frozen=True, eq=False):
-    """One driver root. In facts, it is complete and on disk. Comparisons of roots ignore `place` and `hidden`."""
+    """One driver root. In facts, it is complete and on disk; in a goal, it may still have to be staged.
+
+    Comparisons of roots ignore `place` and `hidden`.
+    """
 
     index: int
     vendor: str

@@ -53,8 +53,9 @@ class ObservationError(AgentError):
 class CommandError(AgentError):
     """A program failed, was not found, or ran out of time.
 
-    The message has the program's arguments, how the program ended (`ended`), and the last part of its standard error. A
-    long command comes last: `status` cuts off messages at the terminal's width.
+    The message has the program's arguments, how the program ended (`ended`), and the last part of its standard error.
+    If the command is long, the message begins with only the start of the command, and ends with the whole command:
+    `status` cuts off messages at the terminal's width, and must still show how the program ended.
     """
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
@@ -69,7 +70,7 @@ class CommandError(AgentError):
 
 
 class ExitCodeError(CommandError):
-    """A program ran to its end, and its exit code means failure. Other CommandErrors leave its result unknown."""
+    """A program ran to its end, and its exit code means failure. After other CommandErrors, the result is unknown."""
 
     def __init__(self, argv: tuple[str, ...], status: int, stderr: str = "", stdout: str = "") -> None:
         super().__init__(argv, f"exit code {status}", stderr)

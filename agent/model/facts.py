@@ -246,7 +246,7 @@ class MachineFacts(Struct, frozen=True):
 
     @property
     def kept_gpus(self) -> tuple[str, ...]:
-        """PCI addresses of the GPUs that the machine keeps while nothing may be changed; empty if they are unknown."""
+        """PCI addresses of the GPUs that the machine keeps if this pass must not change it; empty if unknown."""
         return self.granted.gpus if isinstance(self.granted, Granted) else ()
 
 
@@ -261,7 +261,7 @@ class Facts(Struct, frozen=True):
     machines: tuple[MachineFacts, ...]
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
-    """Index for the next driver root: above all that are in use or, if none is left there, the lowest free one."""
+    """Index for the next driver root: above all indices in use or, if no index is left there, the lowest free one."""
     corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
@@ -287,7 +287,7 @@ class Facts(Struct, frozen=True):
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     stub_resolver: bool = False
-    """Whether programs ask systemd-resolved on the loopback interface, which pods cannot reach."""
+    """Whether the host's programs query systemd-resolved on the loopback interface for DNS. Pods cannot reach it."""
     state_free: Seen[int] = Unseen("it was not observed")
     """Free bytes of the file system of STATE."""
     reload_pending: bool = False

@@ -16,8 +16,8 @@ class Share(Struct, frozen=True):
     """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs that the settings of any machine name, and GPUs of other machines, except machines that request `all`. A
-    machine with `count=N` gets none of these GPUs. Machines with other settings may share them."""
+    """GPUs that the settings of any machine name, and GPUs that other machines have, unless those machines request
+    `all`. A machine with `count=N` gets none of these GPUs. Machines with other settings may share them."""
     current: frozenset[str] = frozenset()
     """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
@@ -101,7 +101,10 @@ class MachineGoal(Struct, frozen=True):
 
     @property
     def generation(self) -> str:
-        """Return the recorded generation. Computing it from the handoff would take longer than the rest of the plan."""
+        """Return the handoff's generation, as recorded in `granted`.
+
+        Computing it from the handoff would take longer than the rest of the plan.
+        """
         return self.granted.generation
 
 

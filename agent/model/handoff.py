@@ -133,8 +133,8 @@ class Handoff(NamedTuple):
     validation_markers: bool = False
     """Whether to make the files that tell other programs that driver and toolkit work. Since version 2."""
     withdrawn: tuple[str, ...] = ()
-    """Paths of nodes that the host bound into the running machine, and that are no longer granted. The machine half
-    may never have seen a handoff that grants them."""
+    """Paths of nodes that the host bound into the running machine, and that are no longer granted. Without this list,
+    the machine half might not know all of them, because it may never have seen a handoff that grants them."""
     allocation: str = ""
     """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
 
@@ -227,8 +227,8 @@ def render_report(
 ) -> bytes:
     """Return the report on this generation of the handoff, and on this publication of it.
 
-    `repairs` is None for a host half that refuses unknown keys; the parameters after it are then left out too.
-    `advertised_gpus` is None if the number is unknown.
+    `repairs` is None for a host half that refuses unknown keys. Then the report has no key for `repairs`, nor for any
+    parameter after `repairs`. `advertised_gpus` is None if the number is unknown.
     """
     document = {
         "version": REPORT_VERSION,

@@ -24,13 +24,14 @@ class LiveSettings(Struct, frozen=True):
     """In a goal, the settings that a machine should have; in facts, the settings that it has."""
 
     fixed: str
-    """Digest of the settings that only a restart can change. It is empty if nothing is known about these settings but
-    that they differ from the goal's."""
+    """Digest of the settings that only a restart can change. It is empty if only one thing is known about these
+    settings: that they differ from the goal's."""
     allow: tuple[DeviceAllow, ...]
     """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
-    """Bound nodes by path, each as `major:minor`; and bound directories, each as READ_ONLY or READ_WRITE with the
-    inode number. A bound node is the same inode as on the host, so its mode and owner need not be recorded."""
+    """By path, the nodes and directories that are bound. The value of a node is `major:minor`; that of a directory is
+    READ_ONLY or READ_WRITE, followed by the inode number. A bound node is the same inode as on the host, so its mode
+    and owner need not be recorded."""
     rebound: str = ""
     """The generation of the handoff for which all nodes were bound again, because the machine reported some missing."""
     unsure: bool = False

@@ -79,7 +79,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The current values of what HostSettings would change. AsFound has the values before the first change."""
+    """The values of what HostSettings would change: the current ones or, in AsFound, those before the first change."""
 
     sysctls: Mapping[str, str | None]
     """None for a parameter that the kernel does not have, perhaps because its module is not loaded."""

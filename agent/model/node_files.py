@@ -1,7 +1,7 @@
 """The list of the files that `up` put into a machine, as JSON. With it, the machine half notices changed files. Pure.
 
-It has the keys `version` and `files`: an object that maps each path in the machine to a list of SHA-256 digest and size
-in bytes.
+The document has the keys `version` and `files`. `files` is an object: its keys are paths in the machine, and each value
+is a list of two items, the file's SHA-256 digest and its size in bytes.
 """
 
 import json

@@ -75,7 +75,7 @@ WAKE = f"{RUNTIME}/wake"
 
 MACHINE_ROOTS = "/var/lib/machines"
 PARTIAL = ".partial"
-"""Added to the path of a staged root file system: the directory in which its image is pulled and unpacked."""
+"""Added to the path of a staged root file system, it gives the directory in which the image is pulled and unpacked."""
 LOADER_CACHE = "/etc/ld.so.cache"
 """The cache of the dynamic loader, ld.so(8), on the host and in a machine."""
 NSPAWN = "/etc/systemd/nspawn"
@@ -110,7 +110,7 @@ ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
 """The devices in the machine that pods may be given by claims (agent.model.allocatable)."""
 NODE_NAME = "node.json"
-"""The Node object with which the machine half replaces the Node's status."""
+"""A file in MACHINE_STATE: the Node object that the machine half sends to replace the Node's status."""
 DRA_STATUS_NAME = "dra-status.json"
 DRA_STATUS = f"{MACHINE_STATE}/{DRA_STATUS_NAME}"
 """What agent.dra offers to the cluster (agent.model.dra_status)."""
@@ -187,7 +187,8 @@ def staged_prefix(machine: str) -> str:
 def staged_root(machine: str, digest: str) -> str:
     """Return where a root file system is until it gets its final name.
 
-    `digest` is the image's while the root is only unpacked, and then the digest of all its contents.
+    While the root file system has only the image's files, `digest` is the image's. After programs and files were added,
+    `digest` is computed from the image, the programs and the files.
     """
     return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
 
@@ -200,7 +201,7 @@ def node_record(machine: str) -> str:
 
 
 def cordoned_file(machine: str) -> str:
-    """Return the file that records that `stop` has cordoned the machine's node, with the name of the Node object."""
+    """Return the file that exists if the agent cordoned the machine's node. It contains the Node object's name."""
     return f"{NODES}/{machine}.cordoned"
 
 

@@ -41,7 +41,8 @@ class Remembered(Struct, frozen=True):
 
     gpus: tuple[RememberedGpu, ...] = ()
     damage: str = ""
-    """Why an earlier record could not be read, so that GPUs lost before then are unknown; otherwise empty."""
+    """Why an earlier record could not be read; empty if there is no such damage. GPUs that were lost before the damage
+    are unknown."""
 
 
 def render_remembered(remembered: Remembered) -> bytes:

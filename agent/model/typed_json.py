@@ -38,7 +38,7 @@ class Base64(bytes):
 
 
 def decode(where: str, data: bytes, kind: type[T]) -> T:
-    """Return the value in a JSON document. Errors do not name the keys of a dict; those of `convert` do."""
+    """Return the value in a JSON document. Errors do not name the keys of a dict, unlike the errors of `convert`."""
     try:
         # Decoded here, because msgspec does not look at the encoding of strings that it skips.
         return msgspec.json.decode(data.decode(), type=kind)
