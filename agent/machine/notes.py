@@ -31,7 +31,7 @@ must be recent."""
 
 
 class Notes:
-    """Reads and writes notes: JSON objects by name. Of a missing note, `load` returns an empty object.
+    """Reads and writes notes: JSON objects by name. If there is no note of a name, `load` returns an empty object.
 
     Each note has a digest of its content. A note without the right digest, or one that is no regular file, is removed
     and counts as missing. So readers get only what some release of the agent wrote. If a note cannot be read now, but
@@ -103,7 +103,7 @@ def remove_remains(system: System) -> None:
 
 
 class Owned:
-    """The record of the agent's own files outside /run. In other files, the agent changes only its own keys.
+    """The record of the agent's own files outside /run. In other programs' files, the agent changes only its own keys.
 
     There are two copies, because without the record, the agent would never change its own files again. If both are
     missing, the record is empty. If at least one exists, but none can be read, the methods raise ApplyError.
@@ -190,7 +190,7 @@ class Owned:
 
 
 def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
-    """Return the recorded paths, or what is wrong with the file; None if it does not exist."""
+    """Return the paths in one copy of the record. Return a sentence if the copy is unusable; None if it is missing."""
     try:
         value = _parse(system.read(path))
     except FileNotFoundError:

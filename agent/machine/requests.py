@@ -29,10 +29,11 @@ class Outcome(NamedTuple):
     devices: tuple[str, ...] = ()
     """Names of the CDI devices that pods can request."""
     allocatable: "AllocatableVendor | None" = None
-    """Only for one request of GPUs: the devices that claims can have; None without Dynamic Resource Allocation."""
+    """Only in the result of one request for GPUs: the devices that claims can have; None without Dynamic Resource
+    Allocation."""
     accepts_new_keys: bool = True
-    """Only for all requests: whether the host half accepts the keys that later releases added to the report, such as
-    `repairs`."""
+    """Only in the result of all requests: whether the host half accepts the keys that later releases added to the
+    report, such as `repairs`."""
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
@@ -75,9 +76,9 @@ def _settle_gpus(
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
-        # Try again. The generator lists every GPU that has a node, so only now that withdrawn nodes are gone does it
-        # omit the GPUs that were withdrawn. With `not_withdrawn`, try too, because some nodes may be gone even if
-        # `removed` is empty: that is so if the removal could not be noted.
+        # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
+        # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
+        # (the removal of a node could not be noted), so try again in this case too.
         spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]

@@ -262,9 +262,10 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Merge the conditions of each type into one, with the worst status and all messages of that status.
+    """Merge the conditions of each type into one, as `worst` does. `used_plugins` says which conditions count.
 
-    Among conditions with that status, the reason WrongNode wins, because it makes the host bind nodes.
+    If a condition with the worst status has the reason WrongNode, the merged condition has this reason, because it
+    makes the host bind nodes.
     """
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:

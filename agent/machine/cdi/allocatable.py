@@ -22,8 +22,8 @@ def allocatable_vendor(
 ) -> AllocatableVendor:
     """Return the vendor's devices that pods can get from the published specification, and why some are missing.
 
-    `verified` has the names of the verified specification's devices (empty without one); `spec_condition` is
-    CDISpecCurrent.
+    `verified` has the names of the verified specification's devices. It is empty if there is no verified specification.
+    `spec_condition` is CDISpecCurrent.
     """
     problem = "" if spec_condition.status is Status.TRUE else one_line(spec_condition.message)
     devices: tuple[AllocatableDevice, ...] = ()

@@ -31,7 +31,7 @@ SHOWN = 4
 
 
 class OwnSpec(Protocol):
-    """One of the agent's specifications, with the attributes that a MachineVendor has for its specification."""
+    """One of the agent's specifications. MachineVendor explains these attributes, and has them itself."""
 
     @property
     def spec_path(self) -> str: ...
@@ -68,7 +68,7 @@ class Foreign(NamedTuple):
     remarks: tuple[str, ...] = ()
     """Remarks on files that do not affect the agent's devices."""
     blocking: tuple[str, ...] = ()
-    """Problems with files that keep runtimes from reading any specification."""
+    """Sentences on files that may make runtimes hang, so that the runtimes read no specification at all."""
 
     def names(self) -> frozenset[str]:
         """Return the names of devices that pods do not get from the agent's specification."""

@@ -56,7 +56,7 @@ class _Mode(NamedTuple):
 def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> str:
     """Publish the specifications of all requested modes, and return a remark for CDISpecCurrent. Raises nothing.
 
-    A failure is only a remark, because Ready is about GPUs, and pods get these from another specification.
+    A failure is only a remark, because Ready is about GPUs, and pods get the GPUs from another specification.
     """
     modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
     owned, publisher = context.owned, _Publisher(context, vendor)
@@ -68,8 +68,8 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 f"{name}: the image's agent does not support this mode: update it to the host agent's release"
             )
             with contextlib.suppress(OSError, AgentError):
-                # A newer release of the agent wrote this file. The file is removed, because this release cannot tell
-                # which of the devices in it are still granted.
+                # A newer release of the agent may have written a file for this mode. That file is removed, because this
+                # release cannot tell which of the devices in it are still granted.
                 owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.mode_request(name, request, granted), path, kind)
@@ -125,10 +125,10 @@ class _Publisher:
         return condition.message
 
     def keep(self, mode: _Mode) -> str:
-        """Remove withdrawn nodes from a published specification that could not be generated again, or remove the file.
+        """Remove withdrawn nodes from the published specification, because no new specification could be published.
 
-        Returns what was done, as the end of a message; empty if the file is up to date, missing, or not the agent's.
-        Raises nothing.
+        If no granted device is left in the file, or if the file cannot be edited, the file is removed. Returns what was
+        done, as the end of a message; empty if the file is up to date, missing, or not the agent's. Raises nothing.
         """
         try:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
@@ -156,7 +156,10 @@ class _Publisher:
         return spec is not None
 
     def _current(self, mode: _Mode) -> dict[str, Any]:
-        """Return the note about the published specification; empty if the specification or an input has changed."""
+        """Return the note about the published specification.
+
+        The result is empty if there is no published specification, or if the specification or an input has changed.
+        """
         noted = self._notes.load(mode.note)
         if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs_digest(self._context, mode):
             return {}

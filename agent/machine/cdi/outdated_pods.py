@@ -53,7 +53,7 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
 
 
 def _driver_versions(context: Context) -> dict[str, Any]:
-    """Return the driver versions of all driver roots that handoffs have named since the machine's boot."""
+    """Return the driver versions of all driver roots that handoffs have named since the machine's boot, by path."""
     versions, requests = context.notes.load("driver-versions"), context.handoff.requests
     versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
     context.notes.save("driver-versions", versions)

@@ -235,10 +235,10 @@ def _excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candid
 def _current(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> Candidate | None:
-    """Return the published specification; None if it is missing or malformed.
+    """Return the published specification; None if it is missing or malformed, not a regular file, or too large.
 
-    Raises OSError if it exists but cannot be read now. It must not be replaced then, because it may serve more GPUs
-    than a new one.
+    Raises OSError if the specification exists but cannot be read now. Then it must not be replaced, because it may
+    serve more GPUs than a new one.
     """
     try:
         text = system.read_untrusted(vendor.spec_path)[0]

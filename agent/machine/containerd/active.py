@@ -44,9 +44,9 @@ def note_change(notes: Notes, *, written: bool) -> None:
 
 
 def note_result(notes: Notes, effective: str) -> None:
-    """Add the digest of the effective configuration to the note.
+    """Add the digest of the effective configuration to the note CHANGED.
 
-    The noted time stays, because every containerd that started after it has this configuration.
+    The noted time stays, because every containerd that started after that time has this configuration.
     """
     notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
 
@@ -58,7 +58,7 @@ def change_was_interrupted(notes: Notes) -> bool:
 
 
 def writing_was_interrupted(notes: Notes) -> bool:
-    """Return whether a run that began to change the configuration may have been killed before its last write."""
+    """Return whether a run began to change the configuration, and may have been killed before its last write."""
     return notes.load(CHANGED).get("effective", "") is None
 
 

@@ -41,7 +41,9 @@ def configure_runtime(context: Context, vendor: MachineVendor, request: Request)
 
 
 def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
-    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured.
+    """Configure containerd for a vendor's runtime, and return RuntimeConfigured.
+
+    If the vendor has no runtime, containerd is configured for CDI alone.
 
     Raises AgentError or OSError.
     """
@@ -122,10 +124,10 @@ def _handlers() -> list[RuntimeHandler]:
 def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
-    The agent's drop-in for a vendor's runtime may enable CDI: it stays when that vendor's last GPU is withdrawn.
-    containerd loads it after the drop-in for CDI alone, and containerd 1.x then ignores the table of the latter. If
-    there is a drop-in for CDI alone, and none for a vendor's runtime, False is returned: the existing drop-in is taken
-    to be needed.
+    The agent's drop-in for a vendor's runtime may enable CDI: that drop-in stays when the vendor's last GPU is
+    withdrawn. containerd loads the runtime's drop-in after the drop-in for CDI alone, and then containerd 1.x ignores
+    the table in the drop-in for CDI alone. If there is a drop-in for CDI alone, and none for a vendor's runtime, False
+    is returned: the existing drop-in is taken to be needed.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
@@ -195,8 +197,8 @@ def _planned_change(
         text = files.render_toml({"version": tables.new_version(version)}) + text
     pattern = next((each for each in tables.imports(MAIN, main) if tables.covers(each, drop_in)), "")
     if not pattern:
-        # Somebody may have removed the import that is noted. It may have loaded other files too, so the same pattern is
-        # used again if it covers the drop-in.
+        # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
+        # pattern is used again if it covers the drop-in.
         former = context.notes.load(_note(vendor)).get("import")
         known = isinstance(former, str) and "*" in former and tables.covers(former, drop_in)
         pattern = str(former) if known else new_import(system, text, drop_in, paths.former)

@@ -238,7 +238,7 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Return the conditions that count for the machine, of several vendors' conditions of one type.
+    """Of several vendors' conditions of one type, return those that count for the machine.
 
     For GPUsAdvertised: if any vendor's device plugin is used, the conditions of vendors without a used plugin are left
     out. For any other type, all conditions count.

@@ -38,7 +38,11 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
 
 
 def _status(system: System, notes: Notes) -> DraStatus | Condition:
-    """Return the status that agent.dra reports; GPUsAdvertised if it reports nothing, or cannot work."""
+    """Return the status that agent.dra reports if agent.dra works; otherwise return the condition GPUsAdvertised.
+
+    The condition is returned if the kubelet does not run or has not accepted agent.dra, if agent.dra has reported
+    nothing readable lately, or if agent.dra reports that it can offer nothing at all.
+    """
     if not system.is_directory(PLUGINS):
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     if system.listening_process(KUBELET_SOCKET) is None:
@@ -72,9 +76,11 @@ def _silent(what: str) -> Condition:
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
-    """Return the condition: True only if every allocatable GPU is offered, and every offered GPU is granted.
+    """Return GPUsAdvertised.
 
-    All sets have PCI addresses. `allocatable` has the GPUs that CDI specifications name.
+    It is True only if agent.dra reports no fault of an offer, at least one GPU is allocatable, every allocatable GPU is
+    offered, and every offered GPU is granted. All sets have PCI addresses. `allocatable` has the GPUs that CDI
+    specifications name.
     """
     for offer in status.offers:
         if offer.reason:

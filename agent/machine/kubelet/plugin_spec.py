@@ -18,9 +18,10 @@ SHOWN = 3
 
 
 def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
-    """Return `advertised`, which is GPUsAdvertised; False if the plugin's own specification is out of date.
+    """Return the condition GPUsAdvertised, adjusted to the plugin's own specification.
 
-    A status other than True stays as it is. Raises OSError.
+    `advertised` is GPUsAdvertised before that. If its status is True, and the plugin's own specification is out of
+    date, the condition becomes False. If its status is not True, it is returned unchanged. Raises OSError.
     """
     if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
         return advertised
