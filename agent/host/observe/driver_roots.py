@@ -40,7 +40,7 @@ class Staged(Struct, frozen=True):
     plain: tuple[int, ...] = ()
     """Indices of driver roots that are published as plain directories, not as mounts."""
     corrupt: tuple[int, ...] = ()
-    """Indices of driver roots that are incomplete or have no manifest."""
+    """Indices of driver roots that are incomplete or have no usable manifest; empty if a manifest could not be read."""
     leftovers: tuple[str, ...] = ()
     """Paths in STAGING and REMOVED."""
     unseen: str = ""

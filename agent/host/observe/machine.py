@@ -85,7 +85,7 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 
 
 def _root(name: str, system: System) -> Seen[str]:
-    """Return the machine's root directory; Broken if that is a symbolic link.
+    """Return the machine's root directory; Broken if a symbolic link or a file is in its place.
 
     A link is refused, because nspawn might resolve it differently from the agent.
     """
@@ -149,7 +149,10 @@ def _publication(name: str, system: System) -> Publication | None:
 
 
 def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:
-    """Return the machine's live settings (None if there are none), and their age in seconds."""
+    """Return the machine's live settings, and their age in seconds.
+
+    The settings are None if there are none, and Unseen if they cannot be read now. In both cases, the age is infinite.
+    """
     found = read_seen(system.read_untrusted, live_file(name))
     if isinstance(found, Unseen):
         return found, math.inf

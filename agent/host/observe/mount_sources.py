@@ -30,7 +30,8 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
 def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
     """Return the real paths of what `nspawn.extra` mounts, by the path in that setting.
 
-    There are none if no machine has `extra_mounts`. A path that cannot be resolved is left out.
+    A path that cannot be resolved is left out. The result is empty if no machine has `extra_mounts`, because these
+    paths are only compared with the paths to the sources of `extra_mounts`.
     """
     if not any(settings.extra_mounts for settings in config.machines.values()):
         return {}

@@ -29,7 +29,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
-    """Return the states of the machines' files, both copies of the record of granted GPUs, and all owned files."""
+    """Return the states of these files: the machines' files, both copies of the GPU record, and all recorded files."""
     of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
     wanted = {*REMEMBERED_GPUS, *of_machines}
     if isinstance(owned, Unseen):
