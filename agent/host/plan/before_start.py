@@ -1,7 +1,8 @@
 """Makes the commands that run in a machine's unit before each start. Pure.
 
-The commands do not need the agent, so a machine starts even if the agent is broken. In the machine's .nspawn file, they
-comment out binds whose source is missing: systemd-nspawn has no optional binds, and starts no machine with such a bind.
+The commands do not need the agent, so a machine starts even if the agent is broken. If the source of a bind in the
+machine's .nspawn file is missing, they comment out that bind: systemd-nspawn would not start the machine, and has no
+optional binds.
 """
 
 from agent.model.paths import (
@@ -67,6 +68,7 @@ def _comment_out_binds(machine: str) -> tuple[str, ...]:
         "umask 022",
         f"test -s {file} || exit 0",
         f"text=$(while IFS= read -r line; do line=${{line#{MISSING}}}",
+        # Once `theirs` is set, no line matches the second pattern, so the lines from nspawn.extra stay as they are.
         f'case "$theirs$line" in "{CONFIGURED}") theirs=1 ;; '
         # Without -r, `read` handles backslashes and splits at colons as nspawn does (systemd.nspawn(5), Bind=).
         'Bind=*|BindReadOnly=*) printf %s "${line#*=}" | { IFS=: read source rest; test -e "$source"; } '

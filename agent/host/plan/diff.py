@@ -255,8 +255,8 @@ def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     """Return removals of the drop-ins in which systemd keeps permissions that machines got while they ran.
 
     They are removed for machines that are no longer configured. The agent's own drop-in takes precedence over them, but
-    it is removed as well. The permissions must be removed before it, because later passes find such a machine only by
-    its settings.
+    only while it exists, and the same pass removes it. Systemd's drop-ins must be removed first, because once the
+    agent's settings files are gone, later passes no longer find such a machine.
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):

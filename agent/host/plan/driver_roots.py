@@ -161,7 +161,7 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
 
 
 def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
-    """Return the index of the newest root of the loaded module's version, and that of the host files' version.
+    """Return the indices of two roots: the newest with the loaded module's version, and with the host files' version.
 
     These roots stay even if no machine uses them. Returns None if a version or the files are unknown.
     """

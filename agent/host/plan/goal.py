@@ -33,10 +33,10 @@ class Plan(Struct, frozen=True):
 
     goal: Goal
     held: dict[str, str]
-    """Machines that must not change: they are missing, have an error, could not be observed (fail static), or still run
-    although they are no longer configured."""
+    """Machines that must not change, each with the reason. The machine is missing; it has an error; a fact that its
+    goal needs could not be observed (fail static); or it is no longer configured, but must keep its settings."""
     skipped: dict[str, str]
-    """Machines that get nothing. They have no files of the agent, and get none."""
+    """Machines that get nothing, each with the reason. They have no files of the agent, and get none."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors by machine; the plan leaves such a machine as it is."""
 
@@ -242,9 +242,10 @@ def _grants(
 
 
 def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor: if the host has one of its GPUs, or if every handoff has it.
+    """Return whether handoffs name the vendor.
 
-    When handoffs stop naming a vendor, a machine half that knows it withdraws what the machine had of that vendor.
+    They do if the host has one of the vendor's GPUs, or if every handoff has to name the vendor. When handoffs stop
+    naming a vendor, a machine half that knows this vendor withdraws what the machine had of it.
     """
     return bool(vendor.gpus) or host_vendor(vendor.vendor).in_every_handoff
 

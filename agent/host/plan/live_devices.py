@@ -47,7 +47,8 @@ def change_running(
     kept_since = (before.kept_since or now) if still_needed else 0.0
     in_force = before.allow
     if forbidden_nodes:
-        # Somebody may have changed the unit's list, for example with `systemctl set-property`.
+        # Somebody may have changed the unit's list, for example with `systemctl set-property`. Of the recorded
+        # permissions, only those that are still in the unit's list are in force.
         in_force = tuple(entry for entry in before.allow if entry in machine.device_allow)
     same = set(allow) == set(in_force) and goal.live.nodes == before.nodes
     same = same and (rebound, kept_since) == (before.rebound, before.kept_since)

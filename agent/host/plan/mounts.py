@@ -18,7 +18,8 @@ class Mounts(Struct, frozen=True):
     possible: tuple[ExtraMount, ...] = ()
     """Mounts whose `source` is the real path: nspawn would follow a link, which may change before the start."""
     missing: tuple[str, ...] = ()
-    """Sources that are missing or must not be mounted, in words. A missing source would prevent the machine's start."""
+    """Sources that are missing or must not be mounted, in words. They are left out of the settings, because a missing
+    source would prevent the machine's start."""
 
 
 def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:

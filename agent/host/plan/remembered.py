@@ -17,7 +17,7 @@ def remember(
 
     If the address of a recorded GPU is gone from the PCI bus, the GPU is lost. There are two exceptions, in which the
     GPU leaves the record: its UUID is now at another address, or the settings of its machines no longer request it. A
-    GPU that was withdrawn from all machines leaves the record too.
+    GPU that is still on the bus leaves the record once no machine has it.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):

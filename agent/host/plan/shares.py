@@ -105,7 +105,7 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     """Return the machines whose share or driver root cannot be determined, each with the reasons.
 
     A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
-    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: a
+    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: any
     machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
     own grant, unless exactly one root fits the loaded module.
     """

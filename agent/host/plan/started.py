@@ -73,8 +73,8 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
         if paths[path] in bound and f"/dev/char/{number}" in numbers
     }
     # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
-    # drop-in. All entries that name a device by its number are the agent's. The owners of these devices are not
-    # recorded, so entries that are no longer granted are withdrawn at once.
+    # drop-in. An entry counts as the agent's if it names a device by its number, or if it is in the goal. The owners of
+    # these devices are not recorded, so entries that are no longer granted are withdrawn at once.
     found = (*machine.device_allow, *at_start)
     by_agent = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(by_agent))

@@ -97,6 +97,9 @@ def stop_limit() -> list[str]:
 
 
 def quote(value: str) -> str:
-    """Return the value quoted for a setting that is split into words and expands specifiers (systemd.syntax(7))."""
+    """Return the value in quotes, for a setting that systemd splits into words (systemd.syntax(7)).
+
+    systemd also expands specifiers in such a setting, so `%` is escaped.
+    """
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
