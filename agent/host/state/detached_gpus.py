@@ -20,9 +20,12 @@ from agent.system.files import System
 
 
 class _Note(Struct, frozen=True, omit_defaults=True):
+    """One GPU in the record. `evict` and `since` are those of Tainted."""
+
     device: int
     """What `_device` returned when the GPU was recorded."""
     draining: bool
+    """The GPU is detached, but processes may still use it until the last of them has exited."""
     granted: bool = False
     """The GPU is only tainted so far: machines still have it."""
     evict: bool = False
@@ -83,8 +86,8 @@ def _record(system: System, address: str, *, draining: bool, granted: bool = Fal
     `granted` means that the GPU is only to be tainted: machines keep it. If the GPU is in the record already, `since`
     stays, and so does `evict` unless it is given: `gpus detach` may first taint a GPU, and detach it later.
 
-    If the GPU is recorded as detached already, `granted` is ignored: the GPU stays detached, because somebody may pull
-    it out at any time, and `draining` stays, because users of the GPU may still run.
+    A GPU that is recorded as detached already stays detached even with `granted`, because somebody may pull it out at
+    any time. In that case, its recorded `draining` stays too, because processes may still use the GPU.
     """
     device, notes = _device(system, address), _usable_record(system)
     if device is not None:

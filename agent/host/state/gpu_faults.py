@@ -37,7 +37,8 @@ def observe_faults(system: System) -> Mapping[str, GpuFault]:
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     """Record a fatal error, unless it is recorded already or the GPU has no driver.
 
-    Return whether the record changed. Raises OSError, or AgentError if another process keeps the lock.
+    Return whether the record changed. Raises OSError, or AgentError if another process keeps the lock or the record
+    cannot be read.
     """
     with _lock(system):
         bound, recorded = binding(system, address), _recorded(system)

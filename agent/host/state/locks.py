@@ -34,8 +34,8 @@ def pass_lock(system: System, progress: Callable[[str], None], until: float = ma
 def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
     """Hold the lock that every `gpus detach` of this GPU needs: none may undo what another one has just promised.
 
-    `gpus attach` does not take the lock: a running `gpus detach` notices if it was undone. Raises AgentError at once if
-    another process holds the lock.
+    `gpus attach` does not take the lock: if it undoes a running `gpus detach`, that command notices it. Raises
+    AgentError at once if another process holds the lock.
     """
     return locked(system, detach_lock_file(address), 0, f"another `gpus detach {address}` is still running")
 
