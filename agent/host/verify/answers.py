@@ -16,7 +16,7 @@ run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether the machine has not answered this handoff yet, or reports Unknown for a condition of Ready."""
+    """Return whether the machine has not answered this handoff yet, or reports a condition of Ready as Unknown."""
     if not isinstance(report, Report) or not answers(report, machine, goal):
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
@@ -26,9 +26,10 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
     After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes then answers
-    the handoff only if the report is newer than the binding and the new publication. If the machine half does not say
-    which publication it answers, the ages of the files decide. Their answer can be wrong: the machine half may begin a
-    report before the new publication, and write it afterwards.
+    the handoff only if the report is newer than the binding and the new publication. The ages of the files show whether
+    it is newer than the binding. The report itself says which publication it answers (`names_handoff`). If the
+    publication is unknown, the ages decide that too. They can be wrong, because the machine half may begin a report
+    before the new publication, and write it afterwards.
     """
     if not names_handoff(report, machine, goal.generation):
         return False
@@ -83,9 +84,10 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     if not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER:
         return True
     # The report is on an earlier handoff, or could not be read: wait, but only for a limited time, because another
-    # machine may already have these devices. The time counts from the publication of the handoff, and also from when
-    # permissions were first kept. Otherwise root in the machine could keep the permissions longer by causing problems:
-    # a full disk of the host, on which no handoff can be published, or a node that cannot be bound.
+    # machine may already have these devices. The wait ends STALE_AFTER seconds after the handoff was published or after
+    # permissions were first kept, whichever comes first. If only the publication counted, root in the machine could
+    # keep the permissions longer by causing problems: a full disk of the host, on which no handoff can be published, or
+    # a node that cannot be bound.
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     kept_since = machine.live.kept_since if machine.live else 0.0
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)

@@ -17,7 +17,7 @@ NAMED = 3
 def with_changed_files(
     conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
 ) -> tuple[Condition, ...]:
-    """Return the conditions. If MachineRunning is True, its message then names the files that the machine reports.
+    """Return the conditions. If MachineRunning is True and the report is current, add the changed files to its message.
 
     MachineRunning stays True: pods run, and only an administrator knows whether the change is intended.
     """

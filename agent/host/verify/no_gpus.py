@@ -30,7 +30,7 @@ def without_gpus(settings: MachineSettings, facts: Facts, machine: MachineFacts)
 
 
 def _unless_it_runs(machine: MachineFacts) -> str:
-    """Return the end of a message, which says that the machine does not run; empty if it runs."""
+    """Return the end of a message: the machine starts, does not run, or was not observed; empty if it runs."""
     match machine.unit_state:
         case "active":
             return ""

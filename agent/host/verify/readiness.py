@@ -44,11 +44,14 @@ IF_CONFIGURED = {
     ConditionType.VALIDATION_MARKERS_SET: "validation_markers",
     ConditionType.NODE_CONDITION_SET: "node_condition",
 }
-"""Conditions that the machine half reports only if this key of the machine's settings is set."""
+"""Conditions that the machine half reports only if a key of the machine's settings is set, each with that key."""
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine in `Plan.held`, which is missing or could not be observed."""
+    """Return the conditions of a machine in `Plan.held`.
+
+    `why` is the reason there: the machine is missing, or a fact that its plan needs could not be observed.
+    """
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
@@ -118,7 +121,7 @@ def _extras_only(
 def _with_missing_extras(
     conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
 ) -> tuple[Condition, ...]:
-    """Add to DevicesPresent's message which non-GPU devices and mounts are missing, and which wait for the next start.
+    """Add to DevicesPresent's message which non-GPU devices and mounts are missing, and which mounts await a start.
 
     The status stays, because GPUs do not need these devices and mounts.
     """
