@@ -116,7 +116,7 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # Earlier versions wrote the second record, which says where the files came from.
+    # Only earlier versions wrote the second of these records, which says where the files came from.
     for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(record)
     # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
@@ -167,9 +167,9 @@ def _move(path: str, to: str, system: System) -> None:
 def make_way(path: str, system: System) -> None:
     """Move away a directory that occupies the path of one of the agent's files, or of its temporary file.
 
-    Root in a machine can put such a directory into the handoff directory, and fill it so that removing it takes a
-    long time. So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other
-    directory can be moved away from the same path; only that machine suffers. Raises OSError.
+    Root in a machine can make such a directory inside the handoff directory, and put so many files into it that its
+    removal takes a long time. So the directory is only moved, and the next pass removes it (`RemoveStaleStaging`).
+    Until then, no other directory can be moved away from the same path; only that machine suffers. Raises OSError.
     """
     for each in (path, temporary_path(path)):
         # A link may stay, because the write replaces the link itself. It is not followed, because it may lead to a file
@@ -181,5 +181,5 @@ def make_way(path: str, system: System) -> None:
 
 def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
     """Remove trees that a machine may have filled. Raises AgentError, for example if it takes over `limit` seconds."""
-    # Not shutil, because rm(1) handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
+    # Use rm(1), which handles any depth and can be killed. Before Python 3.13, shutil fails at a depth of 1000.
     system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

@@ -15,7 +15,10 @@ FRESH = 45.0
 
 
 def publish_host_status(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
-    """Write the host status for each machine in `ready`, and remove all others. Return failures, one sentence each."""
+    """Write the host status for each machine in `ready`, and remove that of every other machine.
+
+    Return failures, one sentence each.
+    """
     failures = []
     try:
         with_state = system.entries(MACHINES_STATE)

@@ -47,7 +47,7 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
             live = replace(live, allow=after.allow, unsure=False)
         except BusError as error:
             failures.append(str(error))
-            # If PID 1 did not answer, it may have carried out the call all the same: keep the intended permissions.
+            # If PID 1 did not answer, it may have carried out the call all the same: record the intended permissions.
             live = live if isinstance(error, BusAnswerError) else intended
     live, unbound = _bind_all(action, live, system, report_progress)
     _record(action.machine, live, system)

@@ -4,7 +4,8 @@ A published driver root is an overlay file system without a writable layer. Root
 writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has the
 mount points, is such an overlay too. Otherwise root in a machine could remove a mount point. That would unmount the
 driver root in all machines (detach_mounts in fs/namei.c), and root in the machine could put something else in its
-place.
+place. If overlays cannot be mounted on this host, driver roots are published as plain directories, without this
+protection.
 
 PID 1 mounts the driver roots, because processes in the service's sandbox may not mount anything, and because PID 1 also
 mounts the driver roots at boot, without the service. The mounts propagate into running machines.

@@ -102,20 +102,21 @@ def _machine(action: Action) -> str | None:
 def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
     """Return whether a step must be skipped.
 
-    It must if it depends on a step that failed, or if it needs the ownership record, which was not `recorded`.
+    A step must be skipped if it depends on a step that failed. `recorded` says whether the ownership record was
+    updated before the steps: if it was not, steps that need the record must be skipped too.
     """
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
             # The handoff may name a driver root that could not be published.
             return any(isinstance(each, Publishing) for each in failed)
         case StageDriverRoot():
-            # The plain directories that the new driver root would replace stay in use.
+            # If plain directories could not be replaced, they stay in use: do not stage the roots that replace them.
             return any(isinstance(each, ProtectDriverRoots) for each in failed)
         case WriteFile():
             return not recorded and _needs_record(action)
         case RemoveFile():
-            # If a file with permissions could not be removed, the settings must stay: without them, later passes would
-            # not find that file.
+            # If systemd's drop-in with a machine's device permissions could not be removed, the settings files must
+            # stay: without them, later passes would not find that drop-in.
             return any(
                 isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
             )
