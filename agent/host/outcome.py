@@ -30,11 +30,12 @@ class MachineOutcome(Struct, frozen=True):
     conditions: tuple[Condition, ...]
     """All conditions with the times of their last changes, Ready last; empty before the machine's first pass."""
     gpus: tuple[str, ...] = ()
-    """PCI addresses of the granted GPUs. If there is no goal, the machine keeps those that it was granted last."""
+    """PCI addresses of the granted GPUs that are not lost. If the machine has no goal, it keeps the GPUs that it was
+    granted last, and these are meant."""
     pending: bool = False
     """Another pass is needed soon, for one of these reasons: the machine was just started; its report does not answer
-    the latest handoff yet; a pass would still change its devices or publish its handoff; a condition in the report that
-    Ready needs is Unknown; Ready has not settled yet."""
+    the latest handoff yet; the next pass will change its devices or publish its handoff; in its report, a condition
+    that Ready needs is Unknown; Ready has not settled yet."""
     stopped: bool = False
     """The machine exists and the agent may write its settings, but the machine neither runs nor starts. Its unit is not
     masked."""
@@ -75,7 +76,7 @@ class MachineOutcome(Struct, frozen=True):
         """What the machine still needs, in words, for a command that waits for the machine.
 
         A machine without a GPU may be Ready although the command still waits for it. In that case, the text is the
-        message of another condition, or NO_ANSWER.
+        message of the first condition that is needed but not True, or NO_ANSWER if there is none.
         """
         needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
         missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)

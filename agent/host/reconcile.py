@@ -72,11 +72,11 @@ class Reconciler(Struct):
     system: System
     devices: DeviceSource
     progress: Callable[[str], None] = lambda _: None
-    """Called with a sentence when a step or a wait begins, and with an empty text as a further sign of life."""
+    """Called with a sentence when a step or a wait begins. An empty text only means that the pass still goes on."""
     rejected: str = ""
     """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
     in_force: InForce | None = None
-    """Checks that no other process has changed the configuration; None if `config` is not the host's own."""
+    """Checks that no other process has changed the configuration; None if `config` is not from CONFIG_FILE."""
     wait_until: float = math.inf
     """The time, by CLOCK_MONOTONIC, after which a pass no longer waits until another process's pass ends."""
     memory: Memory = field(default_factory=Memory)
@@ -127,7 +127,7 @@ class Reconciler(Struct):
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
-            # Read the machine's mark again, because the command `stop` may have made it during the pass.
+            # Read the machine's mark (agent.host.state.starts) again: `stop` may have made it during the pass.
             has_run = machine.has_run or has_started(machine.name, self.system)
             if machine.stopped and machine.startable and (by_hand or not has_run):
                 failures += self.start(machine.name)
@@ -147,7 +147,8 @@ class Reconciler(Struct):
                 self.in_force.check()
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
-            # Taint GPUs before they are withdrawn: no new pod may get one. The second call below reports failures.
+            # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
+            # call below tries again and reports them.
             self._publish_gpu_states(facts, planned)
             applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
@@ -236,7 +237,7 @@ class Reconciler(Struct):
         )
 
     def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, str]:
-        """Return the machine's name for each fault, by the sentence about it. Log the traceback of new faults."""
+        """Return the names of machines with a fault, by the sentence about the fault. Log tracebacks of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
@@ -286,7 +287,7 @@ class Reconciler(Struct):
         now = time.monotonic()
         old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
         postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}
-        # Search a tuple instead of the dict, because actions of some other types cannot be hashed.
+        # Search a tuple: a search in the dict would hash each action, and actions of some types cannot be hashed.
         due = [action for action in difference.actions if action not in tuple(postponed)]
         applied = apply(due, self.system, self.progress)
         self.failed_cleanups = postponed | {
@@ -296,5 +297,5 @@ class Reconciler(Struct):
 
 
 def _retry_after(action: Cleanup) -> float:
-    """Return the seconds between a failed attempt and the next one."""
+    """Return the seconds between a failed attempt at this removal and the next attempt."""
     return STAGING_CLEANUP_INTERVAL if isinstance(action, RemoveStaleStaging) else CLEANUP_INTERVAL
