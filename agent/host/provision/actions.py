@@ -1,4 +1,4 @@
-"""Steps of `up` and `reset`. Data only: `agent.host.provision.apply` runs them, and prints them first."""
+"""Steps of `up` and `reset`. Data only: `agent.host.provision.apply` prints each step, then runs it."""
 
 from typing import TypeAlias
 
@@ -31,7 +31,10 @@ class ChangeHost(Struct, frozen=True):
 
 
 class StageRoot(Struct, frozen=True):
-    """Pull the image and unpack it into a directory that is not a machine yet."""
+    """Pull the image and unpack it into the directory `staged`, which is not a machine yet.
+
+    The FillRoot that follows calls this directory `unpacked`. What FillRoot calls `staged` is another directory.
+    """
 
     image: NodeImage
     staged: str
@@ -103,7 +106,10 @@ class RemoveTree(Struct, frozen=True):
 
 
 class RemoveRoot(Struct, frozen=True):
-    """Remove a machine's root file system. It is renamed first, because no machine may start from a part of it."""
+    """Remove a machine's root file system.
+
+    It is renamed first: if the removal is interrupted, no machine can start from what is left.
+    """
 
     machine: str
 
@@ -203,5 +209,5 @@ Action: TypeAlias = (
 
 
 def boot_units(machine: str) -> tuple[str, str]:
-    """Return the units that make a machine start with the host: the machine's own, and the target that wants that."""
+    """Return the units that make a machine start with the host: its own unit, and the target that starts that unit."""
     return machine_unit(machine), "machines.target"

@@ -208,7 +208,8 @@ def _require_kubelet(action: FillRoot, image: RootWriter) -> None:
 def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tuple[str, int]]:
     """Put a fetched program, or the programs of a fetched archive, into a root file system.
 
-    Returns digest and size, by path, of each program that nobody should change (agent.model.node_files).
+    Returns each program's digest and size by its path, for the list of files that nobody should change
+    (agent.model.node_files). CNI plugins are not in this result.
     """
     path = cached(binary, BINARIES)
     if not binary.archive:
@@ -218,7 +219,8 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     from agent.host.provision.archives import put_programs
 
     programs = put_programs(binary, system.full_path(path), writer)
-    # Leave the CNI plugins out of the result: network plugins may replace some of them with their own editions.
+    # An archive of several programs is that of the CNI plugins. Leave them out of the result, because network plugins
+    # may replace some of them with their own editions.
     return programs if binary.archive == "program" else {}
 
 

@@ -26,7 +26,7 @@ UNPACKED_LIMIT = 1 << 30
 """Bytes of all entries together. The CNI plugins of 2026 have 90 million, crictl 40 million."""
 ENTRIES_LIMIT = 1000
 DESCRIPTION_LIMIT = 1 << 16
-"""Bytes before an entry's content, which describe the entry: a long name, times and the like."""
+"""Bytes with which an archive may describe one entry: a long name, times and the like. They precede its content."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
 """What tarfile and gzip raise for malformed archives."""
 

@@ -23,7 +23,7 @@ from agent.system.download import open_url
 from agent.system.files import System, temporary_path
 
 DIRECTORY = "/usr/local/bin"
-"""The directory of the programs in the machine."""
+"""The directory in the machine for all programs except the CNI plugins."""
 CRICTL_RELEASE = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
 CNI_PLUGINS_RELEASE = (
     "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
@@ -40,8 +40,8 @@ SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
 TUNNEL = "Tunnel connection failed"
-"""Begins the error of http.client if a proxy refuses CONNECT. Each request by HTTPS through a proxy begins with
-CONNECT."""
+"""The first words of http.client's error message if a proxy refuses CONNECT. Each request by HTTPS through a proxy
+begins with CONNECT."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:

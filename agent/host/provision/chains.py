@@ -31,18 +31,25 @@ LIMIT = 120.0
 
 
 def observe_network(network: NetworkSource, system: System) -> Network:
-    """Return the host's network, with Kubernetes' chains. Raises OSError."""
+    """Return the host's network, with Kubernetes' chains and tables. Raises OSError."""
+    # `plugin_chains` and `tables` say what `observe_chains` has looked for. Records of earlier releases lack both.
     return dataclasses.replace(network.observe(), chains=observe_chains(system), plugin_chains=True, tables=True)
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
-    """Return Kubernetes' chains. For a program that cannot list its chains, return one entry without a table."""
+    """Return Kubernetes' chains of iptables, and Kubernetes' whole tables of nftables.
+
+    For a program that cannot list its chains or tables, return one entry whose `table` is empty.
+    """
     chains = (each for program in _programs(system) for each in _chains(program, system))
     return (*chains, *(_tables(system) if system.find_program(NFT) else ()))
 
 
 def remove_chains(chains: Chains, system: System) -> None:
-    """Remove chains, and the rules of other chains that jump to them. Raises CommandError or OSError."""
+    """Remove chains, and the rules of other chains that jump to them; for NFT, remove the whole table.
+
+    Raises CommandError or OSError.
+    """
     if chains.program == NFT:
         if chains in _tables(system):
             system.run(NFT, "delete", "table", *chains.table.split(), timeout=LIMIT)
@@ -55,7 +62,7 @@ def remove_chains(chains: Chains, system: System) -> None:
     changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
     changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
     content = "\n".join([f"*{chains.table}", *changes, "COMMIT", ""])
-    # Other programs' comments in these rules need not be UTF-8.
+    # The rules may have comments of other programs, which are perhaps not UTF-8.
     system.write(CHAINS_REMOVAL, content.encode(errors="surrogateescape"), 0o600)
     try:
         system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
@@ -64,7 +71,7 @@ def remove_chains(chains: Chains, system: System) -> None:
 
 
 def _jumps(rule: str, names: set[str]) -> bool:
-    """Return whether a rule of another chain leads to one of these chains."""
+    """Return whether a rule leads to one of the chains `names`, and is not itself in one of them."""
     # Do not split rules that contain none of the names: shlex fails on a lone quotation mark, which other programs may
     # have put into a name in a rule, and which iptables-save does not escape.
     if not any(name in rule for name in names):

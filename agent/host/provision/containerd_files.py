@@ -18,10 +18,11 @@ MAIN = "/etc/containerd/config.toml"
 CERTS = "/etc/containerd/certs.d"
 CNI_SETTINGS = "/etc/cni/net.d"
 IMPORT = "/etc/containerd/conf.d/*.toml"
-"""Drop-ins of the image and of the machine half. Without this import, the machine half would add it."""
+"""Drop-ins of the image and of the machine half. If the configuration did not import them, the machine half would add
+this import to it."""
 CRICTL = "/etc/crictl.yaml"
 SERVERS = {"docker.io": "https://registry-1.docker.io"}
-"""The servers of registries whose server does not have the registry's name."""
+"""By registry: its server, if the server has another name than the registry."""
 EVERY = "_default"
 """containerd's name for every registry without a directory of its own."""
 

@@ -13,8 +13,9 @@ def needs_restoring(found: HostState, now: HostState) -> bool:
 def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     """Return what differs from the host as it was found, one sentence each.
 
-    Modules, the parameters that they brought, and directories are not compared: `reset` leaves modules that are in use,
-    and directories in which others have put files.
+    Three things are not compared. The first are modules, because `reset` leaves those that are in use. The second are
+    parameters that did not exist when the host was found: a module brought them, and they stay as long as the module.
+    The third are directories, because `reset` leaves those in which others have put files.
     """
     differences = [
         f"{name} {'does not exist' if current is None else f'is {current}'}, and was {value}"

@@ -8,7 +8,7 @@ from agent.system.files import System
 
 
 def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: System) -> list[Check]:
-    """Return a list with the check. The list is empty if the settings name the DNS servers.
+    """Return a list with the check. The list is empty if a setting of the kubelet or of nspawn chooses the resolv.conf.
 
     The check is not required, because a node joins even without DNS.
     """

@@ -17,8 +17,9 @@ from agent.system.files import System
 def check_former_nodes(machine: str, config: Config, system: System) -> Iterator[Check]:
     """Yield a failed check for each former node with which the machine's node would conflict.
 
-    The two conflict if both kubelets would be the same Node, or would need the same ports. If the table of a machine
-    was renamed, for example, the agent lets the machine with the former name run, and the host starts it at each boot.
+    The two conflict if both kubelets would be the same Node, or would need the same ports. A former node may still run:
+    if somebody renames a machine's table in the configuration, for example, the agent lets the machine with the former
+    name run, and the host starts that machine at each boot.
     """
     try:
         name = node_names(config, system)[machine]

@@ -123,6 +123,6 @@ def _sysctls(hosts: Iterable[HostNodeSettings], modules: Iterable[str]) -> dict[
 
 
 def _needrestart(machines: Iterable[str]) -> str:
-    """Return a file of Perl that keeps needrestart from restarting machines, with all their pods, after an upgrade."""
+    """Return a Perl file that keeps needrestart from restarting machines, with all their pods, after an upgrade."""
     names = "|".join(f"\\Q{machine}\\E" for machine in sorted(machines))
     return f"{HEADER}$nrconf{{override_rc}}{{qr(^systemd-nspawn\\@(?:{names})\\.service$)}} = 0;\n"

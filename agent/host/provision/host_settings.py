@@ -61,8 +61,8 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
 def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, ...]]:
     """Return the part of the found state that `reset` restores, and a sentence on each thing that it cannot restore.
 
-    A swap or parameter that no longer exists cannot be restored. If no `up` has turned swap off, the part has no
-    swaps, because none has to be restored.
+    A swap or parameter that no longer exists cannot be restored. If no `up` has turned swap off, no swap has to be
+    restored, so the returned part has none.
     """
     lost = {name for name, value in found.sysctls.items() if value is not None and _sysctl(name, system) is None}
     swaps = found.swaps if NO_SWAP in found.files else ()
@@ -165,7 +165,8 @@ def _swaps(system: System) -> Iterator[Swap]:
         path, *_, priority = (word.decode(errors="surrogateescape") for word in line.split())
         for escape, character in BLANKS.items():
             path = path.replace(escape, character)
-        # A negative priority is one that the kernel chose, because the swap was turned on without one.
+        # If a swap is turned on without a priority, the kernel chooses a negative one. Here, all of these become -1:
+        # they mean only that nobody chose a priority.
         yield Swap(path, max(int(priority), -1))
 
 

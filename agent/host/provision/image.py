@@ -23,7 +23,8 @@ name in a registry."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's name of each architecture, by the kernel's name."""
 BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
-"""For each architecture, the variants of an image that all its processors run. None: the index names no variant."""
+"""By architecture: the variants of an image that each processor of this architecture can run. None stands for an image
+for which the index names no variant."""
 SAFE_UMOCI = (0, 4, 7)
 """The first safe version. An image can make earlier ones write anywhere on the host (CVE-2021-29136)."""
 ASK_LIMIT = 60.0
@@ -173,7 +174,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
     digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        # BuildKit lists attestations with the platform unknown/unknown.
+        # Do not list entries for unknown/unknown: these are attestations, which BuildKit adds to an index.
         listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, *_ in found if cpu and cpu != "unknown"}))
         raise ObservationError(
             f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}",

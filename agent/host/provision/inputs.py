@@ -71,7 +71,8 @@ def changed_inputs(
     if own_network(settings.nspawn) != (NETWORK_WANTED in record.files):
         changed.append("whether the machine is on the host's network")
     elif record.address and not node.kubelet.node_ip:
-        # If the host still has the recorded address, that is no change, even if the default route now uses another one.
+        # If the host still has the recorded address, the address counts as unchanged, even if the default route now
+        # uses another address.
         with suppress(AgentError, OSError):
             if not has_address(record.address):
                 changed.append(f"the host's address, now {address()}")

@@ -80,8 +80,8 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "clusterDomain": kubelet.cluster_domain,
         "containerRuntimeEndpoint": CONTAINERD_SOCKET,
         "failSwapOn": settings.host.swap == "off",
-        # /proc/sys is read-only in a machine. With this field, the kubelet only reports a wrong parameter, and does not
-        # try to set it.
+        # /proc/sys is read-only in a machine. With this field, the kubelet does not try to set a wrong parameter there:
+        # it ends, with an error that names the parameter.
         "protectKernelDefaults": True,
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,

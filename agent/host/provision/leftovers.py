@@ -25,11 +25,11 @@ PORTS = re.compile(r"veth[0-9a-f]{8}$")
 So `reset` removes such an interface only if it is a port of a node's bridge. Other interfaces of pods need no removal:
 the kernel removes them with their pods."""
 RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
-"""Names of the chains that every release of `up` recorded. Earlier releases recorded no others."""
+"""Names of the chains that all releases of `up` have recorded. The earlier ones recorded only these."""
 PROTOCOLS = (0, 3, 12)
 """Origins of a node's routes (rtnetlink(7)): unspecified, boot (Flannel) and BIRD (Calico). Routes of any other origin
-belong to the host's own daemons, such as DHCP clients and routing daemons, or are static: systemd-networkd and
-NetworkManager set these as an administrator configured them."""
+are not a node's. Some belong to the host's own daemons, such as DHCP clients and routing daemons. The others are static
+routes: systemd-networkd and NetworkManager set these as an administrator configured them."""
 MAIN_TABLES = {253, 254, 255}
 """The host's own tables: default, main and local. Rules that lead to them may belong to anybody."""
 NO_TABLE = 0
@@ -73,11 +73,13 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     kept += [each for each in chains if each.program in had_chains]
     node_chains = [each for each in chains if each.program not in had_chains]
     if not found.tables:
-        # The record has no tables of nftables, so the tables that exist now may have existed when it was made.
+        # The record is of an earlier release, which did not look for tables of nftables. So the tables that exist now
+        # may have existed when the record was made.
         kept += [each for each in node_chains if each.program == NFT]
         node_chains = [each for each in node_chains if each.program != NFT]
     if not found.plugin_chains:
-        # The record has no chains of network plugins, so those that exist now may have existed when it was made.
+        # The record is of an earlier release, which did not look for chains of network plugins. So the chains of
+        # network plugins that exist now may have existed when the record was made.
         kept += _named(node_chains, recorded=False)
         node_chains = [*_named(node_chains, recorded=True)]
     return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))

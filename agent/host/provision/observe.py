@@ -20,13 +20,13 @@ from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
 WANTED_BY = {"machines.target": "multi-user.target"}
-"""By unit that `up` enables: the target that wants the unit. Machines' units are not listed, because machines.target
-wants all of them."""
+"""The target that starts each unit that `up` enables, by the unit's name. Machines' units are not listed, because
+machines.target starts all of them."""
 COPY = ".copy.json"
 
 
 class NodeFacts(Struct, frozen=True):
-    """One machine that `up` makes."""
+    """What was observed of one machine that `up` makes, or has made."""
 
     machine: str
     root: Seen[int]
@@ -112,6 +112,6 @@ def _staged(machine: str, system: System) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
-    # If the rest of a path contains a dot, the path belongs to another machine: one whose name begins with this
+    # If a path contains a dot after the prefix, the path belongs to another machine: one whose name begins with this
     # machine's name and `.unbounded-agent-`.
     return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))

@@ -71,7 +71,7 @@ class RootSteps(Struct, frozen=True):
 
 
 def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
-    """Return whether the root file system must be made. If `up` must not touch what is there, return why."""
+    """Return whether the root file system must be made. If `up` must not touch what is there, return a Problem."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
     inode, record = facts.root, facts.record
     if isinstance(inode, Unseen | Broken):
@@ -117,6 +117,8 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
 def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
     """Return the steps that make a root file system. An old one stays in use until the new one is complete."""
     unpacked, staged = staged_root(facts.machine, goal.image.digest), staged_root(facts.machine, _digest(goal))
+    # `unpacked` has only the image's files. FillRoot renames it to `staged`, then adds programs and files. If an
+    # interrupted attempt left one of the two, continue with it.
     usable = staged if staged in facts.staged else unpacked
     stale = tuple(RemoveTree(path) for path in facts.staged if path != usable)
     fetch: list[Action] = [] if usable in facts.staged else [StageRoot(goal.image, unpacked)]
@@ -185,8 +187,9 @@ def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, .
 
 
 def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Problem:
-    """Return the steps of `reset` that restore the host. There are none while another node needs the host's settings.
+    """Return the steps of `reset` that restore the host.
 
+    There are none while another node needs the host's settings, or if there is no record of the former settings.
     Returns a Problem if the record of the host's former settings is damaged or cannot be read.
     """
     if facts.others or isinstance(facts.found, Absent):

@@ -82,7 +82,10 @@ def make_record(
     binaries: Iterable[NodeBinary],
     files: Iterable[NodeFile],
 ) -> NodeRecord:
-    """Return the record of a root file system. Inode and time are added when the root file system is complete."""
+    """Return the record of a root file system. Its `inode`, `made` and `born` are unset.
+
+    They are set when the root file system is complete.
+    """
     return NodeRecord(
         node=inputs.name,
         image=image,
@@ -107,7 +110,8 @@ def settings_of_root(settings: NodeSettings) -> dict[str, str]:
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
     """Return the keys of settings whose values differ from those that the node was made with."""
     wanted, made = settings_of_root(settings), record.settings
-    # Records of earlier releases lack SWAP. Leave SWAP out then, because its value for such a node is unknown.
+    # If the record is of an earlier release, it may lack SWAP. In that case, leave SWAP out: it is unknown with which
+    # value the node was made.
     keys = {*wanted, *made} - ({SWAP} - made.keys())
     return tuple(sorted(key for key in keys if wanted.get(key, UNSET) != made.get(key, UNSET)))
 

@@ -49,8 +49,8 @@ class Reset(Struct, frozen=True):
     system: System
     network: NetworkSource
     remove_files: Callable[[], tuple[str, ...]]
-    """Makes a pass as if the machine were not configured, which removes the agent's files for the machine. Returns the
-    failures of the pass."""
+    """Makes a pass as if the machine were not configured. Such a pass removes the agent's files for the machine.
+    Returns the failures of the pass."""
     only_machine: bool
     """Whether no other machine is configured. Another machine would need the staged drivers."""
     progress: Progress = lambda _: None
@@ -98,7 +98,7 @@ class Reset(Struct, frozen=True):
     def _host(self) -> HostFacts:
         """Return the host's facts, with an empty network, because `reset` observes the network in `_leftovers`.
 
-        The record in `found` is without what can no longer be restored.
+        From the record in `found`, what can no longer be restored is left out.
         """
         found = observe_found(self.system)
         if isinstance(found, AsFound):
@@ -118,7 +118,7 @@ class Reset(Struct, frozen=True):
         )
 
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `differences` and `remarks` of Ending; both are empty if the host is not restored."""
+        """Return `differences` and `remarks` of Ending; both are empty if `reset` does not restore the host."""
         host = self._host()
         if host.others or isinstance(host.found, Absent):
             return (), ()

@@ -26,7 +26,7 @@ PULL_LIMIT = 3600.0
 UNPACK_LIMIT = 1800.0
 SYNC_LIMIT = 1800.0
 REMOVE_LIMIT = 300.0
-"""Seconds for each of the four steps above."""
+"""Seconds that each of these four steps may take."""
 RETRIES = "3"
 """How often skopeo retries after an error of the network: after 1, 2 and 4 seconds."""
 MARGIN = 256 << 20
@@ -66,7 +66,10 @@ def unpack(
 
 
 def _make_private(directory: str, system: System) -> None:
-    """Make a directory if it is missing. Other users may not enter it: programs in it may be setuid and vulnerable."""
+    """Make a directory that other users may not enter, unless the directory exists already.
+
+    Others may not enter it because programs in it may be setuid and vulnerable.
+    """
     if not system.is_directory(directory):
         system.make_directory(directory)
         os.chmod(system.full_path(directory), 0o700)
