@@ -65,7 +65,10 @@ class GpuErrors:
         """Fatal errors that are not yet recorded in the host half's state, the oldest first."""
         self._log: KernelLog | None = None
         self._last_saved, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
+        """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
         self._sequence = self._last_saved.sequence if self._last_saved else None
+        """Number of the last log record that was read. At the first start after a boot, this is None until the old log
+        records are skipped."""
         self._listen()
 
     def open(self) -> None:
@@ -113,8 +116,8 @@ class GpuErrors:
         except OSError as error:
             self._close_after_error(f"{PATH}: {error.strerror}")
             return
-        # While old records are skipped, the position stays None: if a restart interrupted the skipping and there were a
-        # position, the remaining old records would count as new.
+        # At the first start after a boot, `_sequence` stays None until all old records are skipped. Otherwise, if a
+        # restart interrupted the skipping, the service would read the remaining old records as new ones.
         if self._sequence is not None or not self._log.behind:
             self._sequence = self._log.sequence
         if self._log.overruns > overruns:
@@ -128,10 +131,11 @@ class GpuErrors:
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start of the service. `addresses` are the host's GPUs."""
         if self._sequence is None or self._unrecorded:
-            # Keep the old position, so that the next start of the service reads the unrecorded errors again.
+            # Without a sequence number, there is no position to save. If there are unrecorded errors, keep the old
+            # position, so that the next start of the service reads these errors again.
             return
-        # Until all old records of the log are read, keep the earlier bindings: the current ones may be newer than those
-        # records.
+        # Until all old records of the log are read, keep the bindings that were saved last: the current bindings may be
+        # newer than the old records.
         keep = self._log is None or self._log.behind
         last = self._last_saved.bindings if self._last_saved else {}
         try:

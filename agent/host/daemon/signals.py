@@ -52,7 +52,7 @@ class Signals:
     def in_pass(self) -> Iterator[None]:
         """If the grace period ends while the block runs, raise PassInterruptedError in the block.
 
-        This interruption of a pass leaves no half-written file, because files are written atomically.
+        The interruption leaves no half-written file, because files are written atomically.
         """
         self._in_pass = True
         try:
@@ -65,7 +65,7 @@ class Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
-            # The grace period has begun.
+            # An earlier signal has begun the grace period. Do not begin it again.
             return
         self.stop = True
         self._notifier.send("STOPPING=1")

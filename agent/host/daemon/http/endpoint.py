@@ -51,7 +51,10 @@ class Endpoint:
             each.site = site
 
     def listen(self) -> None:
-        """Start the server, unless it runs. The same failure is logged only once."""
+        """Start the server on the configured address, unless it runs or systemd passed sockets.
+
+        The same failure is logged only once.
+        """
         if self._server or self._inherited:
             return
         try:

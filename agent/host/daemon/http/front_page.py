@@ -41,7 +41,7 @@ MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
 
 
 def front_page(host: str, view: View) -> Page:
-    """Return the page of the host named `host`. If the last outcome is not fresh, the view must not have it."""
+    """Return the page of the host named `host`. `view.outcome` must be fresh, or None."""
     title = f"unbounded-agent on {host}"
     parts = [
         "<!DOCTYPE html>\n",
@@ -104,7 +104,7 @@ def _ready(machine: MachineOutcome) -> str:
 def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
     """Return Ready first, then the conditions that are not True, then those that are True.
 
-    Of those that are not True, and of those that are, the conditions that Ready needs come first.
+    Within each of these two groups, the conditions that Ready needs come first.
     """
     return sorted(
         conditions,

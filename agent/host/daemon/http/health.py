@@ -64,15 +64,16 @@ def loop_pages(path: str, alive: bool) -> dict[str, Page]:
 
 
 def host_pages(path: str, not_seen: str, notes: tuple[Check, ...] = ()) -> dict[str, Page]:
-    """Return the two pages of the host. `not_seen` says what could not be observed, and why; empty if all could be.
+    """Return the short and the verbose page of the host.
 
+    `not_seen` says what could not be observed, and why; it is empty if all could be.
     `notes` are further checks on the verbose page. They do not affect its status.
     """
     return _two_pages(path, [(not not_seen, "observation", not_seen or "ok"), *notes])
 
 
 def machine_pages(path: str, machine: MachineOutcome) -> dict[str, Page]:
-    """Return the two pages of a machine."""
+    """Return the short and the verbose page of a machine."""
     return _two_pages(path, list(_checks(machine)))
 
 

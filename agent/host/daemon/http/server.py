@@ -68,7 +68,7 @@ class Limits(Struct, frozen=True):
     """Time limits in seconds."""
 
     headers: float = 1.0
-    """Limit for a complete request, so that idle and trickling peers (slowloris) free their slots soon."""
+    """Limit until the request is complete, so that idle and trickling peers (slowloris) free their slots soon."""
     whole: float = 5.0
     """Limit for a whole connection."""
 

@@ -115,6 +115,7 @@ class NewReports:
         self._last: dict[str, tuple[str, float]] = {}
         """Digest and time of the last report, by directory."""
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
+        """When reports last caused passes, at most MANY times, by directory."""
 
     def matters(self, directory: str, name: str) -> bool:
         """Return whether the report in this directory has changed, or is the first one after HEARTBEAT seconds.

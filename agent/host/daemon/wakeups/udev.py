@@ -12,7 +12,7 @@ from agent.system.files import System
 from agent.system.udev import CONTROL, Event, Monitor, udev_monitor
 
 BATCH = 1000
-"""Events that are parsed in one call."""
+"""How many events one call of `needs_pass` parses at most."""
 
 
 class Udev:
@@ -59,7 +59,8 @@ class Udev:
             if matters(device, self._modules):
                 break
         else:
-            # The socket stays readable if there are more events, so the next call comes at once.
+            # None of these BATCH events matters. If there are more events, the socket stays readable, so the next call
+            # comes at once.
             return False
         self._drain(self._socket)
         return True
