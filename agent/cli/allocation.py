@@ -36,11 +36,14 @@ from agent.model.reasons import Reason
 KUBECTL_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 CLASS = "device-class-"
-"""Prefix of the names of the manifests with DeviceClasses, which end in the vendor's name."""
+"""Each manifest with a DeviceClass has a name that begins with this prefix and ends in the vendor's name."""
 
 
 def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed."""
+    """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed.
+
+    Return 1 if the user must take a step before the move can go on.
+    """
     machine = _machine(options.machine, options.to, reconciler)
     if not options.kubeconfig:
         # The cluster is not observed. So the steps have NODE and RESOURCE (the device plugin's resource), which the

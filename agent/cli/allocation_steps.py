@@ -97,7 +97,10 @@ def _has_plugin_gpu(pod: Mapping[str, Any], wanted: Callable[[str], bool]) -> bo
 
 
 def parse_claimants(claims: str, node: str) -> tuple[str, ...]:
-    """Return the pods that have a device of the node. `claims` are all claims, as CLAIM_LINES. Raises ValueError."""
+    """Return the pods that have a device of the node. Raises ValueError.
+
+    `claims` is kubectl's list of all claims of the cluster, printed in the form CLAIM_LINES.
+    """
     claimants = set()
     for line in claims.splitlines():
         namespace, drivers, pools, pods = line.split("\t")

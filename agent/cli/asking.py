@@ -13,10 +13,11 @@ from agent.cli.printing import LISTING, ignore_broken_pipe
 from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 
 ANSWERABLE = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
-"""Commands that the service can run, with the arguments that they may have. They end soon and change nothing. They need
-nothing that the service's sandbox hides or forbids. Only `gpus` needs other processes, which the sandbox hides: the
-process that asks searches them itself (LISTING). `doctor` is not one of the commands. It needs the files of kernel
-modules, which the sandbox hides, and it reads libcuda's version as another user, which the sandbox forbids."""
+"""Commands that the service can run, with the arguments that they may have. They end soon and change nothing. `gpus`
+needs other processes, which the service's sandbox hides: the process that asks searches them itself (LISTING). The
+other commands here need nothing that the sandbox hides or forbids. `doctor` is not one of the commands. It needs the
+files of kernel modules, which the sandbox hides, and it reads libcuda's version as another user, which the sandbox
+forbids."""
 TAKES_NAME = ("status",)
 """The commands in ANSWERABLE that may also have a machine's name as an argument."""
 LIMIT = 4.0

@@ -17,7 +17,10 @@ MISSING = "/dev/null"
 
 
 def difference(action: Action, system: System) -> Iterator[str]:
-    """Yield the lines of the difference; nothing for a step that neither writes nor removes a file."""
+    """Yield the lines of the difference. If there is none to show, yield one line that says why.
+
+    Yield nothing for a step that neither writes nor removes a file.
+    """
     if not isinstance(action, WriteFile | RemoveFile):
         return
     if isinstance(action, WriteFile) and not action.mode & PUBLIC:

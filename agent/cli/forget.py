@@ -14,7 +14,7 @@ from agent.system.damage import write_record
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the lost GPU at this address. Without an address, forget all, and acknowledge damage to the record.
+    """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and acknowledge a damaged record.
 
     Return lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
     if the record cannot be read.
@@ -37,7 +37,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
             write_record(reconciler.system, file.path, file.content)
         if gpus != remembered.gpus or damage != remembered.damage:
             # Wake the service: its metrics and the machines' Node objects show the loss until its next pass. Write the
-            # file under the lock, because a pass would remove the temporary file (HOST_FILES).
+            # file under the lock, because a pass at the same time would remove the temporary file (HOST_FILES).
             with suppress(OSError):
                 reconciler.system.write(WAKE, b"")
     lines = [

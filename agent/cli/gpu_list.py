@@ -27,7 +27,8 @@ def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
     facts, planned, _ = reconciler.preview()
     entries = tuple(_entries(facts, planned, reconciler.system))
     listing = Listing(entries, tuple(_unseen(facts, planned)), for_programs)
-    # The service hands the list over to the process that asked, which finds the GPUs' users and prints everything.
+    # If the service runs this command, it hands the list over to the process that asked. That process finds the GPUs'
+    # users, and prints everything.
     if not hand_over(LISTING, listing.as_text()):
         say(lines(listing, reconciler.system))
     if not for_programs:

@@ -44,5 +44,5 @@ def device_numbers(nodes: Iterable[DeviceNode]) -> set[str]:
 
 
 def may_open(machine: MachineFacts, devices: set[str]) -> bool:
-    """Return whether the machine is permitted to open one of the devices."""
+    """Return whether the machine is known to be permitted to open one of the devices."""
     return machine.live is not None and any(entry.node in devices for entry in machine.live.allow)

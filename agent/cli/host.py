@@ -62,7 +62,10 @@ def _name(options: argparse.Namespace) -> str:
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:
-    """Return the configuration for a command. Raises ConfigError, or UnsupportedError if the user must be root."""
+    """Return the configuration for a command.
+
+    Raises ConfigError, or UnsupportedError if only root may run the command, and this process does not run as root.
+    """
     if needs_root(options) and os.geteuid() != 0:
         raise UnsupportedError(
             "this command needs root rights",

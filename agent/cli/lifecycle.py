@@ -177,9 +177,9 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
 
 
 def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
-    """If the agent cordoned the machine's node, uncordon it, unless the machine is not ready or there is no kubeconfig.
+    """Uncordon the machine's node if the agent cordoned it, the machine is ready, and there is a kubeconfig.
 
-    Return a sentence that says why the node stays cordoned; nothing if it does not.
+    If the agent cordoned the node and it stays cordoned, return a sentence that says why; otherwise, return nothing.
     """
     system, note = reconciler.system, cordoned_file(name)
     if not system.exists(note):

@@ -56,10 +56,10 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     # Remove the old report. The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with pass_lock(system, reconciler.progress, reconciler.wait_until):
-        # Remove the record again: the pass that held the lock may have found the machine running, and written it.
+        # Remove the record again: the pass that held the lock may have found the machine running, and written a record.
         _forget_live(name, system)
-        # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
-        # If the disk is full, the roots are kept.
+        # Clear the record of the driver roots that the machine's previous run used. Its containers have ended, so these
+        # roots may be removed now. If the record cannot be written, because the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
     # driver_wait counts from this command's start, so it includes the time in which `_runs` waited for the end of the
@@ -69,7 +69,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
 
 
 def _forget_live(name: str, system: System) -> None:
-    """Remove the record of the machine's live settings. A directory in its place stays until the next write."""
+    """Remove the record of the machine's live settings. A directory in its place stays until a record is written."""
     with suppress(IsADirectoryError):
         system.remove(live_file(name))
 
@@ -110,10 +110,11 @@ def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
 
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
-    """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept.
+    """Return whether the machine runs.
 
     If a start is requested while the machine is still stopping, systemd runs this command before the machine has
-    stopped. So wait until it has stopped.
+    stopped. So wait until it has stopped. If it does not stop in time, or if its state stays unknown, return True: the
+    records of a machine that may be running must be kept.
     """
     started = time.monotonic()
     while True:

@@ -73,7 +73,8 @@ def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[Mac
 def as_dated(machines: Iterable[MachineOutcome], system: System) -> tuple[MachineOutcome, ...]:
     """Return the machines. For each condition, keep the time of its last change only if a pass has recorded the change.
 
-    Any other change was noticed just now, but if the service does not run, it may be days old. So its time is unknown.
+    Any other change was noticed just now, but if the service does not run, the change may be days old. So its time is
+    unknown, and set to 0.
     """
     history = read_history(system)
     known = {(name, each.type, each.status) for name, recorded in history.items() for each in recorded}

@@ -80,7 +80,8 @@ class Watch(Struct, frozen=True):
     def waiting(self, outcome: Outcome) -> dict[str, str]:
         """Return why machines are not finished yet, by machine; empty if all machines are finished."""
         reasons = {}
-        # A machine that is stopping counts as ended. Its last report is still there, so it would seem to be finished.
+        # A machine that is stopping counts as ended. Otherwise, it would seem to be finished, because its last report
+        # is still there.
         ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
         for machine in self.machines(outcome):
             if machine.pending or machine.name in ended:
@@ -141,7 +142,8 @@ class Watch(Struct, frozen=True):
     def _ended(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
         """Return a sentence for each machine in `started` that no longer runs. Add running ones to `started`.
 
-        A machine in `started` that was never seen running counts too: its start may have failed between two passes.
+        A machine in `started` that was never seen running gets a sentence too, because its start may have failed
+        between two passes.
         """
         ended = {each.name for each in outcome.facts.machines if each.stays_ended}
         failures = tuple(started_and_stopped(name) for name in self.names if name in started & ended)
@@ -194,7 +196,7 @@ def _running(outcome: Outcome) -> set[str]:
 
 
 def _failing(outcome: Outcome, before: frozenset[str]) -> frozenset[str]:
-    """Return the machines that have failed, and that systemd starts again, until they run.
+    """Return the machines that have failed, that systemd starts again, and that have not run since they failed.
 
     `before` is what this function returned after the previous pass.
     """

@@ -54,7 +54,8 @@ def _concerns(node: str | None, nodes: Sequence[str]) -> bool:
 
 
 def _unmatched(kubectl: "_Kubectl", pods: Iterable[KubernetesObject]) -> Set[str]:
-    # Let the API server compare, because the pods may be meant for nodes of other hosts, which are not read here.
+    # Let the API server find out whether a node has the labels. The pods may be meant for nodes of other hosts, which
+    # are not read here.
     wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})
     return frozenset(each for each in wanted[:SELECTORS] if not kubectl.matches_node(each))
 

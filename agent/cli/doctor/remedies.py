@@ -232,8 +232,8 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     Reason.API_UNREACHABLE: (*DRA_LOG, KUBELET_LOG),
     Reason.FAILED: DRA_LOG,
 }
-"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. For these reasons, REMEDIES has only commands
-for device plugins, or no commands."""
+"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. For these reasons, REMEDIES has commands for
+device plugins, a command for all conditions, or none."""
 
 REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
