@@ -112,10 +112,10 @@ def last_good_identity(system: System) -> FileIdentity | None:
 
 
 def _compared(config: Config) -> str:
-    """Return a text that is the same for the same settings, even if only one of the two was saved and read again.
+    """Return a text by which settings are compared. Saving settings and reading them again does not change their text.
 
-    The settings themselves cannot be compared, because TOML has dates, times and NaN. Saved as JSON, a date or time
-    becomes a string. NaN does not even equal itself.
+    The settings themselves cannot be compared, because TOML has dates, times and NaN. If a date or time is saved as
+    JSON, it is read again as a string. NaN does not even equal itself.
     """
     return json.dumps(to_builtins(config), default=str, sort_keys=True)
 

@@ -46,8 +46,8 @@ def load_or_last_good(system: System) -> Loaded:
     """Return the configuration and save it as the last good one; if it is invalid, return the last good one.
 
     Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no configuration
-    file, or no file has a table of machines. The last good one is not used then, because it would bring back machines
-    that were removed.
+    file, or no file has a table of machines: in both cases, the last good one would bring back machines that were
+    removed.
     """
     before = last_good_identity(system)
     try:

@@ -26,8 +26,8 @@ CONTROL_PATHS = (
     # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
     # systemd's private socket and udevd's control socket.
     *("/etc/systemd", "/run/systemd", "/run/udev/control"),
-    # The agent itself, and files that decide who becomes root. Mounting them read-only does not protect them:
-    # root in the machine can remount them writable.
+    # The agent itself, directories with programs, the kernel, and files that decide who becomes root. Mounting them
+    # read-only does not protect them: root in the machine can remount them writable.
     *("/opt/unbounded-agent", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/systemd", "/lib/systemd", "/boot"),
     *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
