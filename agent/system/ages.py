@@ -50,8 +50,8 @@ class Ages:
     def changed_at(self, path: str, changed: float) -> float:
         """Return the time of the file's change by CLOCK_MONOTONIC.
 
-        A change N seconds in the future, as after the wall clock was set back, counts as N seconds ago. For a file of
-        an untrusted writer, `changed` must be its ctime, which the writer cannot choose.
+        If the wall clock was set back, a change may seem to be N seconds in the future. It then counts as N seconds
+        ago. If an untrusted writer can change the file, `changed` must be its ctime, which a writer cannot choose.
         """
         now = time.monotonic()
         if abs(time.time() - now - self._ahead) >= STEP:
@@ -67,6 +67,6 @@ class Ages:
 
     @property
     def observations(self) -> dict[str, Observation]:
-        """The observations of files that were observed lately."""
+        """The observations of the files that were observed in the last KEPT seconds."""
         oldest = time.monotonic() - KEPT
         return {path: each for path, each in self._observations.items() if each.observed_at >= oldest}

@@ -14,14 +14,15 @@ STEP = 64 << 20
 CHUNK = 1 << 20
 """Bytes that are read and written at a time if the kernel cannot copy."""
 KERNEL_CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
-"""Errors of copy_file_range(2) if the kernel cannot copy: the file system cannot, the files are on two file systems
-(which can be an error since Linux 5.19), or a system-call filter forbids the call (EPERM)."""
+"""Errors of copy_file_range(2) that mean that the kernel cannot copy this file: the file system does not support the
+call; the two files are on different file systems (Linux 5.19 and later may refuse that); or a system-call filter
+forbids the call (EPERM)."""
 
 OPEN_LIMIT = 256
 """Copies that are open at the same time. systemd lets a service open 1024 files, unless it asks for more."""
 UNSYNCED_LIMIT = 256 << 20
-"""Bytes after which the copies are synced. One fsync(2) may wait for the data of all copies, and `progress` is not
-called meanwhile."""
+"""Bytes after which the copies are synced. One fsync(2) may wait until the data of all copies is written. That wait
+must stay short, because `progress` is not called meanwhile."""
 
 
 class Copies:

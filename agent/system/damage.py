@@ -11,13 +11,14 @@ _counts: Counter[str] = Counter()
 _encounters: Counter[str] = Counter()
 """How often damaged files were read, by path."""
 _known: dict[str, FileIdentity | None] = {}
-"""The damaged files that were counted already, by path. Some of these files stay until the agent writes new ones."""
+"""The damaged files that were counted already: by path, the identity that the file had then; None if it was unknown.
+Some of these files stay until the agent writes new ones."""
 
 
 def count(path: str, system: System) -> bool:
     """Count a discarded file without a log message, because the caller reports it.
 
-    If the file stays, later calls do not count it again. Return whether this call has counted the file.
+    While the same file stays, later calls do not count it again. Return whether this call has counted the file.
     """
     place = system.full_path(path)
     try:
@@ -33,7 +34,7 @@ def count(path: str, system: System) -> bool:
 
 
 def discard(path: str, why: str, system: System) -> None:
-    """Count and log a discarded file, once as long as it stays. The pass continues without its content."""
+    """Count and log a discarded file, but only once while the same file stays. The pass goes on without its content."""
     if count(path, system):
         _warn(path, why)
 
@@ -44,7 +45,7 @@ def discarded() -> Mapping[str, int]:
 
 
 def encounters() -> int:
-    """Return how often this process has read damaged files, also the same ones again."""
+    """Return how often this process has read damaged files. A file that is read several times counts each time."""
     return _encounters.total()
 
 

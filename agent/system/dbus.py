@@ -69,7 +69,7 @@ class SystemBus:
         try:
             return connection.exchange(call, deadline)
         except BaseException:
-            # The next call must not receive this call's late reply, or the rest of it.
+            # Disconnect. Otherwise, the next call could receive the late reply to this call, or the rest of that reply.
             self.close()
             raise
 
@@ -127,7 +127,10 @@ class _Connection:
         return self._send(call, self._owners[service], deadline)
 
     def _find_owner(self, service: str, deadline: float) -> Message | None:
-        """Record the unique name of a service's owner; start the service if needed. Return the bus's error, or None."""
+        """Record the unique name of a service's owner. If the service has no owner yet, start the service.
+
+        Return None if the name is recorded; otherwise the error with which the bus answered.
+        """
         if service in self._owners:
             return None
         reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
@@ -145,7 +148,8 @@ class _Connection:
 
         Raises OSError.
         """
-        # `received` counts per message, not per call: anybody may send any number of signals before the reply comes.
+        # `received` counts the bytes since the last complete message, not those of the whole call: anybody may send any
+        # number of signals before the reply comes.
         serial, received = next(self._serials), 0
         self._socket.settimeout(_seconds_until(deadline))
         self._socket.sendall(call.serialise(serial=serial))

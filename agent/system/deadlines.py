@@ -37,7 +37,7 @@ class _Call(Generic[T]):
         self._ended = threading.Event()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether the call ended within that time."""
+        """Wait until the call has ended, for at most `seconds`. Return whether it has."""
         deadline = time.monotonic() + seconds
         while not self._ended.wait(max(0.0, min(SIGNAL_INTERVAL, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
@@ -116,7 +116,7 @@ def bounded(
     is_source: bool = False,
     part: Callable[[], tuple[str, float]] | None = None,
 ) -> T:
-    """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs.
+    """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` still hangs.
 
     Raises OSError (EAGAIN) if no thread can be started.
 
@@ -158,7 +158,7 @@ def stuck() -> tuple[str, ...]:
 
 
 def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> T:
-    """Return what `call` returns, as `bounded` does. Each earlier device call that still hangs halves the time.
+    """Return what `call` returns, as `bounded` does. Each earlier device call that still hangs halves this call's time.
 
     A broken driver may hang at each of a hundred files. With halving, they all take little more than twice `seconds`.
     """
@@ -219,7 +219,7 @@ def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEV
 
 
 def _not_stuck(files: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the files up to the first one at which an earlier call still hangs."""
+    """Return the files (pairs of path and name) that precede the first one at which an earlier call still hangs."""
     hanging = stuck()
     return list(takewhile(lambda file: file[1] not in hanging, files))
 

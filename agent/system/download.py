@@ -23,7 +23,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, request: urllib.request.Request, file: IO[bytes], code: int, reason: str, headers: Message, url: str
     ) -> urllib.request.Request:
-        """Return the next request. Raises URLError if the URL is not one to follow."""
+        """Return the next request. Raises URLError if the redirect to `url` must not be followed."""
         target = urllib.parse.urlsplit(url)
         if target.scheme not in {"https", urllib.parse.urlsplit(request.full_url).scheme}:
             raise urllib.error.URLError(f"it redirects from HTTPS to {url}, which is not protected")

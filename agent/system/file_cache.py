@@ -2,7 +2,7 @@
 
 A change is recognised by what stat(2) says: device, inode, type, mode, owner, size, mtime and ctime. Size and times do
 not matter for a directory whose content was not read: /run, for example, gets new names all the time. The state of each
-path is noted before the observation accesses it.
+path is noted before the observation accesses it, so that a change during the observation is noticed too.
 """
 
 import math
@@ -26,7 +26,7 @@ clock ticks slowly: every 4 ms on ext4, every 2 s on FAT."""
 
 State = tuple[int, ...]
 Files = dict[Access, State | None]
-"""What stat(2) said of each path; None if that is unknown, or if the next change could go unnoticed."""
+"""What `_state` returned for each path, before the observation accessed it."""
 
 
 class _Kept(Struct, frozen=True):
@@ -51,8 +51,8 @@ class FileCache(Struct):
     ) -> T:
         """Return the last result of the observation `name`, or call `observe` if the result may be different by now.
 
-        `observe` gets a System that notes each access. `key` has everything else that the result depends on. Only
-        a result that is `complete` is kept.
+        `observe` gets a System that notes each access to a file. `key` has everything that the result depends on
+        besides files. The result is kept only if `complete` returns True for it.
         """
         kept = self._kept.pop(name, None)
         if kept and kept.key == key and self._unchanged(name, kept.files):
@@ -82,7 +82,10 @@ class FileCache(Struct):
 
 
 def _state(access: Access, now: float = math.inf) -> State | None:
-    """Return what stat(2) says; None if that is unknown, or if the file has changed at about the time `now`.
+    """Return what stat(2) says; if nothing exists at the path, only the number of the error that says so.
+
+    None if stat(2) fails otherwise, or if the file has changed at about the time `now`: another change might then go
+    unnoticed (FRESH).
 
     If the clock was set back, a file may seem to have changed in the future. That time is as good as one in the past:
     the next change of the file replaces it.

@@ -17,7 +17,7 @@ from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 if TYPE_CHECKING:
-    # The machine half copies nothing.
+    # Not imported at run time, because the machine half copies nothing.
     from agent.system.copy import Copies
 
 READ_LIMIT = 1 << 20
@@ -110,7 +110,7 @@ class System(Rooted):
         return next((path for path in places if self.exists(path) and os.access(self._at(path), os.X_OK)), None)
 
     def identity(self, path: str, *, follow: bool = True) -> FileIdentity:
-        """Return a file's identity; without `follow`, of the link itself if it is a link."""
+        """Return a file's identity. For a link: that of the file it leads to; without `follow`, that of the link."""
         status = os.stat(self._at(path, follow=follow), follow_symlinks=follow)
         return FileIdentity(
             status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
@@ -210,7 +210,7 @@ class System(Rooted):
         self.sync_directory(os.path.dirname(path))
 
     def write_kernel(self, path: str, value: str) -> None:
-        """Write a file of the kernel, such as those in /proc/sys, which must exist."""
+        """Write to an existing file of the kernel, such as one in /proc/sys."""
         opening.write_existing(self._at(path), value.encode())
 
     def link(self, path: str, target: str) -> None:
@@ -268,7 +268,7 @@ class System(Rooted):
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[str]:
-        """Yield the path of a temporary file, which replaces the file when the block ends.
+        """Yield the path of a temporary file, which replaces the file at `path` when the block ends.
 
         After an error, the temporary file is removed instead. Its name is always the same, so that leftovers of killed
         writers do not pile up: the next writer removes them. The name begins with a dot, so that programs that read
@@ -295,6 +295,6 @@ class System(Rooted):
 
 
 def temporary_path(path: str) -> str:
-    """Return the path of the temporary file that `write` and `link` use. It stays if the process is killed in them."""
+    """Return the path of the temporary file that `write` and `link` use. If they are killed, it stays."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"

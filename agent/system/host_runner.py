@@ -88,8 +88,8 @@ def _limit_files(pid: int) -> None:
 
     The program's output is a file in memory, which counts towards this unit's memory limit: if the program could print
     without end, the kernel might kill the service. The limit is set only after the start, because setting it
-    between fork and exec would rule out vfork. prlimit(1) could set it earlier, but would let a shell run a file that
-    is not a program.
+    between fork and exec would rule out vfork. The program could be started by prlimit(1), which sets the limit first.
+    But if the file is not a program, prlimit(1) makes a shell run the file, instead of failing.
     """
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
@@ -108,12 +108,12 @@ def content(file: BinaryIO) -> bytes:
 def ends_within(pid: int, timeout: float) -> bool:
     """Return whether the process exits within `timeout` seconds.
 
-    Popen and sh could wait too. But they check at intervals, and so notice the exit later.
+    Popen and the package sh could wait too. But they check at intervals, and so notice the exit later.
     """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        # The process was started by sh, and has exited: one of sh's threads has collected its status.
+        # The package sh has started the process, which has exited since: a thread of sh has collected its exit status.
         return True
     try:
         poll = select.poll()

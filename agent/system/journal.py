@@ -16,7 +16,7 @@ def say(priority: str, text: str) -> None:
 
 
 def say_changes(before: dict[str, object], conditions: tuple[Condition, ...]) -> dict[str, str]:
-    """Log the conditions that have changed, and return the `before` for the next run.
+    """Log the conditions that differ from `before`. Return what the next run has to pass as `before`.
 
     Logging all of them each minute would fill the journal with the same lines.
     """

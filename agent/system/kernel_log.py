@@ -59,8 +59,8 @@ class KernelLog:
                 self.behind = False
                 break
             number, text = parse_record(record)
-            # Records are skipped by their number only while `behind`. If they always were, an `after` that is wrongly
-            # too high would silence the log forever.
+            # Records are skipped by their number only while `behind`. Otherwise, an `after` that is too high by mistake
+            # would silence the log forever.
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
@@ -70,7 +70,7 @@ class KernelLog:
 
     @property
     def _skips(self) -> bool:
-        """Whether records are skipped now: if `after` is None, those that the log already had at the start are."""
+        """Whether all records are skipped now: those that the log already had at the start, if `after` is None."""
         return self.behind and self._after is None
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
 
     This needs CAP_SYSLOG if kernel.dmesg_restrict is set.
     """
-    # Not at the end (SEEK_END): the current sequence number is known only from a record, and the next record may come
-    # much later.
+    # Do not begin at the end (SEEK_END): the current sequence number is known only after a record was read, and the
+    # next record may come much later.
     return KernelLog(opening.stream(path), after=after)
 
 

@@ -1,6 +1,6 @@
 """Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
-The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running process,
+The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running kubelet,
 because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. Processes in
 containers are ignored: a pod may call its process kubelet, and name a kubeconfig that makes kubectl run a program.
 """

@@ -216,13 +216,13 @@ class _Search:
     def _add_holder(self, pid: int, holders: dict[int, Holder]) -> None:
         """Describe a process that has a device open, and add it to `holders`."""
         paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
-        # The process chooses some of these fields, but the kernel escapes newlines, so each line is one whole field.
+        # The process chooses some fields of its status, but the kernel escapes newlines, so each line is a whole field.
         status = dict(line.split(":", 1) for line in self._lines(pid, "status") if ":" in line)
         # The process chooses its name, which may be any 15 bytes.
         command = one_line(_text(self._system, f"/proc/{pid}/comm"))
         # cgroup v2 has one line, `0::PATH` (cgroups(7)).
         groups = [line[3:] for line in self._lines(pid, "cgroup") if line.startswith("0::")]
-        # The first id is the one in this PID namespace. Kernels without PID namespaces omit the line.
+        # The first id in the line NSpid is the one in this PID namespace. Kernels without PID namespaces omit the line.
         inner = tuple(int(each) for each in status.get("NSpid", "").split()[1:])
         holders[pid] = Holder(pid, inner, command, one_line("".join(groups)), paths)
 

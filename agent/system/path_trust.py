@@ -23,6 +23,7 @@ def untrusted_component(
     only root can replace it. `trusted` has the ids of users who count as root. Raises OSError if a component could not
     be observed.
     """
+    # Why users other than root can write in the directory that was checked last; empty if they cannot.
     writable_by_others = ""
     try:
         for here, mode, uid, gid, last in _walk(system, path):
@@ -105,9 +106,9 @@ class PathTrust:
 
 
 def settings_fault(system: System, path: str) -> str:
-    """Return why a user other than root and the caller could have written a settings file; empty if none could.
+    """Return why a user other than root and the user of this process could have written a settings file.
 
-    Raises OSError.
+    Empty if no such user could. Raises OSError.
     """
     real, trusted = system.real_path(path), (ROOT, os.geteuid())
     directories = (system.real_path(os.path.dirname(path)), os.path.dirname(real))

@@ -11,7 +11,8 @@ from agent.system import opening
 def open_public(place: str) -> BinaryIO:
     """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for other files.
 
-    Checking the path before or after opening it is not enough: the check may see a different file.
+    Checking the path before or after the open is not enough, because the check may see a different file. So this checks
+    the file behind the descriptor.
     """
     probe = opening.open_probe(place, follow=False)
     try:

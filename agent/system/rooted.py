@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import BinaryIO, NamedTuple, Self
 
 LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
-"""The start of a link's path below the directory of a process, proc(5)."""
+"""Matches the start of the path of a link below the directory of a process, such as /proc/1/root (proc(5))."""
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
 
@@ -105,8 +105,8 @@ class Rooted:
     def leads_to_something(self, path: str) -> bool:
         """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
 
-        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers.
-        Raises OSError if the answer is unknown.
+        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers. So
+        a path through such a link counts as leading to nothing. Raises OSError if the answer is unknown.
         """
         try:
             return bool(self.real_path(path))
@@ -145,7 +145,10 @@ class Rooted:
         return status.st_mode, status.st_uid, status.st_gid
 
     def has_acl(self, path: str) -> bool:
-        """Return whether the file has an ACL (acl(5)). The group's bits in its mode are then the mask of the ACL."""
+        """Return whether the file has an ACL (acl(5)).
+
+        If so, the group's bits in the file's mode are the mask of the ACL, and do not say what the group may do.
+        """
         try:
             place = self._noted(self._at(path, follow=False), follow=False, inside=True)
             os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
@@ -199,7 +202,7 @@ class Rooted:
 
         Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
         """
-        # The innermost loop of each pass. For a component that is not a link, it makes no call but readlink.
+        # This is the innermost loop of each pass, so readlink is its only system call for a component.
         prefix, note = "" if self.root == "/" else self.root, self._note
         done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
         while remaining:

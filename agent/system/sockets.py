@@ -21,8 +21,8 @@ UCRED_SIZE = 12
 def listening_process(place: str) -> int | None:
     """Return the id of the process that listens on a Unix socket; None if there is none, or it accepts no connections.
 
-    The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
-    follows no link. Raises OSError.
+    The result is also None if the file is not a stream socket. The id is 0 for a process outside this PID namespace.
+    This connects and disconnects at once, sends nothing, and follows no link. Raises OSError.
     """
     try:
         probe = opening.open_probe(place, follow=False)

@@ -7,7 +7,7 @@ import errno
 import os
 import select
 
-# The module that collections.abc gets its names from, which is loaded already.
+# Not from collections.abc, which would have to be loaded: it takes its names from this module, which is loaded already.
 from _collections_abc import Callable
 
 # Not from the module signal: that module loads the module enum, which takes longer to load than all of this module.
@@ -25,6 +25,7 @@ class MachineRunner:
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], tuple[_Process, Callable[[], bool]]] = {}
+        """By arguments: each program that `start` started and whose result was not asked for yet, with `is_current`."""
         # A lock is needed because steps in threads run programs too. It is not from the module threading, which takes
         # longer to import than this module.
         self._lock = allocate_lock()

@@ -1,8 +1,8 @@
 """Asks statx(2) for the time when a file was made, which os.stat does not tell, and for a device's numbers.
 
 os.stat is not used for a device's numbers, because it asks the NFS server or FUSE daemon that provides a file. If that
-server or daemon is dead, os.stat never returns, and any process may have such a file open. statx(2) can do without
-asking.
+server or daemon is dead, os.stat never returns, and any process may have such a file open. statx(2) can return the
+numbers without asking.
 """
 
 import ctypes

@@ -83,7 +83,7 @@ class Sysfs:
             if not listed(kind):
                 return None
             # The vendor is read last. If the device is removed meanwhile, the missing vendor shows that. A missing
-            # driver would not: a device need not have a driver.
+            # driver would not show it, because a device may have no driver.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
             override = "" if driver else self._override(place)
             virtual = self._system.exists(f"{place}/physfn")
@@ -105,7 +105,7 @@ class Sysfs:
     def _is_processed(self, name: str) -> bool:
         """Return whether udevd has set mode and owner of a DRM node.
 
-        As soon as it has, udevd sends an event, which causes a pass.
+        As soon as udevd has set them, it sends an event, which causes a pass.
         """
         try:
             number = self._system.attribute(f"{DRM}/{name}/dev").strip()

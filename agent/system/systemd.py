@@ -33,13 +33,15 @@ RESTARTS = ("auto-restart", "auto-restart-queued")
 
 
 class ListedUnit(NamedTuple):
-    """The state of a unit, the path of its object on the bus, and what systemd is about to do with it."""
+    """The state of a unit, the path of its object on the bus, and whether systemd is about to start it."""
 
     load_state: str
     active_state: str
     path: str
     restarts: bool
+    """Whether systemd waits before it starts the service again (RESTARTS)."""
     starts: bool
+    """Whether the unit has a job that starts it (STARTS)."""
 
 
 def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:

@@ -17,7 +17,7 @@ def client_context(ca: bytes | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # TLS 1.2 is the oldest version that the API server accepts by default (tls-min-version).
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A CA need not be a root: that of a cluster may be an intermediate one of a company.
+    # Accept a CA that is not a root CA: the CA of a cluster may be an intermediate CA of a company.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     # Go looks for the server's name only in subjectAltName.
     context.hostname_checks_common_name = False

@@ -20,8 +20,8 @@ from agent.system.process import ENVIRONMENT, Completed, TimeLimitError
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Environment variables that a tool inherits."""
 UMASK = 0o022
-"""With umask 077, which root may have, only root could enter the root of a file system that umoci unpacks, and no other
-user's program in the machine would start."""
+"""The umask of the tools. The user root may have umask 077. With it, only this user could enter the top directory of a
+file system that umoci unpacks, and no other user's program in the machine would start."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
