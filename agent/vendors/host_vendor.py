@@ -61,9 +61,9 @@ class GpuError(Struct, frozen=True):
     meaning: str
     """The driver's name for the error, what it means, and what to do if anything needs to be done."""
     from_application: bool
-    """A program caused the error: the GPU may be healthy."""
+    """Whether a program caused the error. If so, the GPU may be healthy."""
     lost: bool
-    """The GPU stopped answering."""
+    """Whether the error means that the GPU stopped answering."""
     fault: str = ""
     """If no new pod should get the GPU after this error, one word for the error, such as `Xid79`; otherwise empty."""
 

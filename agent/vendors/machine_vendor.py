@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     problems: tuple[str, ...] = ()
     """Reasons why the specification must not be published."""
     missing_gpus: tuple[str, ...] = ()
-    """PCI addresses of granted GPUs that the specification does not have. Pods can still use the others."""
+    """PCI addresses of granted GPUs that the specification does not have. Pods can still use the GPUs that it has."""
     not_in_spec: tuple[str, ...] = ()
     """Files of the driver root, and granted nodes, that the specification leaves out."""
     devices: tuple[str, ...] = ()
@@ -185,7 +185,9 @@ class MachineVendor(ABC):
     def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
         """Return the devices that a claim can have. Pure.
 
-        They are the devices of `spec`, a verified specification, whose names are in `names`. Raises DocumentError.
+        `spec` is a verified specification. Only devices of `spec` whose names are in `names` are returned. If several
+        devices of `spec` are the same GPU under different names, only one of them is returned, because two claims must
+        not get the same GPU. For the same reason, a GPU that has partitions is left out. Raises DocumentError.
         """
 
     def edit_runtime_config(self, text: str) -> str:

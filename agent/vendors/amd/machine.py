@@ -16,10 +16,10 @@ class AmdMachine(DrmMachine):
     """Written by `amd-ctk cdi generate`."""
     resource_prefix = "amd.com/"
     plugin_sockets = "amd.com_*"
-    """The names have no suffix (dpm/plugin.go of the library that AMD's plugin uses)."""
+    """The sockets' names do not end in `.sock` (dpm/plugin.go of the library that AMD's plugin uses)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """Return the number of each GPU, as `amd-ctk` counts them: in the order of PCI addresses.
+        """Return each GPU's number, by PCI address. Like `amd-ctk`, count the GPUs in the order of PCI addresses.
 
         A new GPU changes the numbers of the GPUs after it.
         """

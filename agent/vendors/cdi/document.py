@@ -1,6 +1,7 @@
 """Reads a CDI specification.
 
-If it is malformed, all functions except `host_paths` raise DocumentError, which names the malformed part.
+If the specification is malformed, all functions except `host_paths` raise DocumentError. The error names the malformed
+part.
 """
 
 from typing import Any

@@ -38,7 +38,7 @@ def _parse_yaml(text: str) -> object:
 
 
 def _member(document: Any, key: str) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a member; None if it is missing. Case is ignored, as by Go's decoder, which runtimes use.
+    """Return a member; None if it is missing. The key's case is ignored, because Go's decoder in runtimes ignores it.
 
     Raises DocumentError if two keys differ only in case: which of them counts depends on the parser.
     """

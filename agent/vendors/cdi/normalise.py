@@ -16,8 +16,8 @@ LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 def normalised(spec: object) -> object:
     """Return the specification without empty values, with the lowest version.
 
-    If its devices are malformed, it is returned as it is. A device without any edits, which is invalid, is kept.
-    MachineVendor.verify reports both.
+    If the list of devices is malformed, the specification is returned unchanged. A device without any edits, which is
+    invalid, is kept. MachineVendor.verify reports both faults.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
@@ -36,7 +36,7 @@ def normalised(spec: object) -> object:
 
 
 def without_groups(spec: object) -> object:
-    """Return a normalised specification without additionalGids, and with the lowest version for the rest."""
+    """Remove additionalGids from a specification, and return the rest, normalised. The version may become lower."""
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     return normalised(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})

@@ -21,7 +21,7 @@ def lowest_version(spec: Mapping[str, Any]) -> str:
         return "1.1.0"
     if rdt or any(each.get("additionalGids") for each in edits):
         return "0.7.0"
-    # Since 0.6.0, the class in a kind may contain dots. The vendor in a kind always could.
+    # Since 0.6.0, the class in a kind (`vendor/class`) may contain dots. The vendor could contain dots before.
     dots = "." in str(spec.get("kind", "")).partition("/")[2]
     if dots or spec.get("annotations") or any(device.get("annotations") for device in devices):
         return "0.6.0"

@@ -21,13 +21,13 @@ DEEPEST = 100
 """The largest permitted number of nested levels; a specification has seven. libyaml's time grows with the square of the
 number of levels: 1 MiB of brackets would take minutes."""
 SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-"""Plain scalars that match OTHER_TYPE too, but that all runtimes read as the same text."""
+"""Pattern of plain scalars that are small numbers. OTHER_TYPE matches them too, but all runtimes read the same text."""
 OTHER_TYPE = re.compile(
     r"|~|null|y|yes|true|on|n|no|false|off|<<"
     r"|[-+]?(0[box][0-9a-f_]+|\.?[0-9][0-9_]*(\.[0-9_]*)?(e[-+]?[0-9]+)?)",
     re.IGNORECASE,
 )
-"""Plain scalars that runtimes may read as another value: `010` as `8`, `1.0` as `1`, `yes` as `true`."""
+"""Pattern of plain scalars that runtimes may read as another value: `010` as `8`, `1.0` as `1`, `yes` as `true`."""
 
 
 def parse(text: str) -> dict[str, object]:
@@ -59,7 +59,7 @@ def _document(events: Iterator[yaml.Event]) -> dict[str, object]:
     for key, value in _members(events, next(events)):
         if key == "kind":
             document[key] = _text(value)
-        # A scalar, such as an empty value, names no device.
+        # If the value of `devices` is a scalar, for example because it is empty, it names no device.
         elif key == "devices" and not isinstance(value, yaml.ScalarEvent):
             document[key] = _devices(events, value)
         else:
@@ -104,7 +104,7 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 def _text(event: yaml.Event) -> str:
     """Return a scalar's text. Raises YAMLError for any other event, and if some parsers read the scalar differently."""
     if isinstance(event, yaml.ScalarEvent):
-        # If the scalar has a tag other than `!`, both are false, and the scalar is refused.
+        # If the scalar has a tag other than `!`, `plain` and `quoted` are both false, and the scalar is refused.
         plain, quoted = event.implicit
         if quoted or (plain and (SMALL_NUMBER.fullmatch(event.value) or not OTHER_TYPE.fullmatch(event.value))):
             return str(event.value)

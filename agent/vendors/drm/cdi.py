@@ -22,7 +22,8 @@ FOR_ALL_USERS = 0o006
 """Permission bits of a node that every user may read and write."""
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
-"""The group of all other nodes: render nodes and /dev/kfd. Both groups are as in systemd's 50-udev-default.rules."""
+"""The group of all other nodes: render nodes and /dev/kfd. The groups `video` and `render` are those of systemd's
+50-udev-default.rules."""
 
 
 class MachineState(NamedTuple):
@@ -39,7 +40,8 @@ class MachineState(NamedTuple):
 def render(kind: str, names: Mapping[str, str], request: Request, machine: MachineState) -> dict[str, Any]:
     """Return the specification for the GPUs whose render nodes exist.
 
-    `names` has further names of GPUs, by PCI address. Each GPU is a device under its PCI address and its further name.
+    `names` has further names of GPUs, by PCI address. Each GPU is a device under its PCI address and, if it has a
+    further name, also under that name. The device EVERY_GPU has the nodes of all these GPUs.
     """
     devices, every = [], []
     for gpu in served(request, machine.live):
@@ -69,9 +71,9 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that is allowed to make nodes gives them the specification's group. Any other runtime bind-mounts the
-    # machine's nodes, which have the host's group. A non-root process gets both groups, so it can open the node in
-    # either case.
+    # If a runtime may make device nodes, the nodes in the container have the group in the specification. If it may not,
+    # it bind-mounts the machine's nodes, which have the host's group. A container's process gets both groups, so it can
+    # open the node in either case, even if it is not root.
     restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
     groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
     if groups:
@@ -181,7 +183,7 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
     if (live.major, live.minor) != (device.major, device.minor):
         is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
         yield f"{where}: device node {path} is {is_now} in this machine, but {granted} was granted"
-    # The gid may be any number, because `_gid` may choose another group than the node's.
+    # The gid may be any integer, because `_gid` may have chosen another group than that of the machine's node.
     gid = node.get("gid")
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
     expected |= {"path": path, "permissions": "rw", "gid": gid if type(gid) is int else live.gid}

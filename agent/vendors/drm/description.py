@@ -35,7 +35,7 @@ class Description(Struct, frozen=True):
     partition_mode: str = ""
     """The attribute in sysfs that says in which mode a GPU is divided; empty if the vendor's GPUs have none."""
     whole: str = ""
-    """The value of that attribute for a GPU that is not divided."""
+    """The value of the attribute `partition_mode` for a GPU that is not divided."""
 
     def is_gpu(self, device: PciDevice) -> bool:
         """Return whether the device is a GPU of this vendor, with or without a driver."""

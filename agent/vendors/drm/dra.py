@@ -38,7 +38,8 @@ class DrmDra(DraVendor):
             if text := _printable(texts.get(file, "")):
                 attributes[name] = text
         memory = next((size for each in self.memory_files if (size := whole_number(_printable(texts[each])))), 0)
-        # A file that does not exist will not appear later. But a driver that did not answer may answer later.
+        # A file that does not exist will not appear later, so the facts are complete without it. But a driver that did
+        # not answer may answer later.
         complete = all(isinstance(each, str | FileNotFoundError) for each in texts.values())
         return DeviceFacts(attributes, {"memory": memory} if memory else {}, complete)
 

@@ -11,7 +11,8 @@ from agent.vendors.drm.machine import DrmMachine
 from agent.vendors.intel.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""An id of Intel's device plugin (cmd/gpu_plugin): the card, then the number of the share if pods can share cards."""
+"""A device id of Intel's device plugin (cmd/gpu_plugin): the card's name. If pods can share cards, the share's number
+follows."""
 
 
 class IntelMachine(DrmMachine):

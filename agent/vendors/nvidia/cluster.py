@@ -152,8 +152,8 @@ def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) ->
         if PLUGIN in str(each.get("image", ""))
     }
     if strategies != {"envvar"}:
-        # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. Without a plugin,
-        # the strategy is unknown.
+        # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. If there is no
+        # plugin, or if plugins have different strategies, the strategy that counts for a pod is unknown.
         return
     for pod in cluster.pods:
         running = (pod.get("status") or {}).get("phase") == "Running"

@@ -71,7 +71,7 @@ def _binds(unbound: Sequence[str]) -> str:
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
     loaded = isinstance(driver.module_version, str)
-    # modprobe does nothing if the module is loaded already.
+    # If the module is loaded already, modprobe does nothing, so the advice is to bind the driver to the GPUs.
     if fault := common_fault(
         facts, grant, lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`"
     ):

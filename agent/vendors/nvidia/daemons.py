@@ -3,7 +3,8 @@
 COMMAND_LENGTH = 15
 """Characters that the kernel keeps of a program's name: TASK_COMM_LEN without the null byte (proc_pid_comm(5))."""
 
-# `nvidia-smi drain` fails while persistence mode is on. The driver accepts no new clients for a drained GPU.
+# On nvidia-persistenced: `nvidia-smi drain` fails while persistence mode is on, so `-pm 0` comes first. The driver
+# accepts no new clients for a drained GPU.
 ADVICE = {
     "nvidia-persistenced": "`nvidia-smi -i {address} -pm 0`, then `nvidia-smi drain -p {address} -m 1`",
     "nv-hostengine": "`systemctl stop nvidia-dcgm`",

@@ -15,7 +15,7 @@ from agent.vendors.nvidia.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREF
 from agent.vendors.nvidia.nvidia_smi import NVIDIA_SMI, list_profiles
 
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
-"""The fields to query. Drivers before 510 do not know the last one."""
+"""The fields to query. Drivers before 510 do not know the last field."""
 INVALID = 2
 """nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
@@ -60,8 +60,8 @@ def _facts(
     if not device.partition:
         attributes |= _uuid("uuid", gpu)
         return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {}, complete="uuid" in gpu)
-    # nvidia-smi cannot be queried for a MIG device's memory, so these devices have no capacity. Claims select them by
-    # the attribute `profile`, whose value contains the size of the memory, as in `1g.10gb`.
+    # nvidia-smi cannot be queried for a MIG device's memory, so MIG devices have no capacity. Claims select MIG devices
+    # by the attribute `profile`, whose value contains the size of the memory, as in `1g.10gb`.
     uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
     if uuid:
         attributes["uuid"] = uuid

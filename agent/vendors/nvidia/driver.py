@@ -42,8 +42,8 @@ def observe_driver(
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
     """Return the existing directories for daemons' sockets.
 
-    Left out are symbolic links, directories that could not be observed, and directories in which clients may write but
-    that are not mount points: there, clients could fill the host's /run.
+    Symbolic links, and directories that could not be observed, are left out. A directory in which clients may write is
+    also left out if it is not a mount point, because clients could then fill the host's /run.
     """
     found = []
     for name, path in DIRECTORIES.items():

@@ -22,7 +22,10 @@ too (_assert_nvlink5_system)."""
 
 
 def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager."""
+    """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager.
+
+    If the host has NVSwitch, but the Fabric Manager neither has a unit nor runs without one, return Broken.
+    """
     if not _has_node(nodes) and not has_nvswitch(sources.pci):
         if not isinstance(sources.pci, tuple):
             return Unseen(sources.pci.why)
@@ -70,7 +73,7 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
 
 
 def _read(system: System, paths: list[str]) -> bool:
-    """Return whether one of these files, which have the adapters' data, contains MANAGES_SWITCH.
+    """Return whether one of these files contains MANAGES_SWITCH. The files have the adapters' product data.
 
     A file that cannot be read counts as a file without the mark. Only root may read these files. And if a network
     adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.

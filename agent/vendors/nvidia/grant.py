@@ -19,7 +19,7 @@ PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER,
 """Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances belong to one."""
 STAND_INS = ("pci-stub", "pciback")
 """Drivers that reserve a device for a virtual machine: the first for KVM, the second for Xen. VFIO's drivers reserve
-devices too. They are not listed here: their names contain `vfio`."""
+devices too. They are not listed here, because `misbound_gpus` recognises them by `vfio` in their names."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
@@ -30,7 +30,8 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
         addresses = {gpu.pci_address for gpu in gpus}
-        # A detached GPU counts as one of the host's: it is still on the fabric, and another machine may get it later.
+        # A detached GPU counts as one of the host's GPUs, because it is still on the fabric, and another machine may
+        # get it later. So a machine has the whole host only if the detached GPUs are meant for this machine too.
         usable = {gpu.pci_address for gpu in facts.gpus if not gpu.excluded}
         whole_host = usable == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, addresses, settings, whole_host)))

@@ -3,13 +3,13 @@
 from agent.vendors.host_vendor import DriverForPods
 
 PRESENT = "nvidia.com/gpu.present"
-"""The chart of the device plugin and the GPU Operator select Nodes by this label."""
+"""Both the GPU Operator and the device plugin's Helm chart select Nodes by this label."""
 DRIVER = "nvidia.com/cuda.driver-version"
 CUDA = "nvidia.com/cuda.runtime-version"
 
 
 def node_labels(driver: DriverForPods | None) -> dict[str, str]:
-    """Return the labels. Versions that are unknown get none."""
+    """Return the labels. For a version that is unknown, there is no label."""
     labels = {PRESENT: "true"}
     if driver is not None:
         parts = ("major", "minor", "revision")

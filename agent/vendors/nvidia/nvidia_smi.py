@@ -66,7 +66,7 @@ def list_profiles(system: System, limit: float) -> dict[str, str]:
 
 
 def device_ids(system: System, answers: dict[str, Answer]) -> tuple[str, ...]:
-    """Return the UUIDs of the devices that pods can use: MIG devices, and those of these GPUs that are not in MIG mode.
+    """Return the UUIDs of the devices that pods can use: MIG devices, and GPUs in `answers` that are not in MIG mode.
 
     Raises AgentError or OSError.
     """

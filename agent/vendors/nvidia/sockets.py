@@ -37,7 +37,7 @@ MOUNTS: Mapping[str, Mapping[str, str]] = {
 
 
 def mount_points(names: Iterable[str]) -> dict[str, str]:
-    """Return what pods get for these daemons: paths in pods by path in the machine, even if they do not exist."""
+    """Return what pods get for these daemons: paths in pods by path in the machine. Missing paths are included too."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
 
 
@@ -49,5 +49,5 @@ def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
 
 
 def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
-    """Return those of the daemons of whose paths in MOUNTS none is in `present`."""
+    """Return the daemons that have no path in `present`. (MOUNTS has each daemon's paths.)"""
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)

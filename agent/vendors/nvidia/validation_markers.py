@@ -9,7 +9,7 @@ from agent.vendors.machine_vendor import Marker
 
 DIRECTORY = "/run/nvidia/validations"
 DRIVER = (ConditionType.DEVICES_ALLOWED, ConditionType.LIBRARIES_LINKED, ConditionType.CDI_SPEC_CURRENT)
-"""What proves that the driver works. The last condition proves it for NVML, from which nvidia-ctk gets the GPUs."""
+"""What proves that the driver works. CDISpecCurrent proves that NVML works: nvidia-ctk finds the GPUs through NVML."""
 TOOLKIT = (*DRIVER, ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
 # The Operator mounts the machine's root on /host.
 CONTENT = """\

@@ -54,8 +54,8 @@ ACTIONS = {
 """What each recovery action in the message of Xid 154 means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
 FATAL_ACTIONS = frozenset({1, 2, 4})
 """Actions that must be taken before a new pod gets the GPU. Action 0 does not end a fault that was recorded earlier: it
-only says that the driver needs no recovery now. After a reset, the driver does not even log action 0, because its state
-is new. So `gpus attach` ends the fault, as after every reset."""
+only says that the driver needs no recovery now. After a reset, the driver does not even log a change to action 0,
+because the driver's state of the GPU is new. So whoever resets a GPU must run `gpus attach` to end the fault."""
 
 
 def parse_xid(text: str) -> GpuError | None:

@@ -1,6 +1,6 @@
 """Finds the nodes of non-GPU devices, and checks that each node has the number that its driver uses now.
 
-Fixed numbers are from include/linux/miscdevice.h, the others from /proc/misc or /proc/devices (proc(5)).
+Fixed numbers are from include/linux/miscdevice.h. All other numbers are from /proc/misc or /proc/devices (proc(5)).
 """
 
 import re
@@ -80,7 +80,8 @@ DEVICE_CLASSES = (
 NODE_NAMES: tuple[str, ...] = (
     "kvm", "net", "vhost-net", "vhost-vsock", "infiniband", "gdrdrv", "nvidia-fs*", "accel",
 )  # fmt: skip
-"""Names in /dev: for each node in DEVICE_CLASSES, the name of the node or of its directory."""
+"""Patterns (fnmatch) of names directly in /dev, for the nodes in DEVICE_CLASSES. For a node in a directory below /dev,
+the directory's name is listed instead of the node's."""
 NODE_DIRECTORIES: tuple[str, ...] = ("/dev/net", "/dev/infiniband", "/dev/accel")
 
 
@@ -162,7 +163,9 @@ def missing_devices(
 ) -> tuple[str, ...]:
     """Return, in words, each requested class or path that has no node. Pure.
 
-    `wanted` has the names of the requested classes. `nodes` maps the path of each granted node to its kind.
+    `wanted` has the names of the requested classes, and `paths` the requested paths. `nodes` maps the path of each
+    granted node to its kind. If one of the `problems` begins with a missing path, that sentence is returned for the
+    path.
     """
     missing = []
     for name in wanted:

@@ -15,10 +15,10 @@ from agent.vendors.nvidia.mig import parse_instance
 
 
 def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
-    """Return the devices of the specification whose names are in `names`. Raises DocumentError.
+    """Return the GPUs and MIG devices whose UUIDs are in `names`. Devices named by index, and `all`, are left out.
 
     If a GPU has MIG devices, only these are returned, and not the GPU itself: otherwise one pod could get the GPU, and
-    another pod a part of the same GPU.
+    another pod a part of the same GPU. Raises DocumentError.
     """
     granted = {each.path: each for each in request.devices}
     found: dict[tuple[str, tuple[int, ...]], AllocatableDevice] = {}

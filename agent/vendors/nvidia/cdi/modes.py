@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     kinds: frozenset[DeviceKind]
     """Kinds of the nodes that the mode covers."""
     mounts: tuple[str, ...] = ()
-    """Paths that are mounted if they exist, in addition to the driver's files (internal/discover/gds.go)."""
+    """Paths, other than the driver's files, that are mounted if they exist (internal/discover/gds.go)."""
     driver_files: bool = False
     """Whether the driver's files are mounted."""
     since: tuple[int, ...] = OLDEST
@@ -132,9 +132,10 @@ class NvidiaModes(CdiModes):
 
 
 def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
-    """Return the command that generates the mode's specification in `directory`, which must have BLOCKED_LIBRARIES.
+    """Return the command that generates the mode's specification in `directory`.
 
-    Raises AgentError if the mode needs the driver's files and none are granted.
+    `directory` must already contain the empty files named BLOCKED_LIBRARIES. Raises AgentError if the mode needs the
+    driver's files and none are granted.
     """
     wanted = MODES[mode]
     if wanted.driver_files and not request.driver_root:
@@ -163,13 +164,16 @@ def _driver_libraries(request: Request) -> tuple[str, ...]:
 
 
 def _in_short(error: CommandError) -> AgentError:
-    """Return the error without arguments, and with only the last output line: the others list what was searched."""
+    """Return the error without the command's arguments, and with only the last line of its output.
+
+    The other lines list what nvidia-ctk has searched.
+    """
     last = error.stderr.rstrip().rpartition("\n")[2]
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint)
 
 
 def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the specification with only the wanted nodes, and without devices that have none. Raises DocumentError."""
+    """Return the specification with only the wanted nodes, and only devices that have any. Raises DocumentError."""
 
     def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
         return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}

@@ -25,7 +25,8 @@ OLDEST = (1, 18, 2)
 container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails, because the runtime requests a device without
 a name."""
 RECOMMENDED = (1, 19, 1)
-"""The first version whose hooks open paths only beneath a container's root. A race can lead older hooks out of it."""
+"""The first version whose hooks open paths only beneath a container's root. A race can make hooks of older versions
+open paths outside the container's root."""
 SELECTS_DEVICES = (1, 19, 0)
 """The first version with --device-id."""
 GENERATE_LIMIT = 40.0
@@ -114,7 +115,7 @@ def read_output(system: System, directory: str) -> object:
 
 
 def _in_mig_mode(answers: "Mapping[str, Answer]", gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the GPUs, given by PCI address, that are in MIG mode according to nvidia-smi's answers."""
+    """Return those of the PCI addresses `gpus` whose GPUs are in MIG mode, according to nvidia-smi's answers."""
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
 

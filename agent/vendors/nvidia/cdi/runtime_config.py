@@ -7,8 +7,8 @@ from agent.vendors.machine_vendor import EDIT_LIMIT
 from agent.vendors.nvidia.cdi.verify import KIND
 
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
-    # In its default mode, auto, the runtime makes its own specification in memory, with neither our driver root nor our
-    # hooks: pods with a RuntimeClass would not use the published specification.
+    # In its default mode, auto, the runtime makes its own specification in memory, without the agent's driver root and
+    # hooks. Pods with a RuntimeClass would then not use the specification that the agent published.
     "nvidia-container-runtime": {"mode": "cdi"},
     "nvidia-container-runtime.modes.cdi": {
         "default-kind": KIND,

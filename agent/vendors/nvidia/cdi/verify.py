@@ -24,8 +24,8 @@ NVIDIA_VISIBLE_DEVICES=none. For their containers, nvidia-container-runtime in m
 device did not exist, the containers would not start. The agent adds the device, because `nvidia-ctk cdi generate` does
 not make it if there are GPUs."""
 NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
-"""The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). There must be some,
-because a CDI device without any edits is invalid."""
+"""The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit
+is needed, because a CDI device without any edits is invalid."""
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Kinds of nodes without which no GPU can compute."""

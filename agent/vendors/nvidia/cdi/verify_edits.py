@@ -24,7 +24,7 @@ PERMISSIONS = (None, "rw", "rwm")
 """Permissions that nodes may have. nvidia-ctk 1.19 writes rwm; with `m`, a container can make the node again."""
 
 CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
-"""Where nvidia-ctk looks for Vulkan's JSON files. It mounts all of them below /etc in containers (graphics.go)."""
+"""Where nvidia-ctk looks for Vulkan's JSON files. It mounts all these files below /etc in containers (graphics.go)."""
 MADE_LINKS = (
     # nvidia-ctk makes these links for applications, whether or not the driver has them (symlinks.go, graphics.go).
     "libcuda.so",

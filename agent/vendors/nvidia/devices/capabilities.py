@@ -18,8 +18,8 @@ MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps
 """Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
 MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
 DEPTH = 6
-"""Levels of directories that are searched below the first. The path of the deepest entry, gpu0/mig/gi1/ci0/access, has
-5 parts."""
+"""How many levels of directories below CAPABILITIES are searched. Fewer would be enough: the path of the deepest entry,
+gpu0/mig/gi1/ci0/access, has 5 parts."""
 
 
 def observe_capabilities(system: System) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Observes GPUs. The PCI bus shows which exist; /proc/driver/nvidia/gpus has what the driver knows about them."""
+"""Observes GPUs. The PCI bus shows which GPUs exist; /proc/driver/nvidia/gpus has what the driver knows."""
 
 import re
 from collections.abc import Mapping, Set
@@ -17,7 +17,7 @@ VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
 """PCI classes of VGA controllers and 3D controllers, without the lowest byte, the programming interface."""
 KERNEL_DRIVER = "nvidia"
-"""The driver's name on the PCI bus. Debian renames only the module's file."""
+"""The driver's name on the PCI bus. The name is the same on Debian, which renames only the module's file."""
 
 MODEL_LIMIT = 200
 """Characters of the longest model name that messages show. No real name is half as long."""
@@ -35,7 +35,10 @@ class Information(Struct, frozen=True):
 
 
 def parse_information(text: str) -> Information:
-    """Parse an `information` file: lines of `Key: value`. The UUID is `GPU-????...` until the GPU is initialised."""
+    """Parse an `information` file: lines of `Key: value`.
+
+    Until the GPU is initialised, the file has the UUID `GPU-????...`, and an empty `uuid` is returned.
+    """
     values = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")

@@ -64,7 +64,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
         return
     failures = []
     for node in missing:
-        # One run of nvidia-modprobe may have made two nodes.
+        # This node may exist by now, because one run of nvidia-modprobe can make two nodes.
         if not _exists(system, node):
             try:
                 _make(system, node, parameters)

@@ -31,7 +31,7 @@ class Rule(Struct, frozen=True):
     registered: tuple[str, ...]
     """Names in /proc/devices. The first one that is registered is used."""
     minor: int | None = None
-    """The minor number; None if the node's name has it."""
+    """The minor number; None if the node's name contains the minor number."""
 
 
 FRONTEND = ("nvidia", "nvidia-frontend")

@@ -5,7 +5,8 @@ the packaging of Gentoo, Guix and Fedora read it. CTK: the files that NVIDIA Con
 internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go). DEBIAN: the packages of nvidia-graphics-drivers 550.
 
 In paths, `{version}` is the driver's version, `{triplet}` Debian's name of the architecture, `{libraries}` each
-directory of the host's driver libraries (libcuda's first), and `{firmware}` each directory that the kernel searches.
+directory of the host's driver libraries (libcuda's first), and `{firmware}` each directory in which the kernel
+searches for firmware.
 """
 
 import re
@@ -93,7 +94,7 @@ GROUPS = (
         "OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors",
         in_every_driver=True,
     ),
-    # Debian has one file for each installed driver, and a link to the chosen one in /usr/share.
+    # Debian has one nvoptix.bin for each installed driver, and a link to the chosen driver's in /usr/share/nvidia.
     Group("OptiX", (RUN, CTK, DEBIAN), ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
     Group(
         "application profiles", (RUN, DEBIAN), ("nvidia-application-profiles-{version}-*",), ("/usr/share/nvidia",),

@@ -59,14 +59,15 @@ class FoundLibraries(Struct):
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # A real file may be a stub of CUDA's toolkit in two cases: its name is that of a development link
-            # (libcuda.so); or its name is a soname (libcuda.so.1), while another file of the same library has the
-            # version in its name.
+            # A real file is left out in two cases, because it may be a stub of CUDA's toolkit: its name is that of a
+            # development link (libcuda.so); or its name is a soname (libcuda.so.1), while another file of the same
+            # library has the version in its name.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
             # A file without a version in its name belongs to each version that other files in its directory have in
-            # their names. If no file there has one, only EGL's platforms belong to the version: distributions package
-            # these separately, so they may be in a directory without other libraries of the driver.
+            # their names. If no file in its directory has a version in its name, the file belongs to no version. But
+            # EGL's platforms then belong to every version: distributions package the platforms separately, so they may
+            # be in a directory without other libraries of the driver.
             directory_versions = by_directory[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
@@ -74,7 +75,7 @@ class FoundLibraries(Struct):
             """Return a path's rank; the lowest rank is the best.
 
             Directories with both main libraries of this version come first: CUDA's compatibility packages have only
-            libcuda.
+            libcuda. Next come directories with any library of this version.
             """
             directory = os.path.dirname(path)
             both = all(

@@ -72,7 +72,11 @@ def _pod_path(system: System, path: str, by_source: dict[str, str], targets: set
 
 
 def _rewritten(system: System, file: Library, pod_path: Callable[[str], str]) -> str:
-    """Return the new text of a loader's file. It is empty if nothing changes, for a malformed file, and for others."""
+    """Return the new text of a loader's file; empty if the text stays as it is.
+
+    The text stays as it is in two cases: no path in it has to change; or the file is malformed, too large, unreadable
+    or not for a loader.
+    """
     manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
     if not manifest and VENDORS not in f"/{file.target}":
         return ""

@@ -118,8 +118,9 @@ def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Fo
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """Return the first place with a driver of the module's version, or of any version if `module` is empty.
 
-    If a place before that one could not be observed, return the unobserved place, because it may be the right one. If
-    there is neither, return the first place with any content; if all places are empty, the first place.
+    If an earlier place could not be observed, return the unobserved place, because it may be the right one. If there is
+    neither such a driver nor an unobserved place, return the first place that has a driver of another version or a
+    broken driver. If all places are empty, return the first place.
     """
     with_content = []
     for each in candidates:
@@ -165,7 +166,8 @@ def _search(sources: Sources, place: Place, module: str, searched: Set[str]) -> 
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
         if root:
-            # These directories were searched in the host's root. In this root, the same paths are other directories.
+            # The directories in `searched` are in the host's root. In this place's root, the same paths lead to other
+            # directories.
             searched = frozenset()
         found = tuple(
             libraries.search(system, entries, FoundLibraries(each, root_owned=not place.configured), problems, searched)

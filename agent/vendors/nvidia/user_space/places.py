@@ -24,7 +24,7 @@ class Place(Struct, frozen=True):
     libraries: tuple[str, ...] = ()
     """Directories with libraries of any architecture, in a loader's order. If empty, the loader cache is used."""
     binaries: tuple[str, ...] = ()
-    """Directories of programs, which are searched before the usual ones."""
+    """Directories of programs, which are searched before BINARY_DIRECTORIES."""
     data: tuple[str, ...] = ()
     """Directories with `vulkan`, `glvnd`, `egl` and so on; searched before /etc, /usr/local/share and /usr/share."""
     configured: bool = False
@@ -94,7 +94,7 @@ PLACES = (
 
 
 def with_prefix(place: Place, libraries: str) -> Place:
-    """Return the place, extended by the programs and data of a prefix if `libraries` is lib64 or lib of that prefix.
+    """Return the place. If the directory `libraries` is lib64 or lib of a prefix, add the prefix's programs and data.
 
     A loader cache may lead to a driver in a prefix of its own: some hosts name /usr/local/nvidia/lib64 in ld.so.conf.
     /, /usr and /usr/local do not count as prefixes, because their programs and data are searched in any case.
