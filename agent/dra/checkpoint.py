@@ -74,8 +74,8 @@ class Checkpoint:
         try:
             claims = prepared_claims(read_record(self._system, self._kubelet))
         except (DocumentError, OSError) as error:
-            # It is safe to start without any claim. The scheduler does not allocate a device twice; this file is only a
-            # second guard against that.
+            # It is safe to start without any claim: the scheduler does not allocate a device to two claims, and the
+            # file CHECKPOINT is only a second guard against two claims with one device.
             log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
             return {}
         if claims:

@@ -93,8 +93,9 @@ class NodeClaims:
     def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
         """Make sure that another claim, which is recorded with a wanted device, does not keep `claim` from having it.
 
-        If the other claim is gone, forget it. If it only monitors the device (adminAccess), note that, and both may
-        have the device. Raises AgentError if the other claim still has the device, or if that is unknown.
+        If the other claim is gone, forget it. If the other claim only monitors the device (adminAccess), record that:
+        both claims may then have the device. Raises AgentError if the other claim still has the device, or if that is
+        unknown.
         """
         device = _conflicting_device(self._prepared[other], wanted)
         try:

@@ -47,9 +47,10 @@ class Evictions:
         """`fetch` returns a claim as the API server has it, or raises AgentError."""
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
+        """What was last logged about each pod. The same text is not logged again."""
         self._unanswered: ClaimReference | None = None
         """The claim at which the last attempt ended, because the API server did not answer; None if every request was
-        answered. The next attempt begins with the claim that follows this one, and comes to this one last."""
+        answered. The next attempt begins with the claim that follows it, and comes to this claim last."""
 
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
@@ -67,7 +68,7 @@ class Evictions:
         ]
         first = held.index(self._unanswered) + 1 if self._unanswered in held else 0
         pods: set[Pod] = set()
-        # If the API server does not answer, an ApiError ends the attempt. It has been logged already.
+        # If the API server does not answer, an ApiError ends the attempt. The error has been logged already.
         with contextlib.suppress(ApiError):
             for claim in (*held[first:], *held[:first]):
                 self._unanswered = claim

@@ -110,9 +110,9 @@ class Calls:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
-            # first: if `_unused` came first, the next call could start a new thread although this one is about to be
-            # idle, and there could be more than `limit` threads.
+            # Release both semaphores before the response is sent, because the client's next call may follow at once.
+            # `_idle` comes first. If `_unused` came first, the next call could start a new thread although this thread
+            # is about to be idle, and there could be more than `limit` threads.
             self._idle.release()
             self._unused.release()
 

@@ -159,7 +159,7 @@ class Connection:
                 self._flush(stream, call)
 
     def refuse(self, code: Code, message: str) -> None:
-        """End all calls, and announce with GOAWAY that no further one is served. Nothing can be sent after that."""
+        """End all calls, and announce with GOAWAY that no further call is served. Nothing can be sent after that."""
         for stream, call in list(self.calls.items()):
             call.unsent.clear()
             self.finish(stream, code, message)
@@ -260,11 +260,12 @@ class Connection:
     def _send_end(self, stream: int, call: Call, headers: Headers) -> None:
         """Send the headers that end a response."""
         self._drop_call(stream)
-        # The ProtocolError: the client may already have reset the stream, as one read may have a request and its reset.
+        # A ProtocolError is no fault here: the client may already have reset the stream, because one read may contain a
+        # request and also its reset.
         with contextlib.suppress(ProtocolError):
             self._http2.send_headers(stream, headers, end_stream=True)
             if not call.complete:
-                # RFC 9113 section 8.1: the client need not send the rest of the request.
+                # Tell the client that it need not send the rest of the request (RFC 9113, section 8.1).
                 self._http2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
     def _drop_call(self, stream: int) -> None:

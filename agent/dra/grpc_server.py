@@ -30,7 +30,7 @@ READ = 1 << 16
 LINGER = 0.5
 """Seconds that clients have to hang up after the server has announced that it stops."""
 LONGEST_WAIT = 3600.0
-"""Most seconds of one wait for events. Clients may set time limits too long for a system call (10 000 years)."""
+"""Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 
@@ -41,7 +41,7 @@ class Limits:
 
     connections: int = 16
     calls: int = 32
-    """Calls of all clients that may run at the same time. Further ones fail with RESOURCE_EXHAUSTED."""
+    """How many calls, of all clients together, may run at a time. Further calls fail with RESOURCE_EXHAUSTED."""
     message: int = 1 << 20
     """Bytes of the largest request."""
     unsent: int = 4 << 20

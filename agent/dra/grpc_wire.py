@@ -11,7 +11,8 @@ from enum import IntEnum
 from agent.model.text import one_line
 
 PREFIX = 5
-"""Length in bytes of the prefix of each message: one byte says whether it is compressed, four give its length."""
+"""Length in bytes of the prefix of each message: one byte says whether the message is compressed, and four bytes
+give its length."""
 TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 """The form of the `grpc-timeout` header."""
 UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}

@@ -38,7 +38,7 @@ class HealthService:
         return {method: Streaming(self._watch) for method in METHODS}
 
     def publish(self, pool: str, devices: Iterable[Device]) -> None:
-        """Publish the health of all devices, which are in `pool`, instead of what was published before."""
+        """Replace the published health of all devices. `pool` is the pool to which all the devices belong."""
         health = tuple(DeviceHealth(pool, each.name, each.health, each.health_message) for each in devices)
         with self._changed:
             if health != self._devices:

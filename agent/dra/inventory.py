@@ -63,7 +63,7 @@ class Inventory:
         """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
         self._edition = self._known_edition = 0
-        """How often the documents have changed until now, and how often they had when `refresh` was last called."""
+        """`_edition`: how often the documents have changed. `_known_edition`: the value that `refresh` last saw."""
 
     def refresh(self) -> bool:
         """Read the documents again, and return whether they have changed since the last call."""
@@ -112,13 +112,15 @@ class Inventory:
     def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
         """Return the vendor's devices whose facts are unknown or may be outdated.
 
-        While a GPU is dead, the tool may have to run once for each device that is returned. So before REFRESH seconds
-        have passed, only devices with missing or incomplete facts are returned.
+        If REFRESH seconds have passed since the tool ran for all devices, return all devices. Otherwise return only the
+        devices whose facts are missing or incomplete, and only if one of them is new, or RETRY seconds have passed
+        since the tool last ran. As few devices as possible are returned, because while a GPU is dead, the tool may have
+        to run once for each of them.
         """
         now, known = time.monotonic(), [self._facts.get((each, listed.driver_version)) for each in listed.devices]
         if now - self._asked_for_all.get(listed.vendor, -math.inf) >= REFRESH:
             return listed.devices
-        # None in `known` is a new device: do not wait RETRY seconds for its facts.
+        # None in `known` stands for a new device: run the tool for it now, and not only after RETRY seconds.
         if None in known or now - self._asked[listed.vendor] >= RETRY:
             found = zip(listed.devices, known, strict=True)
             return tuple(device for device, facts in found if facts is None or not facts.complete)
@@ -198,7 +200,7 @@ class Inventory:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget facts on devices that are no longer allocatable: the slot may have another GPU later."""
+        """Forget facts about devices that are no longer allocatable: the slots may have other GPUs later."""
         current = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
         self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 

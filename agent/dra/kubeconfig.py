@@ -92,7 +92,8 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     try:
         parts = urllib.parse.urlsplit(server)
         host, port = parts.hostname or "", parts.port or HTTPS_PORT
-        # Later, a connection encodes the host like this, and a request the path. A failure must show here.
+        # A connection encodes the host in this way later, and a request encodes the path. If that is not possible, it
+        # must show here.
         host.encode("idna")
         parts.path.encode("ascii")
     except ValueError:

@@ -1,8 +1,8 @@
 """Reads the kubelet's own record of claims: the claims of its pods, and claims that it has not unprepared yet.
 
 The format is internal to the kubelet (pkg/kubelet/cm/dra/state of k8s.io/kubernetes,
-checkpoint.dra.kubelet.k8s.io/v1), so the record is used only where nothing else has the answer. The kubelet writes it
-before it prepares a claim, and after it has unprepared the claim.
+checkpoint.dra.kubelet.k8s.io/v1), so the record is used only where nothing else has the answer. The kubelet
+writes the record before it prepares a claim, and again after it has unprepared the claim.
 """
 
 from collections.abc import Iterator

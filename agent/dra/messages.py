@@ -16,9 +16,9 @@ from agent.dra.protobuf import text as text_of
 from agent.model.errors import DocumentError
 
 CLAIMS_LIMIT = 1024
-"""Most claims that one request may have. A request has the claims of one pod."""
+"""The largest number of claims in one request. A request has the claims of one pod."""
 ERROR_LIMIT = 2000
-"""Characters of an error that are sent. The kubelet puts the error into an event of the pod."""
+"""How many characters of an error are sent. The kubelet puts the error into an event of the pod."""
 HEALTH_MESSAGE_LIMIT = 1024
 """Bytes of the longest health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
 
@@ -136,7 +136,8 @@ def _device(device: PreparedDevice) -> bytes:
 def encode_unprepared(results: Mapping[str, str]) -> bytes:
     """Return a NodeUnprepareResourcesResponse.
 
-    `results` has, by the claim's uid, a text that says why the claim could not be unprepared; empty if that succeeded.
+    `results` has, by the claim's uid, a text that says why the claim is still prepared. The text is empty if the claim
+    was unprepared.
     """
     return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
 

@@ -62,8 +62,8 @@ class Offer:
             self._inventory.read_facts()
             node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
             blocked = _blocked(node)
-            # Do this before `publish`: while it runs, other threads prepare claims, which may get only the devices of
-            # these vendors.
+            # Do this before `publish`: while `publish` runs, other threads prepare claims, and claims may get only the
+            # devices of vendors that are not blocked.
             self._inventory.allow({each.name for each in DRA_VENDORS} - blocked.keys())
             devices = self._inventory.devices()
             published = self._publisher.publish(_node(self._node, node), tuple(devices.values()))

@@ -54,7 +54,7 @@ class DriverPlugin:
 
     @property
     def registration(self) -> RegistrationStatus:
-        """Whether the kubelet has registered the driver and is connected to it, or why it refuses."""
+        """Whether the kubelet has registered the driver and is connected. `error` says why the kubelet refuses it."""
         status = self._registration.status
         connected = bool(self._servers) and self._servers[0].clients > 0
         return RegistrationStatus(status.registered and connected, status.error)
@@ -81,8 +81,8 @@ class DriverPlugin:
             self._servers.append(Server(path, methods))
 
     def _close(self) -> None:
-        # The last one, for registration, is stopped first, so that the kubelet does not connect to an endpoint that is
-        # about to stop.
+        # The last server, which is for registration, is stopped first, so that the kubelet does not connect to an
+        # endpoint that is about to stop.
         while self._servers:
             self._servers.pop().stop()
 

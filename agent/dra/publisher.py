@@ -53,10 +53,12 @@ class Publisher:
     def __init__(self, client: ApiClient) -> None:
         self._client = client
         self._stored: dict[str, tuple[Object, Object]] = {}
+        """The argument `stored` of `is_current`."""
         self._keeps_taints = True
         self._checked = 0.0
         """When the API server last dropped a taint, or was last checked for that, by time.monotonic()."""
         self._newest = 0
+        """The newest generation that this process has written; 0 before the first."""
         self._suffix = ""
         """The end of new slices' names; empty until a name proves to be taken, perhaps by another node."""
 
@@ -100,8 +102,9 @@ class Publisher:
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:
         offered = [each for each in devices if self._keeps_taints or not each.taints]
         existing = own_slices(self._client.get(COLLECTION, fieldSelector=SELECTOR.format(node.name)), node.name)
-        # If somebody has deleted all slices, consumers may still have the deleted ones in their caches. New slices need
-        # a higher generation than those, so the next generation follows the newest one that this process has written.
+        # If somebody has deleted all slices, consumers may still have the deleted slices in their caches. New slices
+        # need a higher generation than the deleted ones, so the next generation follows the newest one that this
+        # process has written.
         newest = max(self._newest, *map(generation, existing)) if existing else self._newest
         wanted = make_slices(node, offered, newest, existing, self._suffix)
         current = is_current(wanted, existing, self._stored)
@@ -147,7 +150,7 @@ class Publisher:
             raise
 
     def _delete(self, write: Write) -> None:
-        """Delete a slice. One that no longer exists is no error. Raises ConflictError if it has changed meanwhile."""
+        """Delete a slice. If it no longer exists, do nothing. If it has changed meanwhile, raise ConflictError."""
         before = write.before or {"metadata": {}}
         conditions = {key: before["metadata"].get(key) for key in ("uid", "resourceVersion")}
         options = {"apiVersion": "meta.k8s.io/v1", "kind": "DeleteOptions", "preconditions": conditions}

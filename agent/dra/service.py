@@ -46,7 +46,7 @@ RESYNC = 60.0
 IDENTITY_CHECK = 30.0
 """Seconds between checks whether the kubelet's identity has changed."""
 EVICTION_INTERVAL = 5.0
-"""Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
+"""Seconds between attempts to evict pods: a disruption budget may forbid the first attempts."""
 SETUP = "unbounded-agent-gpu.service"
 """The machine half's unit. It passes this service's status on to the host, once a minute."""
 SETUP_AGAIN = "unbounded-agent-gpu-again.service"
@@ -54,8 +54,8 @@ SETUP_AGAIN = "unbounded-agent-gpu-again.service"
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
-"""Seconds to wait after failed passes: twice FIRST_RETRY after the first one. Each further failure doubles the wait, up
-to LONGEST_RETRY."""
+"""Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
+doubles the wait, up to LONGEST_RETRY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,8 @@ def _longer(retry: float) -> float:
 def _log_change(before: DraStatus, result: Result) -> None:
     """Log what is offered if something was written, and each failure once.
 
-    A conflict or a missing object is not logged: as a rule, the next attempt succeeds.
+    A conflict or a missing object is not logged: as a rule, the next attempt succeeds. Also log each new message about
+    a vendor's offer.
     """
     if result.error and not isinstance(result.error, ConflictError | NotFoundError):
         if str(result.error) not in before.message:

@@ -17,13 +17,13 @@ from agent.vendors.dra_vendor import Attribute, Version
 API = "resource.k8s.io/v1"
 COLLECTION = f"/apis/{API}/resourceslices"
 DEVICES = 128
-"""Most devices in one slice (ResourceSliceMaxDevices)."""
+"""The largest number of devices in one slice (ResourceSliceMaxDevices)."""
 DEVICES_WITH_TAINTS = 64
-"""Most devices in one slice if any of them has a taint (ResourceSliceMaxDevicesWithAdvancedFeatures)."""
+"""The largest number of devices in a slice if any of them has a taint (ResourceSliceMaxDevicesWithAdvancedFeatures)."""
 TEXT_LIMIT = 64
 """Bytes of an attribute's longest string or version (DeviceAttributeMaxValueLength)."""
 NODE_SHOWN = 180
-"""Most characters of the node's name that a slice's name begins with. A slice's name can have 253 characters."""
+"""A slice's name begins with at most this many characters of the node's name. It can have 253 characters in all."""
 SMALLEST_PART = 1 << 20
 """Bytes of a shared device's capacity that a claim must get at least."""
 BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")

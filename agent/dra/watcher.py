@@ -17,7 +17,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 """Seconds from the end of one attempt to the next. After each failure, and after each watch that ends before it has
 settled, the pause doubles, up to the longest."""
 SETTLED = 10.0
-"""Seconds after which a watch has settled. Some proxies end each watch at once, others end a watch that is idle."""
+"""Seconds after which a watch has settled. Some proxies end each watch at once: then the pause must grow. Other proxies
+end a watch only after it has been idle for a while: then the next watch should begin soon."""
 
 LOGGED_FAILURE = 2
 """How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
