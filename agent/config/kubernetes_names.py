@@ -29,7 +29,7 @@ def is_subdomain(text: str) -> bool:
 
 
 def label_key(value: str) -> str:
-    """Return the key of a label or taint. Raises ValueError if it is not a qualified name."""
+    """Check a key of a label or taint, and return it. Raises ValueError if it is not a qualified name."""
     prefix, slash, name = value.rpartition("/")
     if slash and not is_subdomain(prefix):
         raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
@@ -42,7 +42,7 @@ def label_key(value: str) -> str:
 
 
 def label_value(value: str) -> str:
-    """Return the value of a label or taint. Raises ValueError if Kubernetes would reject it."""
+    """Check a value of a label or taint, and return it. Raises ValueError if Kubernetes would reject it."""
     if value and not NAME.fullmatch(value):
         raise ValueError(
             f"{value!r} is not a value: it must have at most 63 letters, digits, dots, hyphens and underscores, and "
@@ -52,7 +52,7 @@ def label_value(value: str) -> str:
 
 
 def taint(value: str) -> str:
-    """Return the taint. Raises ValueError if it is neither KEY=VALUE:EFFECT nor KEY:EFFECT."""
+    """Check a taint, and return it. Raises ValueError if it is neither KEY=VALUE:EFFECT nor KEY:EFFECT."""
     split_taint(value)
     return value
 

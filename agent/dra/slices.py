@@ -68,8 +68,8 @@ def make_slices(
     They take the names of the slices in `existing`, in the same order. If more names are needed, new names are made,
     which end with `suffix`.
     """
-    # All slices have the same limit. So devices move to other slices only when the first taint appears, and when the
-    # last taint is removed.
+    # A slice with a taint may have fewer devices. As soon as one device has a taint, that lower limit is used for all
+    # slices: then further taints move no device to another slice.
     size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
     ordered = sorted(devices, key=lambda each: each.name)
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -125,11 +125,12 @@ def generation(item: Object) -> int:
 def is_current(
     wanted: Sequence[Object], existing: Sequence[Object], stored: Mapping[str, tuple[Object, Object]]
 ) -> bool:
-    """Return whether the server has the wanted slices, all of one generation. `wanted` has the names of `existing`.
+    """Return whether the server has the wanted slices, all of one generation.
 
-    `stored` has, by a slice's name, the content that was last written, and the content that the server stored then. The
-    two may differ: the server adds times, writes quantities in another form, and drops fields that its version does not
-    know.
+    `wanted` was made for the slices in `existing` (`make_slices`), so the first slices of both have the same names, in
+    the same order. `stored` has by name, for each slice that was written, the content that was written and the content
+    that the server then stored. The two may differ: the server adds times, writes quantities in another form, and drops
+    fields that its version does not know.
     """
     if len({generation(each) for each in existing}) > 1 or len(wanted) != len(existing):
         return False

@@ -32,8 +32,8 @@ REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec u
 def before_start(machine: str) -> list[str]:
     """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
 
-    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): nspawn would not see what is mounted in the
-    sandbox.
+    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): systemd-nspawn would not see the directory for
+    reports if it was mounted in a sandbox.
     """
     return [
         "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",

@@ -88,8 +88,8 @@ def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Fac
     """Return the GPUs that other machines must not get because a machine with a fault may have them, with the reason.
 
     `wanted` is the setting `gpus` of the machine with the fault. GPUs that it names are left out, because other
-    machines may name them too. With `all`, there are none, because the machine shares every GPU. If the machine's grant
-    is unknown, the machine may have any GPU.
+    machines may name them too. If it is `all`, the result is empty, because that machine shares every GPU. If the
+    machine's grant is unknown, the machine may have any GPU.
     """
     if wanted == "all":
         return {}

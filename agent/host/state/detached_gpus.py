@@ -50,7 +50,11 @@ class Detached(Struct, frozen=True):
 
 
 def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. Raises ObservationError if they are unknown: none of them may be granted."""
+    """Return the detached GPUs. A damaged record is discarded: then there are none, and `problem` says why.
+
+    Raises ObservationError if the record cannot be read now. It is then unknown which GPUs are detached, and a detached
+    GPU must not be granted.
+    """
     try:
         notes = _read_record(system)
     except OSError as error:

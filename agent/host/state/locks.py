@@ -68,8 +68,8 @@ def locked(
 ) -> Iterator[None]:
     """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds.
 
-    `holder` describes this process. While this process has the lock, the errors of other processes that wait for it
-    end with this description, if those processes give a `holder` too.
+    `holder` describes this process. It is shown to users of another process that has waited for this lock in vain: the
+    error there ends with it. That other process must give a `holder`, too.
     """
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)
