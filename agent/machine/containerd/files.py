@@ -19,8 +19,11 @@ TOKENS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
-VENDOR = "/usr/"
-"""Where packages have files that are not meant to be edited."""
+VENDOR, LOCAL = "/usr/", "/usr/local/"
+"""Where packages have files that are not meant to be edited; and where, below that, administrators have theirs."""
+UNWRITABLE = (errno.EROFS, errno.EBUSY, errno.EPERM, errno.EACCES)
+"""Errors for a file that cannot be replaced: it is on a read-only file system, is itself a mount, is immutable, or is
+on a network file system on which root has no rights."""
 # After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
@@ -141,17 +144,18 @@ def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
     """Write a file and keep its mode. If the path is a link, write the file that the link leads to.
 
     `mode` is the mode of a new file. By default, only root may read a new file, because it may contain passwords of
-    registries. A link is replaced by a file if it leads into VENDOR, whose files belong to packages, or to a read-only
-    file system.
+    registries. A link is replaced by a file if it leads to a package's file (VENDOR), or to one that cannot be
+    replaced.
     """
     place = path
     if system.exists(path):
         mode = system.mode(path)
-        if system.read_link(path) is not None and not (real := system.real_path(path)).startswith(VENDOR):
-            place = real
+        if system.read_link(path) is not None:
+            real = system.real_path(path)
+            place = real if real.startswith(LOCAL) or not real.startswith(VENDOR) else path
     try:
         system.write(place, content, mode)
     except OSError as error:
-        if place == path or error.errno != errno.EROFS:
+        if place == path or error.errno not in UNWRITABLE:
             raise
         system.write(path, content, mode)

@@ -417,28 +417,36 @@ def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("path", [MAIN, RUNTIME_CONFIG])
-def test_a_link_to_a_file_elsewhere_stays(machine: Machine, path: str) -> None:
+@pytest.mark.parametrize("elsewhere", ["/srv/settings/own.toml", "/usr/local/etc/own.toml"])
+def test_a_link_to_a_file_elsewhere_stays(machine: Machine, path: str, elsewhere: str) -> None:
     """Somebody keeps the settings elsewhere, and changes them there later."""
-    elsewhere = "/srv/settings/own.toml"
     machine.put(elsewhere, MAIN_2 if path == MAIN else "disable-require = true\n")
     (machine.tree / elsewhere[1:]).chmod(0o640)
-    machine.link(path, "../../srv/settings/own.toml")
+    machine.link(path, f"../..{elsewhere}")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    assert machine.read_link(path) == "../../srv/settings/own.toml"
+    assert machine.read_link(path) == f"../..{elsewhere}"
     assert ("imports" if path == MAIN else 'mode = "cdi"') in machine.read_text(elsewhere)
     assert machine.mode(elsewhere) == 0o640
 
 
-@pytest.mark.parametrize("elsewhere", ["/srv/settings/own.toml", "/usr/share/containerd/config.toml"])
-def test_a_link_to_a_file_that_must_stay_is_replaced(machine: Machine, elsewhere: str) -> None:
-    """The first file is on a read-only file system, the second one belongs to a package."""
+@pytest.mark.parametrize(
+    ("elsewhere", "number"),
+    [
+        ("/srv/settings/own.toml", errno.EROFS),
+        ("/srv/settings/own.toml", errno.EBUSY),
+        ("/srv/settings/own.toml", errno.EPERM),
+        ("/usr/share/containerd/config.toml", 0),
+    ],
+)
+def test_a_link_to_a_file_that_must_stay_is_replaced(machine: Machine, elsewhere: str, number: int) -> None:
+    """The file is on a read-only file system, is itself a mount, is immutable, or belongs to a package."""
     machine.put(elsewhere, MAIN_2)
     machine.link(MAIN, elsewhere)
 
     def read_only(path: str) -> None:
         if path.startswith("/srv/"):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+            raise OSError(number, os.strerror(number), path)
 
     machine.before_write = read_only
     run(machine)
