@@ -41,8 +41,13 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return debian
 
 
-def invoked(scripts: Path, tmp_path: Path, package: str, script: str, *arguments: str) -> list[list[str]]:
-    """Run a script as dpkg does on a host where systemd runs. Return what it lets systemd do with which units."""
+def invoked(
+    scripts: Path, tmp_path: Path, package: str, script: str, *arguments: str, logged: str = "deb-systemd-invoke"
+) -> list[list[str]]:
+    """Run a script as dpkg does on a host where systemd runs. Return the arguments of each call of the logged program.
+
+    By default, they are what systemd is to do with which units.
+    """
     path = scripts / package / "DEBIAN" / script
     if not path.exists():
         return []
@@ -50,10 +55,10 @@ def invoked(scripts: Path, tmp_path: Path, package: str, script: str, *arguments
     log.write_text("")
     (tmp_path / "bin").mkdir(exist_ok=True)
     for name in ("deb-systemd-invoke", "deb-systemd-helper", "systemctl"):
-        (tmp_path / "bin" / name).write_text(INVOKE if name == "deb-systemd-invoke" else "#!/bin/sh\n")
+        (tmp_path / "bin" / name).write_text(INVOKE if name == logged else "#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "run/systemd/system").mkdir(parents=True, exist_ok=True)
-    text = re.sub(r"(?<!\w)/(etc|run|var)\b", rf"{tmp_path}/\1", path.read_text())
+    text = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tmp_path}/\1", path.read_text())
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)}
     subprocess.run(["sh", "-c", text, script, *arguments], env=environment, check=True)
     return [line.split() for line in log.read_text().splitlines()]
@@ -96,3 +101,12 @@ def test_a_removal_stops_every_unit_of_the_machine_half(scripts: Path, tmp_path:
     # Otherwise they would start the services again.
     kinds = [unit.rpartition(".")[2] for unit in units]
     assert kinds == sorted(kinds, key="service".__eq__)
+
+
+@pytest.mark.processes
+def test_a_purge_disables_no_service_of_a_checkout(scripts: Path, tmp_path: Path) -> None:
+    """deb-systemd-helper removes the link that starts unbounded-agent.service at boot, whoever has the unit by now."""
+    calls = invoked(scripts, tmp_path, HOST, "postrm", "purge", logged="deb-systemd-helper")
+    assert "purge" in {call[0] for call in calls}
+    (tmp_path / "opt/unbounded-agent/current").mkdir(parents=True)
+    assert invoked(scripts, tmp_path, HOST, "postrm", "purge", logged="deb-systemd-helper") == []
