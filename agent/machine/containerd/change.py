@@ -19,6 +19,10 @@ from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
 from agent.vendors.machine_vendor import MachineVendor
 
+RESTORED = "restored"
+"""Stands for the digest of the effective configuration in the note about the change of a killed run, after a later run
+has restored the files that it found."""
+
 
 class PlannedChange(NamedTuple):
     """The new contents of the main file and the drop-in, and what the result is compared with."""
@@ -62,9 +66,9 @@ def write_and_read_back(
     somebody changes the files after the call.
 
     `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
-    result is wrong or unknown, the files are restored. If the result is wrong although this run wrote neither MAIN nor
-    the drop-in, restoring cannot help: then the drop-in is emptied if containerd may not even start with it. Raises
-    AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
+    result is wrong or unknown, the files are restored. If the result is wrong and restoring cannot help, because the
+    drop-in that this run found is faulty too, it is emptied if containerd may not even start with it. Raises AgentError
+    or OSError if the result is unknown, for example because of a full disk or a time limit.
     """
     notes, drop_in = context.notes, paths.drop_in
     written = {
@@ -101,7 +105,8 @@ def write_and_read_back(
     if faults:
         _restore(context, changes, before, noted)
         done = [f"restored {', '.join(changes)}"] if changes else []
-        if not written and (unchecked or refused):
+        suspect = before[drop_in] is not None and (unchecked or refused)
+        if suspect and (not written or _is_refused(context, planned.version)):
             # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
             # change, or containerd has changed since that check. containerd works without the drop-in (`baseline`), but
             # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a
@@ -109,6 +114,9 @@ def write_and_read_back(
             files.put(context.system, {drop_in: files.HEADER.encode()})
             notes.save(CHANGED, {})
             done.append(f"emptied {drop_in}")
+        elif unchecked:
+            # Otherwise, each later run would try again.
+            note_result(notes, RESTORED)
         return "; ".join([f"the drop-in does not work: {faults}", *done]), inputs
     if change_was_interrupted(notes):
         # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
@@ -122,6 +130,17 @@ def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes |
     """Undo the changes in reverse order, and restore the note about the last change."""
     files.put(context.system, {path: before[path] for path in reversed(tuple(changes))})
     context.notes.save(CHANGED, noted)
+
+
+def _is_refused(context: Context, version: tuple[int, ...]) -> bool:
+    """Return whether containerd refuses its configuration as it is now. Raises CommandError."""
+    try:
+        files.effective_config(context.system, MAIN, version)
+    except ExitCodeError:
+        return True
+    except DocumentError:
+        pass
+    return False
 
 
 def digest(content: bytes | None) -> str:

@@ -637,6 +637,62 @@ def test_after_a_killed_run_a_drop_in_that_does_not_work_is_emptied(machine: Mac
     assert restarts(machine) == 0
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_after_a_killed_run_a_faulty_change_is_tried_only_once(machine: Machine, kept: int) -> None:
+    """However many files the killed run wrote. Each try would write both files, and start containerd twice."""
+    machine.put(MAIN, MAIN_2)
+    writes: list[str] = []
+
+    def killed(path: str) -> None:
+        if path.startswith("/etc/containerd/"):
+            if len(writes) == kept:
+                raise KeyboardInterrupt
+            writes.append(path)
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN and len(writes) == kept:
+            if kept == 2 and machine.before_write is killed:
+                raise KeyboardInterrupt
+            if machine.exists(DROP_IN) and tomllib.loads(machine.read_text(DROP_IN)):
+                return Completed(1, b"", b"containerd: bad")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+    machine.before_write = killed
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    machine.before_write = lambda path: None
+    for _ in range(2):
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] == "containerd"]
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    machine.put("/usr/bin/containerd", "another release")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert restarts(machine) == 1
+
+
+def test_a_restored_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) -> None:
+    """The new release of containerd refuses the new drop-in too, which differs because config.toml has changed."""
+    machine.put(MAIN, MAIN_2)
+    run(machine)
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN and tomllib.loads(machine.read_text(DROP_IN)):
+            return Completed(1, b"", b"containerd: bad")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+    machine.put("/usr/bin/containerd", "another release")
+    machine.put(MAIN, machine.read_text(MAIN).replace("SystemdCgroup = true", "SystemdCgroup = false"))
+    run(machine)
+    assert f"; restored {DROP_IN}; emptied {DROP_IN}" in machine.message("RuntimeConfigured")
+    assert tomllib.loads(machine.read_text(DROP_IN)) == {}
+
+
 def test_a_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) -> None:
     """A new release of containerd would not start. If only the check had failed, the next run writes the file again."""
     run(machine)
