@@ -127,9 +127,9 @@ class Reconciler(Struct):
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
+            may_start = machine.stopped and machine.startable and (by_hand or not machine.has_run)
             # Read the machine's mark (agent.host.state.starts) again: `stop` may have made it during the pass.
-            has_run = machine.has_run or has_started(machine.name, self.system)
-            if machine.stopped and machine.startable and (by_hand or not has_run):
+            if may_start and (by_hand or not has_started(machine.name, self.system)):
                 failures += self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)
@@ -242,8 +242,7 @@ class Reconciler(Struct):
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         new = {name: sentence for name, sentence in sentences.items() if sentence not in self.logged_faults}
         if new:
-            # Imported here, because otherwise every command would load it.
-            import logging
+            import logging  # Here, because otherwise every command would load it.
 
             for name, sentence in new.items():
                 logging.getLogger(__name__).error("%s", sentence, exc_info=faults[name].error)

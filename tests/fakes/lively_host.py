@@ -54,7 +54,7 @@ class Running(Struct):
 
 
 class LivelyBus(ScriptedBus):
-    """PID 1 and machined, which do what is asked of them."""
+    """PID 1 and machined, which carry out the calls."""
 
     host: "LivelyHost"
 

@@ -31,7 +31,7 @@ MACHINES = ("a", "b")
 SLOTS = tuple(f"0000:0{number}:00.0" for number in range(1, 4))
 VERSIONS = ("550.163.01", "580.95.05")
 ROUNDS = 8
-"""Passes, each after the machines' reports, until nothing changes any more. Three are usual."""
+"""Passes, each after the machines' reports, until a pass changes nothing. Three are usual."""
 PATIENCE = 700.0
 """Seconds after which the host no longer waits for a machine's report, and tries a removal again."""
 EXAMPLES = int(os.environ.get("EVENTS", "15"))
