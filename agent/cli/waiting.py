@@ -7,7 +7,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agent.cli.output import started_and_stopped
-from agent.host.apply.bootstrap_token import give_token
+from agent.host.apply.bootstrap_token import give_token_again
 from agent.host.observe.joined import observe_joined
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.provision.preflight import Asking, Check, check_server
@@ -264,7 +264,7 @@ class _NewTokens(Struct):
         what = f"give machine {name} the bootstrap token of {node.bootstrap_token} again"
         self.reconciler.progress(f"{what}, in case its kubelet's certificate has expired")
         try:
-            give_token(name, read_token(node.bootstrap_token, system), system)
+            give_token_again(name, read_token(node.bootstrap_token, system), system)
         except OSError as error:
             raise ApplyError(f"cannot {what}: {error.strerror}") from error
         return ""

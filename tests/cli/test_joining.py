@@ -226,6 +226,24 @@ def test_a_node_that_starts_within_a_minute_gets_no_token(
     assert given == [None] * 3
 
 
+def test_a_node_that_joins_while_it_gets_a_token_again_has_joined(host: NodeHost, clock: Clock) -> None:
+    """Its machine reports the join once per boot. If the host removed that report, `up` would wait in vain, and the
+    token would stay."""
+    assert run(host, clock) == 0
+    host.remove(joined_file(MACHINE))
+    clock.accepted, joins = set(), [NODE.encode()]
+
+    def ask(url: str, **options: str) -> Answer:
+        if options.get("token") and joins:
+            host.write(joined_file(MACHINE), joins.pop())
+        return Answer(200, None)
+
+    agent = node_reconciler(host)
+    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert host.exists(joined_file(MACHINE))
+    assert not host.exists(token_file(MACHINE))
+
+
 def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHost, clock: Clock) -> None:
     assert run(host, clock) == 0
     host.remove(joined_file(MACHINE))

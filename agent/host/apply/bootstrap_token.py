@@ -27,11 +27,20 @@ def given_token(machine: str, system: System) -> str | None:
 
 
 def give_token(machine: str, token: str, system: System) -> None:
-    """Write the token for the machine. Raises OSError."""
-    path = token_file(machine)
+    """Write the token for a machine that has not started yet, or has a token. Raises OSError."""
     # An earlier machine of this name may have left the file that says that its kubelet has joined. With this file, the
     # next pass would remove the new token at once.
     system.remove(joined_file(machine))
+    give_token_again(machine, token, system)
+
+
+def give_token_again(machine: str, token: str, system: System) -> None:
+    """Write the token for a running machine that has none. Raises OSError.
+
+    The kubelet may join at this moment. Its machine says so only once per boot, so that file stays: the next pass then
+    removes the token.
+    """
+    path = token_file(machine)
     make_way(path, system)
     system.write(path, f"{token}\n".encode(), 0o600)
 
