@@ -251,14 +251,17 @@ class _NewTokens(Struct):
         now = time.monotonic()
         self.since = {name: self.since.get(name, now) for name in names}
         for name, since in self.since.items():
-            if now - since > REJOIN_WAIT and name not in self.refused:
-                self.refused[name] = self._give(name)
+            if now - since > REJOIN_WAIT and name not in self.refused and (refused := self._give(name)) is not None:
+                self.refused[name] = refused
 
-    def _give(self, name: str) -> str:
+    def _give(self, name: str) -> str | None:
+        """Return a value of `refused`; None if the API server did not answer this time."""
         node, system = self.reconciler.config.machines[name].node, self.reconciler.system
         if not node or not node.bootstrap_token or system.exists(token_file(name)):
             return ""
         if failed := next((each for each in check_server(node, system, self.ask) if not each.passed), None):
+            if failed.late:
+                return None
             why = f"{failed.message} ({failed.advice})"
             return f"if its certificate has expired, it needs a valid bootstrap token: {why}"
         what = f"give machine {name} the bootstrap token of {node.bootstrap_token} again"

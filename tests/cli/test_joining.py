@@ -244,6 +244,24 @@ def test_a_node_that_joins_while_it_gets_a_token_again_has_joined(host: NodeHost
     assert not host.exists(token_file(MACHINE))
 
 
+def test_a_server_that_does_not_answer_once_keeps_no_token_from_a_node(host: NodeHost, clock: Clock) -> None:
+    """The node may need the token that it would have got a moment earlier or later."""
+    assert run(host, clock) == 0
+    host.remove(joined_file(MACHINE))
+    tries: list[str] = []
+
+    def ask(url: str, **options: str) -> Answer:
+        if options.get("token"):
+            tries.append(url)
+            if len(tries) == 1:
+                raise SILENT
+        return clock.ask(url, token=TOKEN)
+
+    agent = node_reconciler(host)
+    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert len(tries) == 2
+
+
 def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHost, clock: Clock) -> None:
     assert run(host, clock) == 0
     host.remove(joined_file(MACHINE))
