@@ -23,7 +23,8 @@ class Share(Struct, frozen=True):
     draining: frozenset[str] = frozenset()
     """The detached GPUs in `current`. A new grant does not have them, but processes may use them until they exit."""
     reserved: Mapping[str, str] = field(default_factory=dict)
-    """GPUs kept for other machines that have an internal error. The values complete "GPU X is ..."."""
+    """GPUs kept for other machines: those with an internal error and, with `count=N`, those that keep their settings
+    although they are no longer configured. The values complete "GPU X is ..."."""
 
 
 class DriverRoots(Struct, frozen=True):

@@ -53,7 +53,7 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
     no_root = {each.name: each.root.why for each in facts.machines if isinstance(each.root, Absent | Broken)}
-    shares = Shares(config, facts, faults)
+    shares = Shares(config, facts, faults, held.keys())
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
     unknown = unknown_grants(config, facts, faults)

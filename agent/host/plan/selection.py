@@ -102,7 +102,7 @@ def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
 
 
 def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
-    """Return one sentence for each GPU that is reserved for a machine with a fault."""
+    """Return one sentence for each GPU that is reserved for another machine."""
     return tuple(
         f"GPU {gpu.pci_address} is {share.reserved[gpu.pci_address]}"
         for gpu in gpus

@@ -1,8 +1,9 @@
 """Divides the host's GPUs among machines whose settings request a number of them (`count=N`). Pure.
 
-GPUs that settings name are not available to `count=N`. A machine keeps the GPUs that it has. `all` means all GPUs, even
-those that other machines have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine
-keeps its GPUs, and no other machine gets one of them, except GPUs that may be shared (see _blocked_by_fault).
+GPUs that settings name are not available to `count=N`, nor are those of a machine that keeps its settings although it
+is no longer configured. A machine keeps the GPUs that it has. `all` means all GPUs, even those that other machines
+have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine keeps its GPUs, and no
+other machine gets one of them, except GPUs that may be shared (see _blocked_by_fault).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -26,7 +27,10 @@ def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
 class Shares:
     """Keeps track of the GPUs that are left for the next machine."""
 
-    def __init__(self, config: Config, facts: Facts, faulted: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: Config, facts: Facts, faulted: Collection[str] = (), former: Collection[str] = ()
+    ) -> None:
+        """Begin with all GPUs. `former` are the machines that keep their settings although they are not configured."""
         lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
         self._assigned = _with_addresses({gpu for each in lists for gpu in each}, facts)
         """GPUs that settings name, even for machines that do not exist yet, and GPUs that were assigned so far."""
@@ -37,6 +41,14 @@ class Shares:
         self._blocked_by_fault: dict[str, str] = {}
         for machine in (each for name, each in sorted(machines.items()) if name in faulted):
             self._blocked_by_fault |= _blocked_by_fault(machine, config.machines[machine.name].gpus, facts)
+        self._counts = {name for name, each in config.machines.items() if _counts(each)}
+        self._held_by_former = {
+            gpu: f"still held by machine {each.name}, which is no longer in the configuration"
+            for each in facts.machines
+            if each.name in former
+            for gpu in each.kept_gpus
+        }
+        """GPUs of machines that start, or run, with settings that the agent cannot change, with the reason."""
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
@@ -51,10 +63,9 @@ class Shares:
         """Return the share of a machine, which must be the next one in turn."""
         others = {gpu for name, gpus in self._not_yet_replaced.items() if name != machine for gpu in gpus}
         current = self._granted_before.get(machine, frozenset())
-        # A fault of another machine must not cost this one a GPU that it already has.
-        reserved = {
-            gpu: why for gpu, why in self._blocked_by_fault.items() if gpu not in self._may_open.get(machine, ())
-        }
+        # A fault or a former machine must not cost this one a GPU that it already has.
+        blocked = {**(self._held_by_former if machine in self._counts else {}), **self._blocked_by_fault}
+        reserved = {gpu: why for gpu, why in blocked.items() if gpu not in self._may_open.get(machine, ())}
         return Share(
             taken=frozenset(self._assigned | others),
             current=current,
@@ -67,6 +78,11 @@ class Shares:
         self._not_yet_replaced.pop(machine, None)
         if settings.gpus != "all":
             self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
+
+
+def _counts(settings: MachineSettings) -> bool:
+    """Return whether the settings request a number of GPUs."""
+    return isinstance(settings.gpus, str) and settings.gpus != "all"
 
 
 def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
@@ -122,7 +138,7 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     }
     unknown = {}
     for name, settings in config.machines.items():
-        counts = isinstance(settings.gpus, str) and settings.gpus != "all"
+        counts = _counts(settings)
         own = {name} if counts or without_driver or faulted or several_roots else set[str]()
         others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
         if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:

@@ -180,6 +180,26 @@ def test_a_named_gpu_is_reserved_for_its_machine() -> None:
     assert gpus_by_machine(config(a=[address(0)], b="count=1"), seen) == {"b": [1]}
 
 
+def test_a_machine_that_keeps_its_settings_without_a_table_keeps_its_gpus() -> None:
+    """It runs, or `up` made it and the host's next boot starts it with them: the GPU would be granted twice."""
+    a, z = host("a", "z").machines
+    z = replace(z, granted=Granted("", (address(0), address(2)), {}))
+    for each in (replace(z, unit_state="active"), replace(z, made_by_up=True)):
+        seen = replace(host("a", "z"), machines=(a, each))
+        assert gpus_by_machine(config(a="count=2"), seen) == {"a": [1, 3]}
+        assert gpus_by_machine(config(a="count=3"), seen) == {"a": [1, 3]}
+        expected = f"GPU {address(0)} is still held by machine z, which is no longer in the configuration"
+        assert expected in problems(config(a="count=3"), seen)
+        # Machines may share GPUs that their settings name.
+        assert gpus_by_machine(config(a=[address(0)]), seen) == {"a": [0]}
+        assert gpus_by_machine(config(a="all"), seen) == {"a": [0, 1, 2, 3]}
+        # An earlier release may have granted a GPU twice. Pods use it.
+        twice = replace(a, granted=Granted("", (address(0),), {}))
+        assert gpus_by_machine(config(a="count=2"), replace(seen, machines=(twice, each))) == {"a": [0, 1]}
+    ended = replace(host("a", "z"), machines=(a, z))
+    assert gpus_by_machine(config(a="count=2"), ended) == {"a": [0, 1]}, "z loses its settings"
+
+
 def test_an_unknown_grant_is_not_given_away() -> None:
     """The machine whose grant cannot be read may have any of the GPUs."""
     seen = host("a", "b")
