@@ -59,7 +59,8 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     """
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
-    machines, nodes = granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
+    machines = granted_to(gpu.pci_address, facts, planned, reconciler.config)
+    nodes = gpu_nodes(facts, gpu.pci_address)
     if unknown := why_unknown(gpu, nodes):
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     with detach_lock(reconciler.system, gpu.pci_address):
@@ -77,8 +78,8 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     recovered = _forget_fault(gpu.pci_address, reconciler)
     if not gpu.detached and gpu.pci_address not in facts.gpus.tainted:
         return Ending(True, recovered or (f"{gpu.pci_address} is not detached: nothing to do",))
-    removal = _Removal(gpu, granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
-    outcome = removal.attach_again()
+    machines = granted_to(gpu.pci_address, facts, planned, reconciler.config)
+    outcome = (removal := _Removal(gpu, machines, (), reconciler, timing)).attach_again()
     names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
     what = f"was given back to {names}" if names else "is no longer detached; no machine's settings ask for it"
     return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *recovered, *removal.remarks))
@@ -281,8 +282,7 @@ class _Removal(Struct):
 
     def _permitted(self, outcome: Outcome) -> list[str]:
         """Return the machines that may still open the GPU."""
-        devices = device_numbers(self.nodes)
-        return [machine.name for machine in self._running(outcome) if may_open(machine, devices)]
+        return [each.name for each in self._running(outcome) if may_open(each, device_numbers(self.nodes))]
 
     def _without_record(self, outcome: Outcome) -> list[str]:
         """Return the running machines whose devices cannot be withdrawn, because no record lists their devices."""

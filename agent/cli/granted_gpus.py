@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from agent.cli.holders import gpu_nodes
+from agent.config.settings import Config
 from agent.host.plan.goal import Plan
 from agent.host.plan.unit_drop_in import node_by_number
 from agent.model.errors import ObservationError
@@ -10,13 +11,14 @@ from agent.model.facts import Absent, DeviceNode, Facts, MachineFacts
 from agent.model.granted import Granted
 
 
-def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
+def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tuple[str, ...]:
     """Return the machines that have the GPU, would have it if it were not detached, or may still open it.
 
-    Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
+    Raises ObservationError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
-        cannot_change = machine.name in planned.held and not machine.stays_ended
+        # The settings of a machine that has ended are written before its start, unless it is not configured.
+        cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in config.machines)
         match machine.granted:
             case Absent():
                 may_have = False

@@ -23,7 +23,7 @@ from agent.model.errors import AgentError, ConfigError, ObservationError
 from agent.model.facts import Unseen
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
-from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
+from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.processes import POD_GROUP, process
@@ -470,6 +470,16 @@ def test_a_start_that_waits_may_give_a_machine_its_gpu(site: Site) -> None:
     agent = Reconciler(Config(machines={}), site.host, site.host)
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)
+
+
+def test_a_stopped_node_that_is_no_longer_configured_may_start_with_its_gpu(site: Site) -> None:
+    """`up` made it, so it keeps its settings, and no pass changes them before the start: the host starts it at boot."""
+    units(site.host, "inactive", stopped_at=1)
+    site.host.file(node_record(MACHINE), "{}")
+    agent = Reconciler(Config(machines={}), site.host, site.host)
+    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: .*unbounded-agent reset {MACHINE}"):
+        detach(SECOND, agent, FAST)
+    assert not observe_detached(site.host).gpus
 
 
 @pytest.mark.parametrize(
