@@ -143,7 +143,9 @@ class Inventory:
                 key = (device, listed.driver_version)
                 new = new_facts.get(device, DeviceFacts(complete=vendor is None))
                 self._facts[key] = _merged(self._facts.get(key, DeviceFacts(complete=False)), new)
-            missing = [device for device in listed.devices if not self._facts[device, listed.driver_version].complete]
+            # A device without facts has left while the tool ran, and its facts were forgotten.
+            known = ((device, self._facts.get((device, listed.driver_version))) for device in listed.devices)
+            missing = [device for device, facts in known if facts and not facts.complete]
             self._forget()
             self._devices = None
         if missing:

@@ -224,6 +224,33 @@ def test_only_what_is_unknown_is_looked_up_again(
     assert inventory.problems == ()
 
 
+def test_a_gpu_may_leave_while_another_one_is_looked_up_again(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim reads the documents meanwhile, and the facts of the GPU that left are forgotten."""
+
+    def answer(argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[1].startswith("--query") or f"--id={GPUS[0]}" in argv:
+            machine.grant(GPUS[0], *left)
+            inventory.devices()
+            return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
+        if argv[1] == f"--id={GPUS[1]}":
+            return Completed(0, SMI_LINE.format(bus="02", memory=MEMORY).encode(), b"")
+        return machine._run(argv, timeout)
+
+    left = [GPUS[1]]
+    monkeypatch.setattr(machine, "_runner", answer)
+    monkeypatch.setattr(module, "RETRY", 0.0)
+    machine.grant(*GPUS[:2])
+    inventory.refresh()
+    inventory.read_facts()
+    left.clear()
+    inventory.read_facts()
+    assert list(inventory.devices()) == ["gpu-0000-01-00-0"]
+    assert GPUS[0] in inventory.problems[0]
+    assert GPUS[1] not in inventory.problems[0]
+
+
 def test_facts_that_are_found_one_after_the_other_are_all_kept(
     machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
