@@ -102,4 +102,4 @@ class Network:
     """Whether chains of network plugins were looked for. If not, an earlier release made the record, and `chains` has
     only KUBE-* and CNI-*."""
     tables: bool = False
-    """Whether tables of nftables were looked for. If not, an earlier release made the record."""
+    """Whether tables of nftables were looked for. If not, there was no nft, or an earlier release made the record."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.provision.chains import observe_chains, remove_chains
+from agent.host.provision.chains import observe_chains, observe_network, remove_chains
 from agent.host.provision.leftovers import leftovers
 from agent.model.network import Chains, Network
 from agent.model.paths import CHAINS_REMOVAL
@@ -111,6 +111,16 @@ def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) ->
     assert not filtering.exists(CHAINS_REMOVAL)
 
 
+class Nothing:
+    """A network without links, routes and rules."""
+
+    def observe(self) -> Network:
+        return Network()
+
+    def remove(self, leftover: object) -> None:
+        raise NotImplementedError
+
+
 TABLES = "table ip filter\ntable ip kube-proxy\ntable ip6 kube-proxy\ntable inet kube-proxy\ntable ip docker-bridges\n"
 TABLE, TABLE_6 = Chains("nft", "ip kube-proxy", ()), Chains("nft", "ip6 kube-proxy", ())
 
@@ -126,6 +136,16 @@ def test_tables_of_nftables_are_found_and_removed(host: Host) -> None:
     host.command("nft", "list", "tables", stdout="")
     remove_chains(TABLE, host)
     assert host.runner.calls.count(("nft", "delete", "table", "ip6", "kube-proxy")) == 1
+
+
+def test_tables_that_a_host_without_nft_may_have_had_stay(host: Host) -> None:
+    """nft was installed after the first `up`. Another machine on the host's network may have made the tables before."""
+    found = observe_network(Nothing(), host)
+    assert leftovers(found, Network(chains=(TABLE,))).keep == (TABLE,)
+    host.file("/usr/sbin/nft", executable=True)
+    host.command("nft", "list", "tables", stdout="")
+    found = observe_network(Nothing(), host)
+    assert leftovers(found, Network(chains=(TABLE,))).remove == (TABLE,)
 
 
 def test_only_new_tables_of_nftables_are_removed(host: Host) -> None:
