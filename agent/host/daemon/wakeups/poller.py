@@ -231,7 +231,9 @@ class Wakeups:
                 "event source %s lost, timed passes replace it until it works again: %s", tally.name, one_line(why)
             )
         tracked.failures += 1
-        tracked.retry = now + (min(BACK_OFF, 2.0 ** (tracked.failures - 2)) if tracked.failures > 1 else 0.0)
+        # Limit the exponent too: after a day of failures, the power would be too large for a float.
+        doubled = min(tracked.failures - 2, 10)
+        tracked.retry = now + (min(BACK_OFF, 2.0**doubled) if tracked.failures > 1 else 0.0)
         tally.watching = False
         try:
             tracked.source.close()
