@@ -102,10 +102,10 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
 
 
 def _foreign(machine: MachineFacts, facts: Facts, known: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
-    """Return the entries of the unit's list that the agent did not add. `known` are those that it added.
+    """Return the entries of the unit's list that the agent did not add. `known` are entries that it added.
 
-    So are those of its drop-in: if the drop-in could not be updated, it still has withdrawn devices, and since a
-    daemon-reload PID 1 lists them again.
+    The entries of the agent's own drop-in count as added by the agent, too. If the drop-in could not be updated, it
+    still has withdrawn devices, and after a daemon-reload PID 1 lists them again.
     """
     drop_in = facts.files.get(unit_drop_in(machine.name))
     content = drop_in.content if drop_in else b""
