@@ -77,35 +77,16 @@ def write_and_read_back(
     # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of the
     # files.
     changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
-    noted, effective, inputs = notes.load(CHANGED), "", ""
-    unchecked, refused = change_was_interrupted(notes), False
+    noted, unchecked = notes.load(CHANGED), change_was_interrupted(notes)
     try:
-        if changes or writing_was_interrupted(notes):
-            context.owned.claim(drop_in)
-            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
-            note_change(notes, written=False)
-            files.put(context.system, changes)
-            # Noted again, with the present time: a containerd that started before the last write may have read only
-            # some of the new files.
-            note_change(notes, written=True)
-        inputs = digest_inputs()
-        resulting = files.effective_config(context.system, MAIN, planned.version)
-        # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
-        effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
-        default = context.handoff.default_runtime
-        problems = tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default)
-        faults = "; ".join(problems)
-        if faults and planned.loaded_later:
-            faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
-    except (ExitCodeError, DocumentError) as error:
-        faults, refused = str(error), isinstance(error, ExitCodeError)
+        result = _attempt(context, vendor, drop_in, planned, changes, digest_inputs)
     except (AgentError, OSError):
         _restore(context, changes, before, noted)
         raise
-    if faults:
+    if result.faults:
         _restore(context, changes, before, noted)
         done = [f"restored {', '.join(changes)}"] if changes else []
-        suspect = before[drop_in] is not None and (unchecked or refused)
+        suspect = before[drop_in] is not None and (unchecked or result.refused)
         if suspect and (not written or _is_refused(context, planned.version)):
             # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
             # change, or containerd has changed since that check. containerd works without the drop-in (`baseline`), but
@@ -117,13 +98,58 @@ def write_and_read_back(
         elif unchecked:
             # Otherwise, each later run would try again.
             note_result(notes, RESTORED)
-        return "; ".join([f"the drop-in does not work: {faults}", *done]), inputs
+        return "; ".join([f"the drop-in does not work: {result.faults}", *done]), result.inputs
     if change_was_interrupted(notes):
         # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
-        note_result(notes, effective)
+        note_result(notes, result.effective)
     for path in paths.former:
         context.owned.remove(path)
-    return "", inputs
+    return "", result.inputs
+
+
+class _Result(NamedTuple):
+    """What came of a change."""
+
+    inputs: str
+    """The digest of what the result depends on; empty if it is unknown."""
+    faults: str
+    """What is wrong with the result; empty if it is right."""
+    refused: bool = False
+    """containerd refused its configuration."""
+    effective: str = ""
+    """The digest of the effective configuration; empty if containerd printed none."""
+
+
+def _attempt(
+    context: Context,
+    vendor: MachineVendor,
+    drop_in: str,
+    planned: PlannedChange,
+    changes: dict[str, bytes | None],
+    digest_inputs: Callable[[], str],
+) -> _Result:
+    """Make the changes, and read back the result. Raises AgentError or OSError if the result is unknown."""
+    inputs = ""
+    try:
+        if changes or writing_was_interrupted(context.notes):
+            context.owned.claim(drop_in)
+            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
+            note_change(context.notes, written=False)
+            files.put(context.system, changes)
+            # Noted again, with the present time: a containerd that started before the last write may have read only
+            # some of the new files.
+            note_change(context.notes, written=True)
+        inputs = digest_inputs()
+        resulting = files.effective_config(context.system, MAIN, planned.version)
+    except (ExitCodeError, DocumentError) as error:
+        return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
+    default = context.handoff.default_runtime
+    faults = "; ".join(tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default))
+    if faults and planned.loaded_later:
+        faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
+    # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
+    effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
+    return _Result(inputs, faults, effective=effective)
 
 
 def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:

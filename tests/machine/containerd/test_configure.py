@@ -600,6 +600,18 @@ def killed_run(machine: Machine, kept: int = 2) -> None:
     assert len(writes) == kept
 
 
+def refuse_drop_in(machine: Machine) -> None:
+    """From now on, containerd refuses its configuration if the drop-in has any setting."""
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        loads_drop_in = "dump" in argv and argv[2] == MAIN and machine.exists(DROP_IN)
+        if loads_drop_in and tomllib.loads(machine.read_text(DROP_IN)):
+            return Completed(1, b"", b"containerd: bad")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+
+
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept: int) -> None:
     """However many files the killed run wrote, containerd must load them, even if the next run has nothing to write."""
@@ -640,14 +652,7 @@ def test_after_a_killed_run_a_faulty_change_is_tried_only_once(machine: Machine,
     """However many files the killed run wrote. Each try would write both files, and start containerd twice."""
     machine.put(MAIN, MAIN_2)
     killed_run(machine, kept)
-
-    def refuses(argv: tuple[str, ...]) -> Completed:
-        loads_drop_in = "dump" in argv and argv[2] == MAIN and machine.exists(DROP_IN)
-        if loads_drop_in and tomllib.loads(machine.read_text(DROP_IN)):
-            return Completed(1, b"", b"containerd: bad")
-        return containerd(machine, argv)
-
-    machine.program("containerd", refuses)
+    refuse_drop_in(machine)
     for _ in range(2):
         run(machine)
         assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
@@ -665,13 +670,7 @@ def test_a_restored_drop_in_that_another_containerd_refuses_is_emptied(machine: 
     """The new release of containerd refuses the new drop-in too, which differs because config.toml has changed."""
     machine.put(MAIN, MAIN_2)
     run(machine)
-
-    def refuses(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN and tomllib.loads(machine.read_text(DROP_IN)):
-            return Completed(1, b"", b"containerd: bad")
-        return containerd(machine, argv)
-
-    machine.program("containerd", refuses)
+    refuse_drop_in(machine)
     machine.put("/usr/bin/containerd", "another release")
     machine.put(MAIN, machine.read_text(MAIN).replace("SystemdCgroup = true", "SystemdCgroup = false"))
     run(machine)
@@ -682,13 +681,7 @@ def test_a_restored_drop_in_that_another_containerd_refuses_is_emptied(machine: 
 def test_a_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) -> None:
     """A new release of containerd would not start. If only the check had failed, the next run writes the file again."""
     run(machine)
-
-    def refuses(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN and tomllib.loads(machine.read_text(DROP_IN)):
-            return Completed(1, b"", b"containerd: bad")
-        return containerd(machine, argv)
-
-    machine.program("containerd", refuses)
+    refuse_drop_in(machine)
     machine.put("/usr/bin/containerd", "another release")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
