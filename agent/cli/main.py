@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from agent.cli.commands import UNIT_COMMANDS
+from agent.cli.libraries import load_msgspec, load_prometheus_client
 from agent.cli.parser import VERSION, make_parser
 from agent.cli.printing import ignore_broken_pipe, progress, report, report_failures, say
 from agent.model.errors import AgentError, ConfigError
@@ -45,27 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _load_msgspec() -> None:
-    """Load msgspec without typing_extensions, which would load `inspect` and take a third of the loading time.
-
-    msgspec 0.22 tries typing_extensions first, for functions that Python's own `typing` has had since 3.11.
-    """
-    if "msgspec" in sys.modules:
-        return
-    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
-    import msgspec  # noqa: F401
-
-    del sys.modules["typing_extensions"]
-
-
 def _run(options: argparse.Namespace) -> int:
     """Run any command but `version`. Import only the modules that this command needs."""
-    _load_msgspec()
+    load_msgspec()
     # To load the modules of all commands, with prometheus_client and asyncio, takes thirty times as long as Python's
     # own start. If the top of this file imported them, help, scripts that poll `status`, and every start of a machine
     # would wait for that.
     match options.command:
         case "run":
+            load_prometheus_client()
             from agent.cli.service import run
 
             return run(options)

@@ -75,11 +75,32 @@ def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str]
     assert names & (SERVICE | TOOLS | slow) == set()
 
 
+SERVICE_CHILD = """
+from agent.cli.libraries import load_msgspec, load_prometheus_client
+load_msgspec()
+load_prometheus_client()
+import agent.cli.service, agent.cli.wiring
+"""
+
+
 @pytest.mark.processes
-def test_the_service_loads_no_tools() -> None:
-    names = loaded_by("import agent.cli.service, agent.cli.wiring")
-    assert names > {"agent.host.daemon.loop", "prometheus_client"}
-    assert names & (TOOLS | {"pydantic"}) == set()
+def test_the_service_loads_no_tools_and_no_openssl() -> None:
+    names = loaded_by(SERVICE_CHILD)
+    assert names > {"agent.host.daemon.loop", "prometheus_client", "http.server"}
+    assert names & (TOOLS | {"pydantic", "ssl", "_ssl", "_hashlib"}) == set()
+
+
+@pytest.mark.processes
+def test_openssl_can_still_be_loaded_later() -> None:
+    """What prometheus_client and the standard library keep in place of it finds the real one."""
+    code = f"""{SERVICE_CHILD}
+import http.client, prometheus_client.exposition, urllib.request
+connection = http.client.HTTPSConnection("localhost")
+assert prometheus_client.exposition.ssl.create_default_context().check_hostname
+import ssl
+assert isinstance(connection._context, ssl.SSLContext)
+"""
+    assert loaded_by(code) > {"ssl", "_ssl"}
 
 
 def test_a_command_takes_no_module_from_a_process_that_has_it(tmp_path: Path) -> None:
