@@ -27,12 +27,14 @@ class Answers:
     Each command makes its own reconciler, so it observes everything itself.
     """
 
-    def __init__(self, command: Callable[[Sequence[str]], int] = run_command) -> None:
-        """`command` runs a command and returns its exit code.
+    def __init__(self, validated: Callable[[], bool], command: Callable[[Sequence[str]], int] = run_command) -> None:
+        """`validated` returns whether the current configuration can be loaded without the validator.
+
+        `command` runs a command and returns its exit code.
 
         Remember which version of the agent is installed now, to decline requests from processes of another version.
         """
-        self._command, self._installation = command, installation()
+        self._validated, self._command, self._installation = validated, command, installation()
 
     def page(self, query: str) -> Page:
         """Return the command's output and exit code as JSON, or DECLINED. Runs in a thread of the HTTP server.
@@ -45,6 +47,9 @@ class Answers:
             if request["installation"] != self._installation or not answerable(arguments):
                 return DECLINED
         except (KeyError, TypeError, ValueError):
+            return DECLINED
+        if not self._validated():
+            # The command would load the validator, which would stay in the service's memory.
             return DECLINED
         before = encounters()
         try:

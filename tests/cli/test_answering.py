@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root asks")
 
 @contextmanager
 def service(directory: Path, command: Command) -> Iterator[str]:
-    server = LocalServer(str(directory), STATUSZ_SOCKET, Answers(command).page)
+    server = LocalServer(str(directory), STATUSZ_SOCKET, Answers(lambda: True, command).page)
     try:
         yield str(directory)
     finally:
@@ -140,7 +140,7 @@ def test_what_the_service_is_not_asked(tmp_path: Path, arguments: list[str]) -> 
     finally:
         server.stop()
     assert asked == []
-    assert Answers(lambda arguments: 0).page(request(*arguments)) == DECLINED
+    assert Answers(lambda: True, lambda arguments: 0).page(request(*arguments)) == DECLINED
 
 
 def test_without_a_service_the_command_runs_itself(tmp_path: Path) -> None:
@@ -178,12 +178,21 @@ def test_the_service_declines(query: str) -> None:
     def command(arguments: Sequence[str]) -> int:
         raise AssertionError("must not run")
 
-    assert Answers(command).page(query) == DECLINED
+    assert Answers(lambda: True, command).page(query) == DECLINED
 
 
 def test_a_wrong_argument_is_worded_by_the_commands_own_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Answers().page(request("status", "one", "two")) == DECLINED
+    assert Answers(lambda: True).page(request("status", "one", "two")) == DECLINED
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_changed_configuration_is_loaded_by_the_commands_own_process() -> None:
+    """The service would have to load the validator, and keep it in memory."""
+
+    def command(arguments: Sequence[str]) -> int:
+        raise AssertionError("must not run")
+
+    assert Answers(lambda: False, command).page(request("status")) == DECLINED
 
 
 def test_a_damaged_file_is_named_by_the_commands_own_process(host: Host) -> None:
@@ -195,7 +204,7 @@ def test_a_damaged_file_is_named_by_the_commands_own_process(host: Host) -> None
 
     host.file(GPU_FAULTS, "{")
     for _ in range(2):
-        assert Answers(command).page(request("status")) == DECLINED
+        assert Answers(lambda: True, command).page(request("status")) == DECLINED
 
 
 def test_an_unexpected_error_in_the_service_is_no_answer(tmp_path: Path) -> None:
@@ -215,7 +224,7 @@ def test_requests_at_once_do_not_mix(tmp_path: Path) -> None:
         say([arguments[1]])
         return 0
 
-    answers = Answers(command)
+    answers = Answers(lambda: True, command)
     with ThreadPoolExecutor(2) as pool:
         pages = list(pool.map(answers.page, [request("status", "a"), request("status", "b")]))
     assert [page.status for page in pages] == [HTTPStatus.OK] * 2
