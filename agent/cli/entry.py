@@ -10,7 +10,7 @@ from agent.cli.printing import STDOUT, ignore_broken_pipe, report
 
 
 def run() -> int:
-    """Run the command of this process, and return its exit code, even if nothing can be printed."""
+    """Run the command that this process was started with. Return its exit code, even if nothing can be printed."""
     if sys.stdout is None:
         # The user closed standard output (`>&-`).
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

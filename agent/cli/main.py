@@ -138,8 +138,8 @@ def _run_with_reconciler(options: argparse.Namespace) -> int:
 def _interrupt_at_hangup() -> None:
     """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
 
-    SIGHUP comes when the connection to the terminal is lost. By default, both signals end the process at once: kubectl
-    would go on evicting pods, and a GPU that `gpus detach` is taking would stay detached.
+    SIGHUP comes when the connection to the terminal is lost. By default, both signals end the process at once. Then a
+    kubectl that it started would go on evicting pods, and the GPU of an unfinished `gpus detach` would stay detached.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         # A process that nohup(1) started ignores SIGHUP, and must continue to ignore it.

@@ -255,7 +255,7 @@ class _NewTokens(Struct):
                 self.refused[name] = refused
 
     def _give(self, name: str) -> str | None:
-        """Return a value of `refused`; None if the API server did not answer this time."""
+        """Give a node its token again if it needs one. Return why not, if so; None if the API server did not answer."""
         node, system = self.reconciler.config.machines[name].node, self.reconciler.system
         if not node or not node.bootstrap_token or system.exists(token_file(name)):
             return ""

@@ -38,7 +38,7 @@ CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDis
 
 
 class ApiClient:
-    """Sends requests to the API server. Threads may share it."""
+    """Asks the API server for objects, changes them and watches them. Threads may share it."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

@@ -1,4 +1,4 @@
-"""Evicts the pods that Kubernetes itself does not evict from GPUs that are being detached.
+"""Evicts pods from GPUs that are being detached, where Kubernetes itself does not do so.
 
 When a device gets a taint with the effect NoExecute, Kubernetes evicts the pods that got the device through a claim
 (pkg/controller/devicetainteviction). But a pod may also have requested the device as an extended resource. The
@@ -41,7 +41,10 @@ class Pod:
 
 
 class Evictions:
-    """Evicts pods. Each call of `make` is one attempt, for all pods whose claims the kubelet has not given back yet."""
+    """Evicts pods.
+
+    Each call of the method `make` is one attempt, for all pods whose claims the kubelet has not given back yet.
+    """
 
     def __init__(self, fetch: Fetch, send: Send) -> None:
         """`fetch` returns a claim as the API server has it, or raises AgentError."""

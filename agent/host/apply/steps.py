@@ -110,13 +110,13 @@ def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> b
             # The handoff may name a driver root that could not be published.
             return any(isinstance(each, Publishing) for each in failed)
         case StageDriverRoot():
-            # If plain directories could not be replaced, they stay in use: do not stage the roots that replace them.
+            # If plain directories could not be replaced, they stay in use: do not stage roots in their place.
             return any(isinstance(each, ProtectDriverRoots) for each in failed)
         case WriteFile():
             return not recorded and _needs_record(action)
         case RemoveFile():
-            # If systemd's drop-in with a machine's device permissions could not be removed, the settings files must
-            # stay: without them, later passes would not find that drop-in.
+            # If systemd's drop-in with a machine's device permissions could not be removed, the machine's settings
+            # files must stay: without them, later passes would not find that drop-in.
             return any(
                 isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
             )

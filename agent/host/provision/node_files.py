@@ -21,6 +21,6 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         NodeFile("/etc/hosts", (header + HOSTS).encode()),
     ]
     if inputs.own_network:
-        # A machine without a network of its own uses the host's, where the host's own file sets these parameters.
+        # These parameters belong to a network. If the machine uses the host's, the host's own file sets them.
         files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
     return tuple(sorted(files, key=lambda file: file.path))

@@ -1,4 +1,4 @@
-"""Debian's packaged driver, moved to where other distributions and systems keep it: simulated layouts.
+"""Simulated layouts: Debian's packaged driver, moved to where other distributions and systems keep theirs.
 
 Each function says which source it follows, and which files it leaves out. All other files keep Debian's content, unless
 `apply_rpm_changes` changes it.
