@@ -140,7 +140,7 @@ def _status_line(service: str, system: System) -> str:
 
 
 def _failures(status: str) -> Iterator[Finding]:
-    """Yield a finding if the service's last pass failed, or a step of it. `status` is the service's own line."""
+    """Yield a finding if the service's last pass failed, or a step of it. `status` is the service's status line."""
     for beginning, cause in FAILED.items():
         _, found, why = status.partition(beginning)
         if found:

@@ -41,7 +41,7 @@ _TIMES = Record(_Times)
 def with_times(
     roots: Iterable[StagedRoot], vendors: Iterable[VendorFacts], system: System
 ) -> tuple[tuple[StagedRoot, ...], dict[str, bytes]]:
-    """Return the roots, and the records of times to write, by path.
+    """Return the roots, and by path the records of modification times that must be written.
 
     Roots whose files have the same content as the host's get the times of the host's files.
     """

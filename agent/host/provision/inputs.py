@@ -80,7 +80,7 @@ def changed_inputs(
 
 
 def node_names(config: Config, system: System) -> dict[str, str]:
-    """Return the name of the Node object of each machine that is a node, by the machine's name.
+    """Return the names of Node objects, by the name of the machine that is the node.
 
     Raises ConfigError, for example if two machines would have the same Node.
     """

@@ -26,10 +26,10 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
     After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes then answers
-    the handoff only if the report is newer than the binding and the new publication. The ages of the files show whether
-    it is newer than the binding. The report itself says which publication it answers (`names_handoff`). If the
-    publication is unknown, the ages decide that too. They can be wrong, because the machine half may begin a report
-    before the new publication, and write it afterwards.
+    the handoff only if the report is newer than the binding, and answers the new publication. The ages of the files
+    show the first. The report itself says which publication it answers (`names_handoff`); if it does not, the ages must
+    show the second too. There they can be wrong: the machine half may begin a report before the new publication, and
+    write it afterwards.
     """
     if not names_handoff(report, machine, goal.generation):
         return False

@@ -1,4 +1,4 @@
-"""Publishes the further CDI specifications that a vendor's generator makes: one for each requested mode.
+"""Publishes the additional CDI specifications that a vendor's generator makes: one for each requested mode.
 
 Each mode has a file of its own. These specifications are treated like that of the GPUs: generated in another
 directory, verified, published by a rename, and generated again when an input changes.

@@ -55,7 +55,7 @@ def _start(cluster: Cluster, gpus: int) -> float:
 
 
 def _offer(cluster: Cluster, allocation: str) -> None:
-    """Let the node offer its GPUs by this allocation. No pod may have a GPU while the node moves.
+    """Let the node offer its GPUs through this allocation. No pod may have a GPU during the change.
 
     The steps and their order are those that `unbounded-agent kube allocation` prints.
     """
