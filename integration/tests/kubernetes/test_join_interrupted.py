@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from agent.machine.kubelet.changed_files import DELAY
 from integration.bed.cluster.empty_host import NODE, EmptyHost
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.waiting import wait
@@ -61,6 +62,8 @@ CUTS = {
 @pytest.fixture(scope="module")
 def installed() -> Iterator[EmptyHost]:
     with EmptyHost() as host:
+        # Whatever the kernel has not written after half a minute would be lost with the power.
+        host.guest.run(["sync"])
         host.host.snapshot(INSTALLED)
         yield host
 
@@ -85,7 +88,7 @@ def expect_joined(host: EmptyHost) -> None:
 
 
 def changed_files(host: EmptyHost) -> list[str]:
-    """Return the changed files that the machine half reports. The machine must have run for a minute."""
+    """Return the changed files that the machine half reports. The machine must have run for DELAY seconds."""
     Node(host.guest).run("systemctl", "start", "unbounded-agent-gpu.service", timeout=180)
     report = json.loads(host.guest.read(f"/run/unbounded-agent/machines/{MACHINE}/report/report.json"))
     found: list[str] = report.get("changed_files", [])
@@ -95,6 +98,7 @@ def changed_files(host: EmptyHost) -> list[str]:
 def test_a_change_of_the_nodes_files_is_reported(empty_host: EmptyHost) -> None:
     """The real kubelet, containerd and systemd change none of them."""
     expect_joined(empty_host)
+    empty_host.guest.run(["sleep", str(DELAY)], timeout=10 * DELAY)
     assert changed_files(empty_host) == []
     settings = "/etc/kubernetes/kubelet.json"
     Node(empty_host.guest).shell(f"echo >>{settings}")
