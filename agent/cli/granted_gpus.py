@@ -17,7 +17,7 @@ def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tup
     Raises ObservationError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
-        # The settings of a machine that has ended are written before its start, unless it is not configured.
+        # If a configured machine has ended, its settings can still be changed: they are written before its next start.
         cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in config.machines)
         match machine.granted:
             case Absent():

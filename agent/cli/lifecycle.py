@@ -75,8 +75,8 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
             f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
         )
     reconciler.progress(f"stop machine {name}")
-    # If the machine has not started since the host booted, systemd does not remember that it was stopped. Without this
-    # mark, the service would then start it.
+    # If the machine has not started since the host booted, systemd does not record that this command stops it. Without
+    # the mark, the service would then start the machine.
     mark_start(name, reconciler.system)
     with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
         reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)

@@ -77,9 +77,9 @@ def _forget_live(name: str, system: System) -> None:
 def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
     """Make passes until the machine's files match the goal, then record the settings that the machine starts with.
 
-    One pass may not be enough, because nodes may appear during a pass. If a node were in the record but not in the
-    files, later passes would assume that the machine has it, and not bind it. So if the files never match, nothing is
-    recorded.
+    One pass may not be enough, because device nodes may appear during a pass. If a device node were in the record but
+    not in the files, later passes would assume that the machine has it, and not bind it. So if the files never match,
+    nothing is recorded.
     """
     outcome = _pass(reconciler)
     for _ in range(PASSES - 1):
@@ -145,7 +145,7 @@ def _wait_for_driver(name: str, seconds: int, started: float, reconciler: Reconc
 
 
 def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:
-    """Return the machine's granted GPUs that no driver is bound to, or that have no node yet."""
+    """Return the machine's granted GPUs that no driver is bound to, or that have no device node yet."""
     driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
     return [
         address

@@ -255,7 +255,11 @@ class _NewTokens(Struct):
                 self.refused[name] = refused
 
     def _give(self, name: str) -> str | None:
-        """Give a node its token again if it needs one. Return why not, if so; None if the API server did not answer."""
+        """Give a node its token again, unless it needs none. Raises AgentError.
+
+        Return why the node cannot get a token. The text is empty if the node got one, or needs none. Return None if the
+        API server did not answer.
+        """
         node, system = self.reconciler.config.machines[name].node, self.reconciler.system
         if not node or not node.bootstrap_token or system.exists(token_file(name)):
             return ""

@@ -92,8 +92,8 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     try:
         parts = urllib.parse.urlsplit(server)
         host, port = parts.hostname or "", parts.port or HTTPS_PORT
-        # A connection encodes the host in this way later, and a request encodes the path. If that is not possible, it
-        # must show here.
+        # Later, a connection encodes the host in this way, and a request encodes the path. Find out here whether both
+        # can be encoded.
         host.encode("idna")
         parts.path.encode("ascii")
     except ValueError:

@@ -68,8 +68,8 @@ def make_slices(
     They take the names of the slices in `existing`, in the same order. If more names are needed, new names are made,
     which end with `suffix`.
     """
-    # A slice with a taint may have fewer devices. As soon as one device has a taint, that lower limit is used for all
-    # slices: then further taints move no device to another slice.
+    # The API server allows fewer devices in a slice with a taint. As soon as one device has a taint, this lower limit
+    # is used for all slices: then further taints move no device to another slice.
     size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
     ordered = sorted(devices, key=lambda each: each.name)
     parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]

@@ -37,8 +37,8 @@ def give_token(machine: str, token: str, system: System) -> None:
 def give_token_again(machine: str, token: str, system: System) -> None:
     """Write the token for a running machine that has none. Raises OSError.
 
-    The kubelet may join at this moment. Its machine says so only once per boot, so that file stays: the next pass then
-    removes the token.
+    Keep the file that says that the kubelet has joined (`joined_file`). The kubelet may join at this moment, and its
+    machine writes that file only once per boot. The next pass then finds the file, and removes the token.
     """
     path = token_file(machine)
     make_way(path, system)

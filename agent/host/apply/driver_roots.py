@@ -137,11 +137,11 @@ def remove_all(system: System) -> None:
 
 
 def protect(indices: tuple[int, ...], system: System) -> None:
-    """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
+    """Move away driver roots that are plain directories, mount their parent HOST_NVIDIA, and delete the directories.
 
     Their content is not used again: root in a machine may have changed it, or still have a file open. The directories
-    are moved back only if their parent cannot be mounted. If the agent is killed before the mount, or PID 1 does not
-    answer, the next pass stages the roots again.
+    are moved back only if HOST_NVIDIA cannot be mounted. If the agent is killed before the mount, or PID 1 does not
+    answer, the next pass stages the roots again. Raises AgentError, OSError.
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
