@@ -75,8 +75,9 @@ class MachineOutcome(Struct, frozen=True):
     def awaited(self) -> str:
         """What the machine still needs, in words, for a command that waits for the machine.
 
-        A machine without a GPU may be Ready although the command still waits for it. In that case, the text is the
-        message of the first condition that is needed but not True, or NO_ANSWER if there is none.
+        If Ready is not True, the text is Ready's message. If Ready is True, the text is the message of the first
+        condition that is not True and not in NOT_NEEDED_FOR_READY, or NO_ANSWER if there is none. Only a machine
+        without a GPU can be Ready and have such a condition.
         """
         needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
         missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)

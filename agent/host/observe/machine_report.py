@@ -71,7 +71,7 @@ class _Document(Struct, frozen=True):
 
 
 def parse_report(data: bytes) -> Report:
-    """Parse a report. Raises DocumentError, which names the key."""
+    """Parse a report. Raises DocumentError, which names the wrong key if there is one."""
     if len(data) > SIZE_LIMIT:
         raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
     try:

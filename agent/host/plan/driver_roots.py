@@ -161,9 +161,10 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
 
 
 def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
-    """Return the indices of two roots: the newest with the loaded module's version, and with the host files' version.
+    """Return the indices of the roots that stay even if no machine uses them.
 
-    These roots stay even if no machine uses them. Returns None if a version or the files are unknown.
+    These are the newest root with the loaded module's version, and the newest root with the host files' version.
+    Returns None if a version or the files are unknown.
     """
     versions = (driver.module_version, driver.user_space.version)
     unclear = any(isinstance(version, Unseen | Broken) for version in versions)

@@ -75,9 +75,9 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
 
 def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     free = [gpu for gpu in _not_reserved(usable, share) if gpu.pci_address not in share.taken]
-    # Detached GPUs come last, except draining GPUs, which may be attached again while they have users. Of all GPUs that
-    # do not come last, the machine's current ones come first: a new GPU with a lower address must not replace a GPU
-    # that pods use.
+    # Detached GPUs come last, except the machine's draining GPUs: processes may still use these, and meanwhile an
+    # administrator may attach them again. Of all GPUs that do not come last, the machine's current ones come first: a
+    # new GPU with a lower address must not replace a GPU that pods use.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:

@@ -48,7 +48,7 @@ class Shares:
             if each.name in former
             for gpu in each.kept_gpus
         }
-        """GPUs of machines that start, or run, with settings that the agent cannot change, with the reason."""
+        """GPUs that the machines in `former` keep, each with the reason why machines with `count=N` do not get it."""
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }

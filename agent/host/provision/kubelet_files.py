@@ -80,8 +80,9 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "clusterDomain": kubelet.cluster_domain,
         "containerRuntimeEndpoint": CONTAINERD_SOCKET,
         "failSwapOn": settings.host.swap == "off",
-        # /proc/sys is read-only in a machine. With this field, the kubelet does not try to set a wrong parameter there:
-        # it ends, with an error that names the parameter.
+        # The kubelet needs certain values of kernel parameters, but cannot set them: /proc/sys is read-only in a
+        # machine. With this field, it does not try to: if a parameter has another value, the kubelet ends with an error
+        # that names the parameter.
         "protectKernelDefaults": True,
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,

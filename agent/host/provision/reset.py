@@ -98,7 +98,7 @@ class Reset(Struct, frozen=True):
     def _host(self) -> HostFacts:
         """Return the host's facts, with an empty network, because `reset` observes the network in `_leftovers`.
 
-        From the record in `found`, what can no longer be restored is left out.
+        The record in the field `found` does not contain what can no longer be restored.
         """
         found = observe_found(self.system)
         if isinstance(found, AsFound):

@@ -42,7 +42,7 @@ def _in_words(machine: MachineOutcome) -> str:
 def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
     """Yield the log level and a sentence for each condition whose status or reason differs from `logged`.
 
-    A condition that is not in `logged` is yielded if it is not True. Ready is then yielded even if it is True.
+    A condition that is not in `logged` is yielded only if it is not True, or if it is Ready.
     """
     for each in machine.conditions:
         before = logged.get(each.type)

@@ -113,8 +113,10 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     """Return a GPU's status, the first of these that applies:
 
     `detached`, `unbound` (no kernel driver), `lost` (the kernel log says that the GPU no longer answers), `unknown`
-    (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node). What is `lost` here is `failed` in other
-    metrics and in `gpus`; there, `lost` means gone from the PCI bus.
+    (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).
+
+    A GPU that is `lost` here has the state `failed` in the metric `gpu_info` and in `unbounded-agent gpus`. There,
+    `lost` means that the GPU has left the PCI bus.
     """
     if gpu.detached:
         return "detached"
