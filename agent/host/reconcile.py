@@ -189,7 +189,7 @@ class Reconciler(Struct):
                     outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference)
                 else:
                     conditions = self._conditions_without_goal(machine, facts, planned)
-                    # The record of a grant outlives the settings of a machine that is not configured for a while.
+                    # Unless it is held, a machine without a goal has no GPU: its record is left from an earlier grant.
                     kept = machine.kept_gpus if machine.name in planned.held else ()
                     outcome = MachineOutcome(machine.name, conditions, kept)
                 current = readiness.with_rejected(outcome.conditions, self.rejected)

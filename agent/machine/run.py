@@ -114,9 +114,9 @@ def _rounds(system: System) -> Iterator[Outcome]:
         outcome = settle(context)
         _log(context, outcome)
         yield outcome
-        # If the host has published the handoff again during this round, the outcome is not reported, except in the last
-        # round: the host may have bound the nodes that this outcome calls missing, and a host half of an older release
-        # would take the report for the answer to the new handoff.
+        # If the host has published the handoff again during this round, the outcome is not reported: the host may have
+        # bound the nodes that this outcome calls missing, and a host half of an older release would take the report for
+        # the answer to the new handoff. In the last round, the outcome is reported in any case.
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published

@@ -110,7 +110,8 @@ def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noq
             value = value[int(index)] if index else value[field]
         items = tuple(value.items())
     except (LookupError, TypeError, AttributeError):
-        # This is no path, but the end of an unknown key's name, which contains the text that `_split` searches for.
+        # `path` is no path: an unknown key's name contains the text at which `_split` divides the error's message, so
+        # `path` is the end of that name.
         return path
     for key, item in items:
         value.clear()

@@ -36,8 +36,8 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
     for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
             system.remove_temporary(path)
-    # The shell in the machine's unit writes this file, after it has waited some seconds for the pass lock. This pass
-    # holds the lock, so the file is very probably a leftover.
+    # The shell in the machine's unit writes this file under the pass lock, or without the lock if it could not get the
+    # lock within some seconds. This pass holds the lock, so the file is very probably a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))

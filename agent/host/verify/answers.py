@@ -27,9 +27,9 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
 
     After the host has bound missing nodes, it publishes the same handoff again. A report of missing nodes then answers
     the handoff only if the report is newer than the binding, and answers the new publication. The ages of the files
-    show the first. The report itself says which publication it answers (`names_handoff`); if it does not, the ages must
-    show the second too. There they can be wrong: the machine half may begin a report before the new publication, and
-    write it afterwards.
+    show whether the report is newer than the binding. `names_handoff` compares the publication that the report answers
+    with the new one. If one of the two is unknown, the report must also be newer than the new publication. This test
+    can be wrong: the machine half may begin a report before the new publication, and write it afterwards.
     """
     if not names_handoff(report, machine, goal.generation):
         return False

@@ -124,10 +124,11 @@ def _handlers() -> list[RuntimeHandler]:
 def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
-    The agent's drop-in for a vendor's runtime may enable CDI: that drop-in stays when the vendor's last GPU is
-    withdrawn. containerd loads the runtime's drop-in after the drop-in for CDI alone, and then containerd 1.x ignores
-    the table in the drop-in for CDI alone. If there is a drop-in for CDI alone, and none for a vendor's runtime, False
-    is returned: the existing drop-in is taken to be needed.
+    Return False without a check if there is a drop-in for CDI alone, and none for a vendor's runtime: the existing
+    drop-in is taken to be needed. Also return False if there is no main file. Otherwise, check containerd's effective
+    configuration. The agent's drop-in for a vendor's runtime may enable CDI there, because that drop-in stays when the
+    vendor's last GPU is withdrawn. containerd loads that drop-in after the one for CDI alone, so containerd 1.x ignores
+    the table in the one for CDI alone.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
