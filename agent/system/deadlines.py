@@ -174,9 +174,10 @@ def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) 
 
 
 def _shortened(seconds: float, *, is_source: bool) -> float:
-    """Return the time for the next call of this kind.
+    """Return the time limit for the next call: `seconds`, halved for each counted call that hangs.
 
-    The time is `seconds`, halved for each call of this kind that hangs, but at least SHORTEST.
+    The limit is at least SHORTEST. With `is_source`, calls to the sources of mounts are counted; otherwise, all other
+    calls are.
     """
     # If a call ends meanwhile, another thread may remove it from `_overdue`; `get` then returns None.
     calls = [_overdue.get(what) for what in stuck()]

@@ -6,7 +6,7 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 def mounted(system: System, file_system: str) -> frozenset[str]:
-    """Return where file systems of the type `file_system` are mounted, as the kernel escapes paths. Raises OSError."""
+    """Return the mount points of file systems of the type `file_system`, with the kernel's escapes. Raises OSError."""
     found = set()
     for line in system.lines(MOUNTS):
         # The mount point is followed by optional fields, a hyphen, and the type.

@@ -33,9 +33,9 @@ class MachineRunner:
     def start(self, argv: tuple[str, ...], is_current: Callable[[], bool]) -> None:
         """Start a program before its result is needed.
 
-        A later call with the same arguments returns the result. Every later call first asks `is_current`, which returns
-        False if something that the program depends on has changed. The program is then killed, and its result is not
-        used. Raises OSError.
+        When this runner is called with the same arguments, it returns the program's result. Until then, each call of
+        this runner, with any arguments, first asks `is_current`, which returns False if something that the program
+        depends on has changed. The program is then killed, and its result is not used. Raises OSError.
         """
         self._early[argv] = (_Process(argv), is_current)
 

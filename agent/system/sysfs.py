@@ -116,10 +116,11 @@ class Sysfs:
         return self._system.exists(f"{DATABASE}/c{number}")
 
     def _drm_device(self, name: str) -> DrmDevice | None:
-        """Return the node with its PCI device; None if it was removed meanwhile.
+        """Return the node with its PCI device; None if the node was removed meanwhile.
 
-        Drivers of GPUs register their nodes with the PCI device itself. A device in between is another kind of display,
-        such as the firmware's framebuffer, which the kernel places below the GPU that the firmware uses.
+        Drivers of GPUs register their nodes with the PCI device itself. A node of any other device is returned without
+        a PCI address. An example is the node of the firmware's framebuffer: the kernel places the framebuffer below the
+        GPU that the firmware uses.
         """
         target = self._system.read_link(f"{DRM}/{name}")
         if target is None:

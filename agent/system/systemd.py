@@ -92,7 +92,7 @@ def status_text(path: str, system: System) -> str:
 
 
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
-    """Return the unit's DeviceAllow entries in force. systemd lists them in the reverse order of the files."""
+    """Return the unit's DeviceAllow entries in force, as systemd lists them: the last one in the unit's files first."""
     allowed = []
     for entry in _property(path, "Service", "DeviceAllow", list, system):
         match entry:

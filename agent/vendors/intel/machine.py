@@ -34,9 +34,10 @@ class IntelMachine(DrmMachine):
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty if `name` is not a GPU's.
+        """Return the PCI address of the GPU that `name` stands for; empty if `name` is not a GPU's.
 
-        A card that is no longer granted has an id too, because the plugin may still advertise the card.
+        For a card that is not granted, return the card's name `cardN`: the plugin may still advertise a card that is no
+        longer granted.
         """
         if PCI_ADDRESS.fullmatch(name):
             return name

@@ -50,9 +50,9 @@ def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
 
 
 def _manages_nvswitch(sources: Sources) -> bool | Unseen:
-    """Return whether an adapter of the host manages NVSwitches; Unseen if the adapters could not be listed.
+    """Return whether a network adapter of the host manages NVSwitches; Unseen if the adapters could not be listed.
 
-    An adapter needs milliseconds to give its data. So the data are read again only if the adapters have changed.
+    Reading an adapter's product data takes milliseconds. So the data are read again only if the adapters have changed.
     """
     system = sources.system
     try:

@@ -95,7 +95,7 @@ def _environment(present: list[Any], request: Request) -> dict[str, Any]:
 
 
 def _links(request: Request) -> dict[str, str]:
-    """Return the driver root's links, and INDIRECT's link in each directory that has INDIRECT's library.
+    """Return the driver root's links, and a link next to each library that needs one for indirect rendering (INDIRECT).
 
     Maps each link's path in containers to its target.
     """

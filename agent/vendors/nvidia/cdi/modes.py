@@ -90,7 +90,10 @@ class NvidiaModes(CdiModes):
         return MODES[mode].mounts
 
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification. Remove nodes that are not in the request: /dev may still have withdrawn nodes."""
+        """Generate a specification with only the nodes in the request.
+
+        nvidia-ctk also lists withdrawn nodes that are still in /dev. These are left out.
+        """
         check_version(system, MODES[mode].since, f"for mode {mode}")
         for library in BLOCKED_LIBRARIES:
             system.write(f"{directory}/{library}", b"")

@@ -79,8 +79,8 @@ def _run(
 ) -> "Mapping[str, Answer]":
     """Run the command. If it fails, run it again without the GPUs that nvidia-smi cannot query.
 
-    Return what nvidia-smi said of the GPUs in the second run; nothing if the first run succeeded. Raises AgentError or
-    OSError.
+    After a second run, return nvidia-smi's answers about the granted GPUs that it can query; return an empty mapping if
+    the first run succeeded. Raises AgentError or OSError.
     """
     from agent.vendors.nvidia.nvidia_smi import device_ids, query_gpus
 
