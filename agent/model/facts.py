@@ -195,8 +195,8 @@ class MachineFacts(Struct, frozen=True):
     """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
-    made_by_up: bool = False
-    """Whether `up` made the machine; also True if that is unknown. Such a machine starts whenever the host boots."""
+    kept_from_boot_by: str = ""
+    """The command after which the machine no longer starts whenever the host boots; empty if it does not do so now."""
     masked: bool = False
     """The machine's unit is masked. The machine may still run, or be stopping."""
     starts: bool = False

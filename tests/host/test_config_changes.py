@@ -129,3 +129,17 @@ def test_a_stopped_node_that_was_removed_keeps_its_settings_until_it_is_reset(tm
     assert has_settings(node, MACHINE)
     assert reset_machine(MACHINE, removed, node.network) == 0
     assert not node.exists(nspawn_file(MACHINE))
+
+
+def test_a_stopped_machine_that_was_removed_keeps_its_settings_as_long_as_it_is_enabled(two_machines: Host) -> None:
+    """Whoever made the machine: without the settings, the template's -U would apply when the host boots."""
+    link = f"/etc/systemd/system/machines.target.wants/{machine_unit(SECOND)}"
+    two_machines.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
+    process(two_machines, NEW).reconcile()
+    two_machines.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
+    removed = process(two_machines, OLD)
+    removed.reconcile()
+    assert has_settings(two_machines, SECOND)
+    two_machines.remove(link)
+    removed.reconcile()
+    assert not two_machines.exists(nspawn_file(SECOND))

@@ -2,7 +2,7 @@
 
 import math
 
-from agent.host.observe.units import Unit
+from agent.host.observe.units import Unit, is_enabled
 from agent.host.state.driver_roots import parse_handed
 from agent.host.state.granted import GRANTED
 from agent.model.device import FileIdentity
@@ -20,6 +20,7 @@ from agent.model.paths import (
     handed_roots_file,
     handoff_file,
     live_file,
+    machine_unit,
     node_record,
     nspawn_file,
     report_directory,
@@ -45,7 +46,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
         name=name,
         root=_root(name, system),
         unit_state=unit.state,
-        made_by_up=read_seen(system.exists, node_record(name)) is not False,
+        kept_from_boot_by=_kept_from_boot_by(name, system),
         masked=unit.masked,
         starts=unit.starts,
         restarts=unit.restarts,
@@ -71,7 +72,7 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
         name=name,
         root=unseen,
         unit_state=unit.state,
-        made_by_up=True,
+        kept_from_boot_by=_reset(name),
         masked=unit.masked,
         starts=unit.starts,
         restarts=unit.restarts,
@@ -82,6 +83,19 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
         handed_roots=unseen,
         report=unseen,
     )
+
+
+def _kept_from_boot_by(name: str, system: System) -> str:
+    """Return the command of `MachineFacts.kept_from_boot_by`. If something is unknown, the machine starts at boot."""
+    # `up` enables each machine that it makes.
+    if read_seen(system.exists, node_record(name)) is not False:
+        return _reset(name)
+    enabled = read_seen(lambda unit: is_enabled(unit, system), machine_unit(name)) is not False
+    return f"machinectl disable {name}" if enabled else ""
+
+
+def _reset(name: str) -> str:
+    return f"unbounded-agent reset {name}"
 
 
 def _root(name: str, system: System) -> Seen[str]:

@@ -12,6 +12,7 @@ from agent.host.state.starts import has_started
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.paths import UNITS
 from agent.system import systemd
 from agent.system.files import System
 from agent.system.seen import classify_error
@@ -27,8 +28,9 @@ UNIT_DIRECTORIES = (
 )
 """Directories of units, in the order of precedence of systemd.unit(5). Directories of transient and generated units are
 left out, because they never contain templates."""
-
-
+WANTED_BY = {"machines.target": "multi-user.target"}
+"""The target that starts each unit that `up` enables, by the unit's name. Machines' units are not listed, because
+machines.target starts all of them."""
 QUOTING = frozenset("\"'\\")
 
 
@@ -119,6 +121,12 @@ def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
     if listed.load_state == "not-found":
         return Absent(f"{name} is not installed")
     return Broken(f"{name} cannot be started: LoadState is {listed.load_state}")
+
+
+def is_enabled(unit: str, system: System) -> bool:
+    """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
+    target = WANTED_BY.get(unit, "machines.target")
+    return system.exists(f"{UNITS}/{target}.wants/{unit}")
 
 
 def observe_version(system: System) -> Seen[int]:

@@ -108,10 +108,10 @@ def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     for machine in (each for each in facts.machines if each.name not in config.machines):
         if not machine.stays_ended:
             held[machine.name] = "it is no longer in the configuration; its settings stay while it runs"
-        elif machine.made_by_up and not isinstance(machine.root, Absent):
+        elif machine.kept_from_boot_by and not isinstance(machine.root, Absent):
             held[machine.name] = (
                 "it is no longer in the configuration; its settings stay, because it starts when the host boots, until "
-                f"`unbounded-agent reset {machine.name}`"
+                f"`{machine.kept_from_boot_by}`"
             )
     return held
 

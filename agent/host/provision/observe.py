@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from agent.host.observe.joined import observe_joined
+from agent.host.observe.units import is_enabled
 from agent.host.provision.actions import boot_units
 from agent.host.provision.durable import Durable
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.as_found import AsFound
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, PARTIAL, UNITS, machine_root, staged_prefix, token_file
+from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, PARTIAL, machine_root, staged_prefix, token_file
 from agent.system.files import System
 from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
-WANTED_BY = {"machines.target": "multi-user.target"}
-"""The target that starts each unit that `up` enables, by the unit's name. Machines' units are not listed, because
-machines.target starts all of them."""
 COPY = ".copy.json"
 
 
@@ -79,12 +77,6 @@ def made_nodes(system: System) -> tuple[str, ...]:
     # A machine named x.copy has the record x.copy..json (node_record), so `base` may end in a dot.
     bases = {name.removesuffix(COPY if name.endswith(COPY) else ".json") for name in records}
     return tuple(sorted(base.removesuffix(".") for base in bases))
-
-
-def is_enabled(unit: str, system: System) -> bool:
-    """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
-    target = WANTED_BY.get(unit, "machines.target")
-    return system.exists(f"{UNITS}/{target}.wants/{unit}")
 
 
 def _root(machine: str, system: System) -> Seen[int]:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from agent.host.observe.units import observe_units
+from agent.host.observe.units import is_enabled, observe_units
 from agent.host.provision.actions import Action, RemoveDriverRoots
 from agent.host.provision.apply import Progress, Tools, run
 from agent.host.provision.chains import observe_network
 from agent.host.provision.differences import since_found
 from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.leftovers import Leftovers, leftovers
-from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
+from agent.host.provision.observe import NodeFacts, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, plan_forgetting, plan_removal, plan_restoration, plan_tidying
 from agent.host.provision.record import NodeRecord
 from agent.model.as_found import AsFound

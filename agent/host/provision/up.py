@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
 from agent.host.apply.bootstrap_token import given_token
+from agent.host.observe.units import is_enabled
 from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
 from agent.host.provision.actions import Action, GiveToken, RecordHost, boot_units
@@ -24,7 +25,7 @@ from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
 from agent.host.provision.inputs import node_inputs
 from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
-from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
+from agent.host.provision.observe import NodeFacts, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, RootGoal, must_make_root, plan_boot, plan_host, plan_root
 from agent.host.provision.preflight import Asking, Check, checked
 from agent.host.provision.record import make_record

@@ -314,13 +314,14 @@ def test_a_running_machine_keeps_settings_that_are_no_longer_configured() -> Non
     assert diff(planned, seen).actions == ()
 
 
-def test_a_stopped_node_keeps_settings_that_are_no_longer_configured_until_it_is_reset() -> None:
-    """`up` has enabled it, so it starts at the next boot, with the template's -U if the settings were gone."""
+@pytest.mark.parametrize("command", ["unbounded-agent reset old", "machinectl disable old"])
+def test_a_machine_that_starts_at_boot_keeps_settings_that_are_no_longer_configured(command: str) -> None:
+    """It would start with the template's -U if the settings were gone. `up` enables its nodes."""
     seen = facts(machine="old")
     seen = replace(seen, files={nspawn_file("old"): FileState(b"ours", owned=True)}, vendors=(VendorFacts("nvidia"),))
-    seen = replace(seen, machines=(replace(seen.machines[0], made_by_up=True),))
+    seen = replace(seen, machines=(replace(seen.machines[0], kept_from_boot_by=command),))
     planned = plan(Config(machines={}), seen)
-    assert "`unbounded-agent reset old`" in planned.held["old"]
+    assert f"`{command}`" in planned.held["old"]
     assert diff(planned, seen).actions == ()
     # `reset` removes the root file system first.
     without_root = replace(seen, machines=(replace(seen.machines[0], root=Absent("removed")),))

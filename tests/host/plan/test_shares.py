@@ -184,7 +184,7 @@ def test_a_machine_that_keeps_its_settings_without_a_table_keeps_its_gpus() -> N
     """It runs, or `up` made it and the host's next boot starts it with them: the GPU would be granted twice."""
     a, z = host("a", "z").machines
     z = replace(z, granted=Granted("", (address(0), address(2)), {}))
-    for each in (replace(z, unit_state="active"), replace(z, made_by_up=True)):
+    for each in (replace(z, unit_state="active"), replace(z, kept_from_boot_by="unbounded-agent reset z")):
         seen = replace(host("a", "z"), machines=(a, each))
         assert gpus_by_machine(config(a="count=2"), seen) == {"a": [1, 3]}
         assert gpus_by_machine(config(a="count=3"), seen) == {"a": [1, 3]}
