@@ -71,6 +71,22 @@ def test_the_settings_of_a_stopped_machine_are_removed(tmp_path: Path, state: st
     assert not (tmp_path / SETTINGS).exists()
 
 
+def test_a_machine_without_settings_does_not_start_at_boot(tmp_path: Path) -> None:
+    """The template's -U would change the owners of its files. A machine with foreign settings starts as before."""
+    names = {
+        name: f"etc/systemd/system/machines.target.wants/systemd-nspawn@{name}.service" for name in ("gpu-node", "b")
+    }
+    for link in names.values():
+        write(tmp_path, link)
+        (tmp_path / link).unlink()
+        (tmp_path / link).symlink_to("/usr/lib/systemd/system/systemd-nspawn@.service")
+    message = purge(tmp_path, "inactive")
+    assert "machine gpu-node no longer starts" in message
+    assert "machinectl enable gpu-node" in message
+    assert not (tmp_path / SETTINGS).exists()
+    assert {name for name, link in names.items() if (tmp_path / link).is_symlink()} == {"b"}
+
+
 @pytest.mark.parametrize("copy", ["as-found.json", "as-found.copy.json"])
 def test_the_record_of_a_changed_host_stays(tmp_path: Path, copy: str) -> None:
     """`up` has changed the host and then failed, or was interrupted, before it made its first node."""
