@@ -27,14 +27,32 @@ def load_prometheus_client() -> None:
     if "prometheus_client" in sys.modules:
         return
     ssl = None if "ssl" in sys.modules else _Ssl("ssl")
+    without_hashlib = ssl is not None and _has_own_digests()
     if ssl:
         sys.modules["ssl"] = ssl
+    if without_hashlib:
         sys.modules["_hashlib"] = None  # type: ignore[assignment]
     import prometheus_client  # noqa: F401
 
+    if without_hashlib:
+        del sys.modules["_hashlib"]
     if ssl:
-        del sys.modules["ssl"], sys.modules["_hashlib"]
+        del sys.modules["ssl"]
         ssl.in_annotations = False
+
+
+def _has_own_digests() -> bool:
+    """Return whether this Python has digests of its own. Fedora's and RHEL's has only OpenSSL's, except for BLAKE2.
+
+    Without either, hashlib would lack SHA-512, which the standard library's random.py needs.
+    """
+    sha2 = ("_sha2",) if sys.version_info >= (3, 12) else ("_sha256", "_sha512")
+    try:
+        for name in ("_blake2", "_md5", "_sha1", "_sha3", *sha2):
+            import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 class _Ssl(ModuleType):

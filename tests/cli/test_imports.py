@@ -91,6 +91,21 @@ def test_the_service_loads_no_tools_and_no_openssl() -> None:
 
 
 @pytest.mark.processes
+def test_a_python_without_its_own_digests_uses_openssls() -> None:
+    """Fedora and RHEL build theirs so (--with-builtin-hashlib-hashes=blake2)."""
+    missing = ("_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3")
+    code = f"""
+sys.modules.update(dict.fromkeys({missing}))
+{SERVICE_CHILD}
+import hashlib, random
+assert hashlib.sha256().name == "sha256"
+"""
+    names = loaded_by(code)
+    assert names > {"agent.host.daemon.loop", "prometheus_client", "_hashlib"}
+    assert names & {"ssl", "_ssl"} == set()
+
+
+@pytest.mark.processes
 def test_openssl_can_still_be_loaded_later() -> None:
     """What prometheus_client and the standard library keep in place of it finds the real one."""
     code = f"""{SERVICE_CHILD}
