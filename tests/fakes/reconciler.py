@@ -67,7 +67,7 @@ class SimulatedReconciler:
 
     Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `changed`, when conditions last
     changed; `hold`, which lengthens a pass until it is removed; and `stuck`, for a read (a thread that waits) or a
-    command that never ends.
+    command that never ends. `main` reads `loading`: how many seconds it takes to read the configuration.
     """
 
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
@@ -124,9 +124,15 @@ def main(root: str, timing: dict[str, float], environment: dict[str, str]) -> No
     os.environ.clear()
     os.environ.update(environment)
     system = System(host_runner, root)
+
+    def load() -> Loaded:
+        if seconds := json.loads(Path(root, "behaviour.json").read_text()).get("loading"):
+            system.run("sleep", str(seconds), timeout=seconds)
+        return load_or_last_good(system)
+
     try:
         code = loop.run(
-            lambda: load_or_last_good(system),
+            load,
             lambda loaded, progress: SimulatedReconciler(loaded, progress, Path(root)),
             timing=loop.Timing(**timing),
             system=system,

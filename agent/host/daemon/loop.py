@@ -129,13 +129,13 @@ class Daemon:
             reloading, signals.reload = signals.reload, False
             if reloading:
                 trigger = "reload"
-                self.reload()
+                with signals.in_pass():
+                    self.reload()
             self._endpoint.listen()
             self.work(trigger, signals)
-            if not self._why_stale and not ready:
-                ready = True
-                self._notifier.send("READY=1")
-            elif reloading and ready:
+            newly_ready = not ready and not self._why_stale
+            ready = ready or newly_ready
+            if newly_ready or (reloading and ready):
                 self._notifier.send("READY=1")
             if not signals.stop:
                 trigger, delay = self.next_pass()

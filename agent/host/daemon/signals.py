@@ -1,6 +1,6 @@
 """Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait.
 
-SIGTERM and SIGINT also end a pass, after a grace period.
+SIGTERM and SIGINT also end a pass or a reload, after a grace period.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from agent.host.daemon.sd_notify import Notifier
 
 
 class PassInterruptedError(BaseException):
-    """The grace period after SIGTERM or SIGINT expired during a pass. `except Exception` does not catch it."""
+    """The grace period after SIGTERM or SIGINT expired in a pass or reload. `except Exception` does not catch it."""
 
 
 class Signals:
@@ -52,7 +52,8 @@ class Signals:
     def in_pass(self) -> Iterator[None]:
         """If the grace period ends while the block runs, raise PassInterruptedError in the block.
 
-        The interruption leaves no half-written file, because files are written atomically.
+        The interruption leaves no half-written file, because files are written atomically. A reload is such a block
+        too, because the child that validates the configuration may take longer than systemd waits for the service.
         """
         self._in_pass = True
         try:

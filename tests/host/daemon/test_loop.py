@@ -251,6 +251,17 @@ def test_sigterm_does_not_wait_for_stuck_calls(service: Service, stuck: str) -> 
     assert "interrupted during a pass" in service.log()
 
 
+def test_sigterm_does_not_wait_for_a_reload_that_does_not_end(service: Service) -> None:
+    """The child that validates the configuration may be stuck too (agent.config.child)."""
+    service.start(SLOW | {"grace": 0.2})
+    wait_for(lambda: ready(service))
+    service.behave(loading=120)
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.notifications("RELOADING=1"))
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0, "not its 120 s"
+
+
 def test_a_stuck_read_is_counted_named_and_does_not_stop_the_service(service: Service) -> None:
     service.behave(stuck="read", seconds=0.1)
     service.start(FAST)
