@@ -86,7 +86,7 @@ def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
     Of the processes that cannot be inspected, list at most UNSEEN_SHOWN, because a pod may have many.
     """
     more = len(held.unseen) - UNSEEN_SHOWN
-    counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
+    counted = (f"and {more} more cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)
 
 

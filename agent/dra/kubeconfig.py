@@ -91,14 +91,14 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     server = _text(where, cluster, "server")
     try:
         parts = urllib.parse.urlsplit(server)
-        host, port = parts.hostname or "", parts.port or HTTPS_PORT
+        host, port = parts.hostname or "", HTTPS_PORT if parts.port is None else parts.port
         # Later, a connection encodes the host in this way, and a request encodes the path. Find out here whether both
         # can be encoded.
         host.encode("idna")
         parts.path.encode("ascii")
     except ValueError:
         parts, host, port = urllib.parse.urlsplit(""), "", 0
-    if parts.scheme != "https" or not host:
+    if parts.scheme != "https" or not host or not port:
         raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
     server_name = _text(where, cluster, "tls-server-name") or host
     try:

@@ -26,7 +26,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         """Return the next request. Raises URLError if the redirect to `url` must not be followed."""
         target = urllib.parse.urlsplit(url)
         if target.scheme not in {"https", urllib.parse.urlsplit(request.full_url).scheme}:
-            raise urllib.error.URLError(f"it redirects from HTTPS to {url}, which is not protected")
+            raise urllib.error.URLError(f"it redirects to {url}, which is less protected")
         if "@" in target.netloc:
             raise urllib.error.URLError("it redirects to a URL with a password")
         return urllib.request.Request(url, method=request.get_method())

@@ -146,7 +146,7 @@ def test_a_process_that_cannot_be_inspected_is_reported_and_decides_nothing(site
     assert ending.done, text(ending)
     assert f"{SECOND} may be removed: no process that could be inspected has it open" in ending.sentences[0]
     assert "cannot inspect PID 30: Permission denied" in ending.sentences
-    assert ending.sentences[-1] == "and 5 more processes cannot be inspected"
+    assert ending.sentences[-1] == "and 5 more cannot be inspected"
     assert holders(SECOND, site.agent)[0] == f"{SECOND}: no process that could be inspected has it open"
 
 

@@ -72,6 +72,7 @@ def test_the_server_may_have_a_prefix_another_name_and_the_usual_port() -> None:
         (CERTIFICATE, {"server": "http://api"}, "the server must be an https:// address, not 'http://api'"),
         (CERTIFICATE, {"server": "https://api:port"}, "the server must be"),
         (CERTIFICATE, {"server": "https://[::1"}, "the server must be"),
+        (CERTIFICATE, {"server": "https://api:0"}, "the server must be"),
         (CERTIFICATE, {"server": "https://a..b"}, "the server must be an https:// address, not 'https://a..b'"),
         (CERTIFICATE, {"server": f"https://{'a' * 64}"}, "the server must be"),
         (CERTIFICATE, {"server": "https://api/\u00e4"}, "the server must be"),

@@ -30,7 +30,7 @@ def doctor(
     if bundle is not None:
         path = os.path.abspath(bundle or default_name(os.uname().nodename, time.time()))
         left_out = write_bundle(path, report, reconciler)
-        aside = f"; {len(left_out)} parts are missing: left-out.txt in the archive lists them" if left_out else ""
+        aside = f"; what is missing ({len(left_out)}) is listed in left-out.txt in the archive" if left_out else ""
         say([f"{path} is written{aside}", "Secrets that were recognised are removed. Read it before you send it."])
         return 0
     say([document("doctor", time.time(), as_object(report))] if for_programs else in_words(report, style().width))

@@ -82,7 +82,9 @@ def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:
         for number, entry in enumerate(archive):
             size += entry.size
-            if entry.size < 0 or size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
+            if entry.size < 0:
+                raise tarfile.ReadError(f"entry {number} has a negative size")
+            if size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
                 raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
             metered.allowance = entry.size + DESCRIPTION_LIMIT
             name = NAME.fullmatch(entry.name)

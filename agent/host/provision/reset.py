@@ -127,7 +127,7 @@ class Reset(Struct, frozen=True):
         assert isinstance(recorded, AsFound), "it is the same record"
         units = [f"{unit} is enabled" for unit, on in host.units.items() if on and found.units.get(unit) is False]
         differences = [*since_found(found.host, host.state), *units]
-        differences += [f"{each.describe()} is there again" for each in left.remove]
+        differences += [f"{each.describe()} is still there" for each in left.remove]
         kept = [f"{each.describe()} is new; remove it if the node made it" for each in left.keep]
         return tuple(differences), (*restorable(recorded.host, self.system)[1], *kept)
 

@@ -38,7 +38,7 @@ def load(
     detached_here = sorted(detached & {gpu.pci_address for gpu in gpus})
     if detached_here:
         names = ", ".join(detached_here)
-        report(f"loading nothing while GPU {names} is detached: to attach it, run `unbounded-agent gpus attach`")
+        report(f"loading nothing while a GPU is detached ({names}); `unbounded-agent gpus attach` attaches it")
         return
     if not for_nvidia:
         report("this host has no GPU for NVIDIA's driver")
