@@ -268,7 +268,7 @@ class _Removal(Struct):
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
             f"machine {name} was started without this agent's settings, or the record of its devices is lost: "
-            f"only `machinectl reboot {name}` withdraws the GPU"
+            f"only `unbounded-agent restart {name} --kubeconfig FILE` withdraws the GPU"
             for name in self._without_record(outcome)
         ]
         return outcome

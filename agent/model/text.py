@@ -45,6 +45,11 @@ def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
     return separator.join(items[:number]) + (f" and {more} more" if more > 0 else "")
 
 
+def restart_command(machine: str) -> str:
+    """Return the command, in a message, that restarts a machine and moves its pods to other nodes first."""
+    return f"`unbounded-agent restart {machine} --kubeconfig FILE`"
+
+
 def dotted(version: Iterable[int]) -> str:
     """Return a version as programs print it: `1.7.24`."""
     return ".".join(map(str, version))

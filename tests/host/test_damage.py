@@ -234,6 +234,8 @@ def test_a_machine_that_started_with_other_settings_needs_a_restart(gpu_host: Ho
     gpu_host.write(started_nspawn(MACHINE), text.replace("VirtualEthernet=no", "VirtualEthernet=yes").encode())
     (machine,) = reconciler(gpu_host).reconcile().machines
     assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+    said = machine.condition(ConditionType.DEVICES_ALLOWED).message
+    assert f"`unbounded-agent restart {MACHINE} --kubeconfig FILE`" in said, "as doctor and the runbooks say"
 
 
 def test_withdrawal_does_not_wait_for_that_restart(gpu_host: Host) -> None:

@@ -222,6 +222,7 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
         )
         assert found[ConditionType.DEVICES_ALLOWED].reason == "NotGiven"
         assert "/dev/nvidia2" in found[ConditionType.DEVICES_ALLOWED].message
+        assert "restart gpu-node --kubeconfig FILE" in found[ConditionType.DEVICES_ALLOWED].message
     new = {"/dev/nvidia2", "/dev/dri/card3", "/dev/dri/renderD130"}
     assert {*asked} <= {("BindMountMachine", path) for path in new}
     gpu_host._bus = bus

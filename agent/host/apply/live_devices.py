@@ -12,6 +12,7 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError
 from agent.model.live import READ_ONLY, LiveSettings, render_live
 from agent.model.paths import live_file, machine_unit
+from agent.model.text import restart_command
 from agent.system import machined, systemd
 from agent.system.damage import write_record
 from agent.system.files import System
@@ -52,7 +53,7 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     live, unbound = _bind_all(action, live, system, report_progress)
     _record(action.machine, live, system)
     if failures := [*failures, *unbound]:
-        raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` applies all changes")
+        raise ApplyError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
 
 
 def _bind_all(

@@ -7,6 +7,7 @@ from agent.model.goal import MachineGoal
 from agent.model.granted import Granted
 from agent.model.paths import STATE
 from agent.model.reasons import Reason
+from agent.model.text import restart_command
 
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
@@ -62,7 +63,7 @@ def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> st
     return (
         f"the machine has not answered the latest handoff within {STALE_AFTER:.0f} s: see "
         f"`journalctl -M {machine.name} -u unbounded-agent-gpu`; if {STATE} was replaced while the machine ran, the "
-        f"machine still has the old directory: run `machinectl reboot {machine.name}`"
+        f"machine still has the old directory: run {restart_command(machine.name)}"
     )
 
 

@@ -25,6 +25,7 @@ from agent.model.goal import Grant, MachineGoal
 from agent.model.handoff import with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.reasons import Reason
+from agent.model.text import restart_command
 
 PLAIN_ADVICE = (
     "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers/roots.md"
@@ -235,14 +236,14 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
         return inside
     if machine.live_unseen:
         return unknown(kind, Reason.OBSERVATION_FAILED, machine.live_unseen)
-    reboot = f"`machinectl reboot {machine.name}`"
+    restart = restart_command(machine.name)
     if machine.live is None or machine.live.fixed != goal.live.fixed:
-        why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
+        why = f"machine {machine.name} was started with other settings; when its pods allow it, run {restart}"
         return false(kind, Reason.MACHINE_RESTART_NEEDED, why)
     missing = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
     missing += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
     if missing:
-        why = f"could not give {', '.join(missing)} to the running machine: the agent tries again; or run {reboot}"
+        why = f"could not give {', '.join(missing)} to the running machine: the agent tries again; or run {restart}"
         return false(kind, Reason.NOT_GIVEN, why)
     return inside
 

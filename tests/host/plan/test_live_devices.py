@@ -199,7 +199,7 @@ def test_owners_of_numbers_are_added_to_an_older_versions_note(host: Host) -> No
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
     """Successful binds are noted, and only the rest is tried again: systemd 252 would stack mounts."""
     host.bus.refused["/dev/nvidia1"] = BusError("Failed to bind mount: Operation not supported")
-    with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*machinectl reboot gpu-node"):
+    with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*restart gpu-node --kubeconfig"):
         change_devices(CHANGE, host)
     noted = parse_live(host.read(live_file(MACHINE)))
     assert (noted.allow, list(noted.nodes)) == (ALLOW, ["/dev/nvidia2"])
