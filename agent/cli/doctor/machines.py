@@ -134,7 +134,8 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     special: list[str] = []
     for vendor in environment.vendors:
         special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, environment.modules)
-    general = () if special and kind in REPLACED else remedy(kind, reason, offers_gpus=environment.offers_gpus)
+    replaced = special and (kind in REPLACED or reason in REPLACED)
+    general = () if replaced else remedy(kind, reason, offers_gpus=environment.offers_gpus)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
         for each in dict.fromkeys((*special, *general, *_remarks(condition)))
@@ -142,6 +143,13 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     )
 
 
-REPLACED = frozenset({ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED})
-"""Conditions about drivers, for which a vendor's own commands replace the general ones. For other conditions, the
+REPLACED: Set[str] = frozenset(
+    {
+        ConditionType.DRIVER_LOADED,
+        ConditionType.LIBRARIES_PRESENT,
+        ConditionType.DRIVER_ROOT_STAGED,
+        Reason.GPU_FAILED,
+    }
+)
+"""Conditions about drivers, and a reason, for which a vendor's own commands replace the general ones. For others, the
 vendor's commands come first, and the general ones follow."""

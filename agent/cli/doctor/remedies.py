@@ -41,7 +41,11 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         REPORT,
         f"{SERVICE_LOG}  # if the agent has not written it",
     ),
-    (None, Reason.REPORT_STALE): (SHELL, "systemctl restart unbounded-agent-gpu.timer unbounded-agent-gpu.service"),
+    (None, Reason.REPORT_STALE): (
+        "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
+        f"{REPORT}  # if the reason stays",
+        f"{RESTART}; if these commands hang",
+    ),
     (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
     (None, Reason.MACHINE_NOT_RUNNING): ("machinectl start {machine}",),
     (None, Reason.NO_SUCH_MACHINE): (

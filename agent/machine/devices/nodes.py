@@ -45,7 +45,8 @@ OPEN_ERRORS = {
     errno.ENODEV: (Reason.NO_DRIVER, "the driver knows no such device: see `dmesg` on the host"),
     errno.EIO: (
         Reason.GPU_FAILED,
-        "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or reboot",
+        "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or, if that "
+        "fails, reboot the host: `unbounded-agent doctor` there has the commands",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
     errno.EAGAIN: (

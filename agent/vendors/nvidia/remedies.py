@@ -16,6 +16,17 @@ DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
 FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
 REINSTALL = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
 
+RESET = (
+    "dmesg | grep -iE 'nvrm|xid'  # names the GPU",
+    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+    "unbounded-agent gpus holders PCI-ADDRESS  # stop what is still listed, such as nvidia-persistenced",
+    "nvidia-smi --gpu-reset -i PCI-ADDRESS",
+    "unbounded-agent gpus attach PCI-ADDRESS  # forgets a fatal error of the GPU",
+    "systemctl reboot  # only if the reset fails: ends all machines of the host: stop the others first too",
+    "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
+)
+"""The order of docs/runbooks.md: a drain leaves the device plugin, which has every GPU open."""
+
 FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): (
         LOAD,
@@ -48,6 +59,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "systemctl enable --now nvidia-fabricmanager",
         FABRIC_LOG,
     ),
+    (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): RESET,
     (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (
         "nvidia-smi -L  # is the instance that is named above listed? If not, destroy it and create it again",
     ),

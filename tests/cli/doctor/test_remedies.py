@@ -125,6 +125,27 @@ def test_a_partition_that_is_missing_is_looked_for_on_the_host() -> None:
     assert fix(ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING)[0].startswith("nvidia-smi -L  # ")
 
 
+def test_a_gpu_that_failed_is_reset_before_the_host_reboots() -> None:
+    """The message and the runbooks say so; `doctor` knew only the reboot, which ends all machines of the host."""
+    lines = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)
+    steps = ("unbounded-agent stop gpu-node", "unbounded-agent gpus holders", "nvidia-smi --gpu-reset")
+    order = (*steps, "unbounded-agent gpus attach", "systemctl reboot  # only if", "unbounded-agent start gpu-node")
+    found = [next(place for place, line in enumerate(lines) if line.startswith(step)) for step in order]
+    assert found == sorted(found)
+    assert len(lines) == len(order) + 1, "nothing stands there twice"
+    intel = Environment((VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),)),))
+    others = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, intel)
+    assert not any("nvidia" in line for line in others)
+    assert any(line.startswith("systemctl reboot") for line in others)
+
+
+def test_a_machine_that_hangs_is_not_only_sent_commands_that_hang_too() -> None:
+    """The runbook says what helps then; `doctor` knew only a command in the machine's shell."""
+    lines = fix(ConditionType.CDI_SPEC_CURRENT, Reason.REPORT_STALE)
+    assert lines[0] == "systemctl -M gpu-node restart unbounded-agent-gpu.timer unbounded-agent-gpu.service"
+    assert lines[-1].startswith("unbounded-agent restart gpu-node --kubeconfig FILE  # ")
+
+
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     """modprobe would do nothing then."""
     gpus = (facts.gpu(0), replace(facts.gpu(1), driver=""))
