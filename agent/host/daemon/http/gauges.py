@@ -8,12 +8,12 @@ from prometheus_client.registry import Collector
 
 from agent.host.daemon.http.families import counter, gauge, value
 from agent.host.daemon.http.host_gauges import host_families
-from agent.host.daemon.http.machine_gauges import Versions, condition_families, machine_families
+from agent.host.daemon.http.machine_gauges import Stops, Versions, condition_families, machine_families
 from agent.host.daemon.http.view import View
 from agent.host.daemon.wakeups.poller import Tally
 
 
-def families(view: View, versions: Versions) -> Iterator[Metric]:
+def families(view: View, versions: Versions, stops: Stops) -> Iterator[Metric]:
     """Yield the metrics of one view."""
     build = gauge(
         "build_info", "Constant 1, with the versions of the host half and of Python.", "version", "python_version"
@@ -22,7 +22,7 @@ def families(view: View, versions: Versions) -> Iterator[Metric]:
     yield build
     yield from condition_families(view.machines)
     if view.outcome is not None:
-        yield from machine_families(view.outcome, versions)
+        yield from machine_families(view.outcome, versions, stops)
         yield from host_families(view.outcome)
     if view.observed:
         yield value(
@@ -73,8 +73,8 @@ def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
 class Gauges(Collector):
     """The gauges of one view, for a registry."""
 
-    def __init__(self, view: View, versions: Versions) -> None:
-        self._view, self._versions = view, versions
+    def __init__(self, view: View, versions: Versions, stops: Stops) -> None:
+        self._view, self._versions, self._stops = view, versions, stops
 
     def collect(self) -> Iterator[Metric]:
-        return families(self._view, self._versions)
+        return families(self._view, self._versions, self._stops)

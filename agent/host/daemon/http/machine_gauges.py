@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from agent.host.daemon.http.families import counter, gauge
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.facts import MachineFacts, Unseen
 from agent.model.reasons import Reason
 
 REASONS = frozenset(Reason)
@@ -34,6 +35,24 @@ class Versions:
             return OTHER
         self._shown.add(version)
         return version
+
+
+class Stops:
+    """The machines that somebody stopped, as was last known.
+
+    While systemd does not answer, the state of no unit is known, and a page about a machine that was stopped on purpose
+    would wake a person.
+    """
+
+    def __init__(self) -> None:
+        self._stopped: dict[str, bool] = {}
+
+    def stopped(self, machine: MachineFacts) -> bool:
+        """Return whether somebody stopped the machine since the host booted; False if that was never known."""
+        if not isinstance(machine.unit_state, Unseen):
+            # A machine whose unit failed does not count as stopped: no user stopped it.
+            self._stopped[machine.name] = machine.has_run and machine.unit_state == "inactive"
+        return self._stopped.get(machine.name, False)
 
 
 def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
@@ -76,16 +95,16 @@ def _reason(condition: Condition) -> str:
     return condition.reason if condition.reason in REASONS else OTHER
 
 
-def machine_families(outcome: Outcome, versions: Versions) -> Iterator[Metric]:
+def machine_families(outcome: Outcome, versions: Versions, stops: Stops) -> Iterator[Metric]:
     """Yield the metrics that need a fresh outcome."""
     yield from _gpu_counts(outcome.machines)
     stopped = gauge(
         "machine_stopped",
-        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed.",
+        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. While systemd does "
+        "not answer: what was last known.",
         "machine",
     )
-    # A machine whose unit failed does not count as stopped: no user stopped it.
-    ended = {each.name for each in outcome.facts.machines if each.has_run and each.unit_state == "inactive"}
+    ended = {each.name for each in outcome.facts.machines if stops.stopped(each)}
     reported = gauge(
         "machine_report_timestamp_seconds", "When the machine half last reported. It does so each minute.", "machine"
     )

@@ -11,7 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from agent.host.daemon.http.convergence import Convergence
 from agent.host.daemon.http.families import PREFIX
 from agent.host.daemon.http.gauges import Gauges
-from agent.host.daemon.http.machine_gauges import Versions
+from agent.host.daemon.http.machine_gauges import Stops, Versions
 from agent.host.daemon.http.server import Page
 from agent.host.daemon.http.view import View
 from agent.host.outcome import MachineOutcome, Outcome
@@ -88,7 +88,7 @@ class Metrics:
             registry=self._registry,
             buckets=BUCKETS,
         )
-        self._versions = Versions()
+        self._versions, self._stops = Versions(), Stops()
         self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
@@ -125,7 +125,7 @@ class Metrics:
 
     def page(self, view: View, accept: str) -> Page:
         """Return the metrics page. `accept` is TEXT or OPENMETRICS."""
-        gauges = Gauges(view, self._versions)
+        gauges = Gauges(view, self._versions, self._stops)
         self._registry.register(gauges)
         try:
             encode, content_type = choose_encoder(accept)

@@ -214,6 +214,19 @@ def test_a_machine_that_failed_was_not_stopped(state: str, has_run: bool, stoppe
     assert value(samples, "machine_stopped", machine="gpu-node") == stopped
 
 
+def test_a_stopped_machine_stays_stopped_while_systemd_does_not_answer() -> None:
+    """UnboundedAgentMachineNotReady paged after ten minutes of its silence. A machine that ran was not stopped then."""
+    metrics, view = Metrics(), view_of(READY)
+    assert view.outcome
+    shown = []
+    for state in ("inactive", Unseen("no answer"), "active", Unseen("no answer")):
+        machine = MachineFacts("gpu-node", root="/", unit_state=state, has_run=state == "inactive")
+        facts = replace(view.outcome.facts, machines=(machine,))
+        samples = scrape(replace(view, outcome=replace(view.outcome, facts=facts)), metrics)
+        shown.append(value(samples, "machine_stopped", machine="gpu-node"))
+    assert shown == [1, 1, 0, 0]
+
+
 def test_gpus_are_counted() -> None:
     samples = scrape(view_of(replace(READY, lost=GPUS[:1], expected=3)))
     counted = [value(samples, f"machine_gpus{each}", machine="gpu-node") for each in ("", "_expected", "_lost")]
