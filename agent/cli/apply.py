@@ -1,12 +1,15 @@
 """`unbounded-agent apply`: makes one pass, starts stopped machines, and waits for their reports."""
 
 import time
+from contextlib import ExitStack
 
 from agent.cli.output import print_machines, report_problems, started_and_stopped
 from agent.cli.printing import progress, report_failures
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
+from agent.host.state.locks import machine_locks
 from agent.model.conditions import Status
+from agent.model.errors import AgentError
 
 ANSWER_LIMIT = 180.0
 """Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
@@ -17,11 +20,11 @@ PROGRESS_INTERVAL = 15.0
 def apply(reconciler: Reconciler) -> int:
     """Make a pass, start stopped machines, wait until every machine has reported, and print the conditions.
 
-    Stopped machines whose units are masked are neither started nor awaited. A failed step ends the wait. Return the
-    exit code: 1 if a step failed or a machine is not ready.
+    Stopped machines whose units are masked are neither started nor awaited. A stopped machine on which another command
+    works is not started either, which counts as a failure. A failed step ends the wait. Return the exit code: 1 if a
+    step failed or a machine is not ready.
     """
-    outcome = reconciler.run_pass(by_hand=True)
-    failures = outcome.failures
+    outcome, failures = _run_pass(reconciler)
     limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
     started, next_report = time.monotonic(), 0.0
     while not failures and (waiting := _waiting(outcome)):
@@ -42,6 +45,24 @@ def apply(reconciler: Reconciler) -> int:
     report_problems(outcome.facts)
     ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)
     return report_failures(failures) or (0 if ready else 1)
+
+
+def _run_pass(reconciler: Reconciler) -> tuple[Outcome, tuple[str, ...]]:
+    """Make a pass, and start the stopped machines on which no other command works. Return what failed, too.
+
+    The machines' locks are held only until the starts: from then on, other commands may stop the machines again.
+    """
+    busy: dict[str, str] = {}
+    with ExitStack() as locks:
+        for name in sorted(reconciler.config.machines):
+            try:
+                locks.enter_context(machine_locks(reconciler.system, (name,), "apply"))
+            except AgentError as error:
+                busy[name] = error.message
+        outcome = reconciler.run_pass(by_hand=reconciler.config.machines.keys() - busy.keys())
+    # A busy machine that has not run since the host booted was started: the service would have started it as well.
+    left = (each.name for each in outcome.machines if each.stopped and each.has_run and each.name in busy)
+    return outcome, outcome.failures + tuple(f"machine {name} was not started: {busy[name]}" for name in left)
 
 
 def _waiting(outcome: Outcome) -> list[MachineOutcome]:

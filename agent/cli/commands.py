@@ -53,7 +53,7 @@ COMMANDS = {
     "apply": Command(
         "reconcile once, start stopped machines, wait until they report",
         "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
-        "their conditions. Never restarts a running machine.",
+        "their conditions. Never restarts a running machine, and starts none on which another command works.",
         "sudo unbounded-agent apply",
         {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
     ),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -115,21 +115,21 @@ class Reconciler(Struct):
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why), now) else set()
         return Acknowledged(released, missing_nodes, forbidden, faults, now)
 
-    def run_pass(self, *, by_hand: bool = False) -> Outcome:
+    def run_pass(self, *, by_hand: Collection[str] = ()) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
-        A machine that has stopped, or failed to start, since the host booted is started only with `by_hand`, because a
-        user may have stopped it.
+        A machine that has stopped, or failed to start, since the host booted is started only if `by_hand` has its name,
+        because a user may have stopped it.
         """
         outcome = self.reconcile()
-        failures = outcome.failures
-        machines = []
+        failures, machines = outcome.failures, []
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
-            may_start = machine.stopped and machine.startable and (by_hand or not machine.has_run)
+            wanted = machine.name in by_hand
+            may_start = machine.stopped and machine.startable and (wanted or not machine.has_run)
             # Read the machine's mark (agent.host.state.starts) again: `stop` may have made it during the pass.
-            if may_start and (by_hand or not has_started(machine.name, self.system)):
+            if may_start and (wanted or not has_started(machine.name, self.system)):
                 failures += self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)

@@ -1,11 +1,13 @@
 """`apply` waits only for machines that can report."""
 
+import os
 import time
 
 import pytest
 
 from agent.cli.apply import apply
-from tests.fakes.gpu_host import MACHINE, UNITS, reconciler
+from agent.host.state.locks import machine_locks
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
 
@@ -33,3 +35,31 @@ def test_a_machine_that_has_ended_is_not_waited_for(
     assert apply(reconciler(gpu_host)) == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert len(waited) == 1
+
+
+def test_a_machine_that_another_command_stopped_is_not_started(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`apply` started the machine that `reset` or `up --rebuild` had stopped in order to remove its root directory."""
+    began, start = time.monotonic(), ("systemctl", "start", "--no-block", UNITS[0])
+    now = [began]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    units(gpu_host, "inactive", stopped_at=4711)
+    with machine_locks(gpu_host, (MACHINE,), "reset"):
+        assert apply(reconciler(gpu_host)) == 1
+    assert start not in gpu_host.runner.calls
+    said = f"machine {MACHINE} was not started: another command is working on machine {MACHINE}: "
+    assert f"{said}`unbounded-agent reset` (process {os.getpid()})" in " ".join(capsys.readouterr().err.split())
+    assert now[0] - began < 10, "it did not wait for the machine's report"
+
+
+def test_other_commands_may_work_on_a_machine_that_apply_waits_for(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        with machine_locks(gpu_host, (MACHINE,), "stop"):
+            units(gpu_host, "inactive", stopped_at=4711)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert apply(reconciler(gpu_host)) == 1

@@ -378,7 +378,7 @@ def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_pat
     assert stop(MACHINE, reconciler(host), "", drain=False) == 0
     reconciler(host).run_pass()
     assert START not in host.runner.calls
-    reconciler(host).run_pass(by_hand=True)
+    reconciler(host).run_pass(by_hand=(MACHINE,))
     assert START in host.runner.calls
 
 

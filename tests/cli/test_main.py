@@ -274,7 +274,7 @@ def test_a_pass_leaves_a_machine_with_its_settings_unchanged(gpu_host: Host) -> 
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.remove_file(TEMPLATE)
-    outcome = agent.run_pass(by_hand=True)
+    outcome = agent.run_pass(by_hand=(MACHINE,))
     assert (outcome.actions, outcome.failures) == ((), ())
     assert not [argv for argv in gpu_host.runner.calls if "start" in argv]
     gpu_host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")

@@ -75,7 +75,7 @@ def test_a_machine_that_is_stopped_while_its_start_waits_stays_stopped(gpu_host:
     gpu_host.bus.jobs.clear()
     assert {"Stopped"} <= {each.reason for each in service.run_pass().machines[0].conditions}
     assert begin not in gpu_host.runner.calls
-    service.run_pass(by_hand=True)
+    service.run_pass(by_hand=(MACHINE,))
     assert begin in gpu_host.runner.calls
 
 

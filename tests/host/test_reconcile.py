@@ -75,7 +75,7 @@ def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: 
     """Otherwise the template's -U would give its files to other users, and no drop-in would prepare its start."""
     agent = reconciler(gpu_host)
     gpu_host.full.append(unwritten)
-    assert agent.run_pass(by_hand=True).failures
+    assert agent.run_pass(by_hand=(MACHINE,)).failures
     assert START not in gpu_host.runner.calls
     gpu_host.full.clear()
     agent.run_pass()
@@ -110,7 +110,7 @@ def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(gpu_hos
     outcome = agent.run_pass()
     assert start not in gpu_host.runner.calls
     assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
-    agent.run_pass(by_hand=True)
+    agent.run_pass(by_hand=(MACHINE,))
     assert start in gpu_host.runner.calls
 
 
@@ -137,7 +137,7 @@ def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
     running = machine.condition(ConditionType.MACHINE_RUNNING)
     assert (running.status, running.reason) == (Status.FALSE, "Stopped")
     assert f"`systemctl unmask {UNITS[0]}`" in running.message
-    assert not reconciler(gpu_host).run_pass(by_hand=True).failures
+    assert not reconciler(gpu_host).run_pass(by_hand=(MACHINE,)).failures
     assert START not in gpu_host.runner.calls, "systemd would refuse it"
     Reconciler(Config(machines={}), gpu_host, gpu_host).reconcile()
     assert not gpu_host.exists(nspawn_file(MACHINE)), "no process of it needs its settings"
@@ -413,7 +413,7 @@ def test_a_report_from_before_the_stop_does_not_count_for_a_start(gpu_host: Host
     assert machine.reported == pytest.approx(time.time(), abs=60)
     units(gpu_host, "inactive", stopped_at=4711)
     assert not agent.run_pass().machines[0].pending, "nobody starts it"
-    assert agent.run_pass(by_hand=True).machines[0].pending
+    assert agent.run_pass(by_hand=(MACHINE,)).machines[0].pending
     assert agent.reconcile().machines[0].pending
     report(gpu_host, OPENED)
     assert not agent.reconcile().machines[0].pending

@@ -242,7 +242,7 @@ def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(g
     agent = reconciler(gpu_host)
     gpu_host.runner.calls.clear()
     gpu_host.bus.failing = BusError("no answer in time")
-    outcome = agent.run_pass(by_hand=True)
+    outcome = agent.run_pass(by_hand=(MACHINE,))
     found = conditions(outcome)[ConditionType.MACHINE_RUNNING]
     assert (found.status, found.reason, found.message) == (Status.UNKNOWN, "ObservationFailed", "no answer in time")
     assert (outcome.actions, outcome.failures) == ((), ())
