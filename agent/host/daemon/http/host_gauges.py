@@ -11,7 +11,7 @@ from agent.model.device import DeviceKind
 from agent.model.driver_root import StagedRoot
 from agent.model.facts import DeviceNode, Driver, Facts, Gpu, VendorFacts
 
-GPU_STATUSES = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
+GPU_STATUSES = ("ok", "missing", "unbound", "failed", "detached", "unused", "unknown")
 
 
 def host_families(outcome: Outcome) -> Iterator[Metric]:
@@ -112,18 +112,15 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     """Return a GPU's status, the first of these that applies:
 
-    `detached`, `unbound` (no kernel driver), `lost` (the kernel log says that the GPU no longer answers), `unknown`
+    `detached`, `unbound` (no kernel driver), `failed` (the kernel log says that the GPU no longer answers), `unknown`
     (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).
-
-    A GPU that is `lost` here has the state `failed` in the metric `gpu_info` and in `unbounded-agent gpus`. There,
-    `lost` means that the GPU has left the PCI bus.
     """
     if gpu.detached:
         return "detached"
     if not gpu.driver:
         return "unbound"
     if gpu.why_lost:
-        return "lost"
+        return "failed"
     if nodes is None:
         return "unknown"
     # A GPU has a minor number only if its driver makes GPU nodes of its own. Other GPUs have DRM's render nodes.

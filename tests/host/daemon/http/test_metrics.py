@@ -167,7 +167,7 @@ def test_series_end_with_their_machine() -> None:
     ("gpu", "devices", "status"),
     [
         (Gpu(GPUS[0], "nvidia"), (), "unbound"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79"), (), "lost"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79"), (), "failed"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79", detached=True), (), "detached"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), (), "missing"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), VENDOR.devices, "ok"),
@@ -195,7 +195,7 @@ def test_each_gpu_has_one_status(gpu: Gpu, devices: Seen[tuple[DeviceNode, ...]]
 def gpus_by_status(view: View) -> dict[str, float]:
     """Return the statuses with GPUs; every status is exported."""
     samples = scrape(view)
-    statuses = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
+    statuses = ("ok", "missing", "unbound", "failed", "detached", "unused", "unknown")
     counted = {each: value(samples, "host_devices", kind="gpu", status=each) for each in statuses}
     assert sum(number for number in counted.values() if number is not None) == value(samples, "host_pci_gpus")
     return {each: number for each, number in counted.items() if number != 0 and number is not None}
