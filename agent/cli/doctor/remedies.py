@@ -14,6 +14,7 @@ REBOOT = (
     "systemctl reboot  # ends all machines of the host: stop the others first too",
     "unbounded-agent start {machine} --kubeconfig FILE  # after the boot: lets pods run there again",
 )
+START = "unbounded-agent start {machine}  # if its node was drained, with --kubeconfig FILE: lets pods run there again"
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
@@ -47,7 +48,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         f"{RESTART}; if these commands hang",
     ),
     (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
-    (None, Reason.MACHINE_NOT_RUNNING): ("machinectl start {machine}",),
+    (None, Reason.MACHINE_NOT_RUNNING): (START,),
     (None, Reason.NO_SUCH_MACHINE): (
         "ls -ld /var/lib/machines/{machine}",
         "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
@@ -105,15 +106,16 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     ),
     (ConditionType.MACHINE_RUNNING, Reason.STOPPED): (
         "systemctl unmask systemd-nspawn@{machine}  # if it is masked",
-        "machinectl start {machine}",
+        START,
     ),
     (ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED): (
         "systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver",
-        "machinectl start {machine}",
+        START,
     ),
     (ConditionType.MACHINE_RUNNING, Reason.NOT_RUNNING): (
         "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
-        "systemctl reset-failed systemd-nspawn@{machine} && machinectl start {machine}",
+        "systemctl reset-failed systemd-nspawn@{machine}",
+        START,
     ),
     (ConditionType.DEVICES_ALLOWED, Reason.MACHINE_RESTART_NEEDED): (RESTART,),
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): (SERVICE_LOG, RESTART),

@@ -212,7 +212,7 @@ def _machine_running(machine: MachineFacts) -> Condition:
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case "inactive" if machine.has_run:
             unmask = f"`systemctl unmask {machine_unit(machine.name)}` and " if machine.masked else ""
-            how = f"start it with {unmask}`machinectl start {machine.name}`"
+            how = f"start it with {unmask}`unbounded-agent start {machine.name}`"
             return false(kind, Reason.STOPPED, f"machine {machine.name} was stopped; {how}")
         case "inactive":
             return false(

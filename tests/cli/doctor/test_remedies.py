@@ -177,8 +177,12 @@ def test_each_driver_is_blacklisted_on_a_line_of_its_own() -> None:
     assert any(f"write {lines} into /etc/modprobe.d/" in each for each in messages), messages
 
 
-def test_a_machine_that_has_not_started() -> None:
-    assert "machinectl start gpu-node" in fix(ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED)
+@pytest.mark.parametrize("reason", [Reason.NOT_STARTED, Reason.STOPPED, Reason.NOT_RUNNING])
+def test_a_machine_that_does_not_run_is_started_with_its_node(reason: Reason) -> None:
+    """After `machinectl start`, the node that `stop` had drained stayed cordoned, and nothing said so."""
+    lines = fix(ConditionType.MACHINE_RUNNING, reason)
+    assert lines[-1].startswith("unbounded-agent start gpu-node  # ")
+    assert "--kubeconfig FILE" in lines[-1]
 
 
 def test_a_new_host_name_needs_a_new_start_of_the_kubelet() -> None:
