@@ -60,6 +60,9 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (None, Reason.GPU_LOST): (
         "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
         KERNEL_LOG,
+        REBOOT[0],
+        "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on again",
+        REBOOT[-1],
         "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
     ),
     (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
@@ -193,8 +196,9 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.GPUS_ADVERTISED, Reason.NOT_REGISTERED): (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
     (ConditionType.GPUS_ADVERTISED, Reason.GPUS_MISSING): (
         PLUGIN_PODS,
-        "kubectl -n NAMESPACE logs POD",
-        PLUGIN_RESTART,
+        "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
+        KERNEL_LOG,
+        "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
     ),
     (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_RESTART_NEEDED): (
         PLUGIN_PODS,

@@ -139,6 +139,26 @@ def test_a_gpu_that_failed_is_reset_before_the_host_reboots() -> None:
     assert any(line.startswith("systemctl reboot") for line in others)
 
 
+def test_a_plugin_is_not_restarted_while_its_gpus_are_unhealthy() -> None:
+    """It would offer them to pods again, as the message and docs/conditions.md say. `doctor` said it without the if."""
+    lines = fix(ConditionType.GPUS_ADVERTISED, Reason.GPUS_MISSING)
+    assert KERNEL_LOG in lines
+    assert lines[-1].startswith("kubectl -n NAMESPACE delete pod POD  # only once the GPUs work")
+
+
+def test_a_lost_gpu_is_not_only_forgotten() -> None:
+    """The runbook says what brings it back; `doctor` knew only what acknowledges the loss."""
+    lines = fix(ConditionType.GPUS_COMPLETE, Reason.GPU_LOST)
+    order = (
+        "unbounded-agent stop gpu-node",
+        "systemctl poweroff",
+        "unbounded-agent start",
+        "unbounded-agent gpus forget",
+    )
+    found = [next(place for place, line in enumerate(lines) if line.startswith(step)) for step in order]
+    assert found == sorted(found)
+
+
 def test_a_machine_that_hangs_is_not_only_sent_commands_that_hang_too() -> None:
     """The runbook says what helps then; `doctor` knew only a command in the machine's shell."""
     lines = fix(ConditionType.CDI_SPEC_CURRENT, Reason.REPORT_STALE)
