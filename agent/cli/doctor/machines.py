@@ -20,6 +20,7 @@ NOTABLE = frozenset(
         Reason.LAST_GOOD_SETTINGS,
         Reason.NODE_FILES_CHANGED,
         Reason.GPU_DETACHED,
+        Reason.DRIVER_HIDDEN,
     }
 )
 """Reasons of True conditions that still call for an action. They are listed, but are not faults."""

@@ -130,7 +130,9 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "ls -l NODE  # the path above, if the message says EACCES",
         f"{RESTART}; if nothing else helps",
     ),
-    (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (RESTART,),
+    (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (
+        f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",
+    ),
     (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),
     (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): (
         KERNEL_LOG,
