@@ -30,6 +30,7 @@ from agent.host.verify import answers, readiness
 from agent.host.verify.changed_files import with_changed_files
 from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
+from agent.host.verify.ignored_conditions import with_ignored
 from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
 from agent.host.verify.no_gpus import without_gpus
 from agent.host.verify.unseen_machine import with_unseen_machine
@@ -122,7 +123,7 @@ class Reconciler(Struct):
         because a user may have stopped it.
         """
         outcome = self.reconcile()
-        failures, machines = outcome.failures, []
+        failures, machines = outcome.failures, list[MachineOutcome]()
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
         for machine in outcome.machines:
@@ -218,7 +219,7 @@ class Reconciler(Struct):
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
         answered = report if isinstance(report, Report) else None
         settings = self.config.machines[machine.name]
-        conditions = readiness.evaluate(settings, goal, facts, report, refused)
+        conditions = with_ignored(readiness.evaluate(settings, goal, facts, report, refused), machine, answered)
         return MachineOutcome(
             name=machine.name,
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,

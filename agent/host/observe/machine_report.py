@@ -1,7 +1,7 @@
 """Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
@@ -9,10 +9,15 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, MachineFacts, Unseen
 from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair
+from agent.model.json_document import accept_version
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
 from agent.model.typed_json import decode, to_builtins
+from agent.model.versions import REPORT_VERSION
+
+CONDITIONS_LIMIT = 64
+"""The largest number of conditions in a report: a newer machine half may report more than this release knows."""
 
 
 class Report(Struct, frozen=True):
@@ -21,7 +26,7 @@ class Report(Struct, frozen=True):
     generation: str
     agent_version: str
     conditions: tuple[Condition, ...]
-    """At most one condition of each type."""
+    """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
     advertised_gpus: int | None = None
@@ -30,6 +35,8 @@ class Report(Struct, frozen=True):
     """Files that differ from what `up` put into the machine."""
     publication: Publication | None = None
     """The publication of the handoff that the report answers; None if the machine half does not say."""
+    unknown_conditions: tuple[str, ...] = ()
+    """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
 
 # msgspec accepts a text if the pattern matches anywhere in it. So each pattern begins with \A, and ends with \Z. (With
@@ -39,15 +46,20 @@ Name = Annotated[str, Meta(max_length=255)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class _Condition(Struct, frozen=True, forbid_unknown_fields=True):
-    type: ConditionType
+class _Condition(Struct, frozen=True):
+    """One condition. Unknown keys are ignored, as in the whole report."""
+
+    type: Word
     status: Status
     reason: Word
     message: Annotated[str, Meta(max_length=2000)]
 
 
-class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
-    """How often each Repair was made. This is not a dict, because msgspec's errors do not name the keys of a dict."""
+class _Repairs(Struct, frozen=True):
+    """How often each Repair was made. Those of a newer machine half are ignored.
+
+    This is not a dict, because msgspec's errors do not name the keys of a dict.
+    """
 
     links: Count | UnsetType = UNSET
     spec: Count | UnsetType = UNSET
@@ -55,14 +67,19 @@ class _Repairs(Struct, frozen=True, forbid_unknown_fields=True):
     runtime: Count | UnsetType = UNSET
 
 
-class _Document(Struct, frozen=True):
+class _Version(Struct, frozen=True):
+    """The version of a report. Everything else is ignored."""
+
+    version: int
+
+
+class _Document(_Version, frozen=True):
     """The whole report. Unknown keys are ignored, because a newer machine half may write some."""
 
-    version: Literal[1]
     generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
     boot_id: Annotated[str, Meta(pattern=r"\A[0-9a-f-]{0,36}\Z")]
     agent_version: Annotated[str, Meta(max_length=64)]
-    conditions: Annotated[tuple[_Condition, ...], Meta(max_length=len(ConditionType))]
+    conditions: Annotated[tuple[_Condition, ...], Meta(max_length=CONDITIONS_LIMIT)]
     cdi_devices: Annotated[tuple[Name, ...], Meta(max_length=4096)]
     repairs: _Repairs = _Repairs()
     advertised_gpus: Count | None = None
@@ -75,18 +92,22 @@ def parse_report(data: bytes) -> Report:
     if len(data) > SIZE_LIMIT:
         raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
     try:
+        # First, because the keys of another version may have other types.
+        accept_version(REPORT_NAME, {"version": decode(REPORT_NAME, data, _Version).version}, (REPORT_VERSION,))
         document = decode(REPORT_NAME, data, _Document)
         _check(document)
     except DocumentError as error:
-        raise DocumentError(error.message, "the machine half writes it again") from error
+        raise DocumentError(error.message, error.hint or "the machine half writes it again") from error
+    known = [each for each in document.conditions if each.type in set(ConditionType)]
     return Report(
         document.generation,
         printable(document.agent_version),
-        tuple(Condition(each.type, each.status, each.reason, printable(each.message)) for each in document.conditions),
+        tuple(Condition(ConditionType(each.type), each.status, each.reason, printable(each.message)) for each in known),
         {Repair(name): count for name, count in to_builtins(document.repairs).items()},
         document.advertised_gpus,
         document.changed_files,
         document.publication,
+        tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
     )
 
 

@@ -91,6 +91,22 @@ def test_a_newer_machine_half_may_use_an_unknown_reason() -> None:
     assert found.reason == "FoundByANewerRelease"
 
 
+def test_conditions_keys_and_repairs_of_a_newer_machine_half_are_left_out() -> None:
+    """They made the report unusable: all conditions of the machine were Unknown, BadReport, and so was Ready."""
+    newer = [*condition(), *condition(type="FoundByANewerRelease", status="False", reason="Failed", since=1)]
+    report = parse_report(document(conditions=newer, repairs={"spec": 1, "another": True}))
+    assert [each.type for each in report.conditions] == [ConditionType.LIBRARIES_LINKED]
+    assert report.unknown_conditions == ("FoundByANewerRelease=False (Failed)",)
+    assert report.repairs == {Repair.SPEC: 1}
+    assert not parse_report(document()).unknown_conditions
+
+
+def test_a_report_of_another_version_says_what_to_do() -> None:
+    """The message promised that the machine half would write the report again, which does not help."""
+    with pytest.raises(DocumentError, match="use the same release on the host and in the image"):
+        parse_report(document(version=2, conditions={"of": "another form"}))
+
+
 def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> None:
     message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
     report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
@@ -108,7 +124,7 @@ def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> No
         (document(extra="\udc80"), "not JSON"),
         (document(extra=float("nan")), "not JSON"),
         (document(extra=0).replace(b'"extra": 0', b'"extra": ' + b"[" * 100_000), "not JSON"),
-        (document(version=2), "key version: unknown value 2"),
+        (document(version=2), "version 2 is unknown (this release knows 1)"),
         (document(version="1"), "key version must be a whole number, not a string"),
         (document(version=True), "key version must be a whole number, not a boolean"),
         (document(version=1.0), "key version must be a whole number, not a number"),
@@ -119,11 +135,11 @@ def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> No
         (document(boot_id=None), "key boot_id must be a string, not null"),
         (document(conditions={}), "key conditions must be a list, not an object"),
         (document(conditions=condition() * 2), "key conditions: a type appears twice"),
-        (document(conditions=condition(extra=1)), "key conditions[0].extra is unknown"),
-        (document(conditions=condition(last_transition=1)), "key conditions[0].last_transition is unknown"),
         (document(conditions=[{}]), "key conditions[0].type is missing"),
-        (document(conditions=condition() * 100), "key conditions must be a list of length <= 17"),
-        (document(conditions=condition(type="Ready\n")), "key conditions[0].type: unknown value 'Ready\\n'"),
+        (document(conditions=condition() * 100), "key conditions must be a list of length <= 64"),
+        (document(conditions=condition(type="Ready\n")), "key conditions[0].type must be a string matching regex"),
+        (document(conditions=condition(type="x" * 65)), "key conditions[0].type must be a string matching regex"),
+        (document(conditions=condition(type="New") * 2), "key conditions: a type appears twice"),
         (document(conditions=condition(status="Maybe")), "key conditions[0].status: unknown value 'Maybe'"),
         (document(conditions=condition(status=True)), "key conditions[0].status must be a string, not a boolean"),
         (document(conditions=condition(reason="two words")), "key conditions[0].reason"),
@@ -151,8 +167,6 @@ def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> No
         (document(repairs={"spec": 2**31}), "key repairs.spec"),
         (document(repairs={"spec": True}), "key repairs.spec must be a whole number, not a boolean"),
         (document(repairs={"spec": None}), "key repairs.spec must be a whole number, not null"),
-        (document(repairs={"another": 1}), "key repairs.another is unknown"),
-        (document(repairs={"é` - at `$.x\n": 1}), "key repairs.\\xe9` - at `$.x\\n is unknown"),
         (b" " * (SIZE_LIMIT + 1), "larger than"),
     ],
 )
@@ -167,9 +181,9 @@ def test_anything_else_is_refused_by_name(data: bytes, key: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("repairs", "{" + '"":-1,' * 140_000 + '"spec": 1}'),
-        ("repairs", json.dumps({f"{number:x}": "" for number in range(70_000)})),
-        ("repairs", json.dumps({"\x1b" * 170_000: 1})),
+        ("repairs", "{" + '"":-1,' * 140_000 + '"spec": -1}'),
+        ("repairs", json.dumps({f"{number:x}": "" for number in range(70_000)} | {"spec": -1})),
+        ("repairs", json.dumps({"\x1b" * 170_000: 1, "spec": -1})),
         ("conditions", json.dumps([{f"{number:x}": 1 for number in range(90_000)}])),
         ("conditions", json.dumps(condition(type="x" * 1_000_000))),
         ("conditions", json.dumps(condition() * 10_000)),
