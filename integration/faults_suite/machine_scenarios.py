@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.machine.containerd.tables import MAIN
+from agent.machine.containerd.formats import MAIN
 from agent.machine.kubelet.node_condition import HOST_STATUS
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd.tables import CRI_2, MAIN
+from agent.machine.containerd.formats import CRI_2, MAIN
 from agent.machine.notes import Notes
 from agent.machine.run import HANDOFF, run
 from agent.model.digest import sha256

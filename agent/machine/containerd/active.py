@@ -5,7 +5,7 @@ import re
 import time
 from itertools import pairwise
 
-from agent.machine.containerd.tables import MAIN
+from agent.machine.containerd.formats import MAIN
 from agent.machine.context import Context
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, true, unknown

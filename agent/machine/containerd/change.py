@@ -12,8 +12,8 @@ from agent.machine.containerd.active import (
     note_result,
     writing_was_interrupted,
 )
+from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.nested import Table
-from agent.machine.containerd.tables import MAIN
 from agent.machine.context import Context
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -41,6 +41,8 @@ class PlannedChange(NamedTuple):
     """The version of the containerd that reads the files."""
     pattern: str
     """The main file's import that covers the drop-in."""
+    mixture: str
+    """Why containerd does not read its files as they are written; empty if it does."""
 
 
 class DropInPaths(NamedTuple):
@@ -147,6 +149,8 @@ def _attempt(
     faults = "; ".join(tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default))
     if faults and planned.loaded_later:
         faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
+    if faults and planned.mixture:
+        faults += f"; {planned.mixture}"
     # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
     effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
     return _Result(inputs, faults, effective=effective)

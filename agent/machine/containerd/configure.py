@@ -7,9 +7,9 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
+from agent.machine.containerd.formats import MAIN, Configuration, new_version
 from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
 from agent.machine.containerd.nested import Table
-from agent.machine.containerd.tables import MAIN, Configuration
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
@@ -195,7 +195,7 @@ def _planned_change(
     main = files.parse(MAIN, text)
     if not main:
         # The main file is missing, or has only comments, which are kept.
-        text = files.render_toml({"version": tables.new_version(version)}) + text
+        text = files.render_toml({"version": new_version(version)}) + text
     pattern = next((each for each in tables.imports(MAIN, main) if tables.covers(each, drop_in)), "")
     if not pattern:
         # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
@@ -226,6 +226,7 @@ def _planned_change(
         document=document,
         version=version,
         pattern=pattern,
+        mixture=configuration.mixture(version),
     )
 
 

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.nested import Table
-from agent.machine.containerd.tables import MAIN, imports
+from agent.machine.containerd.tables import imports
 from agent.model.errors import DocumentError
 from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT

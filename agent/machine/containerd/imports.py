@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 from agent import __version__
 from agent.machine.containerd import files
-from agent.machine.containerd.tables import IMPORT, MAIN, covers, imports
+from agent.machine.containerd.formats import MAIN
+from agent.machine.containerd.tables import IMPORT, covers, imports
 from agent.machine.notes import Notes
 from agent.model.digest import sha256
 from agent.model.errors import DocumentError

@@ -1,62 +1,37 @@
 """Makes the tables of containerd's configuration by which pods get CDI devices, and checks the result. Pure.
 
-The tables are described in containerd's docs/cri/config.md. A file in format version 2 has one table for the CRI
-plugin; a file in version 3 has two, of which only that of the runtime is used here.
+The tables are described in containerd's docs/cri/config.md.
 """
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
-from agent.machine.containerd.nested import Table, at, copy_of, leaves, merge
+from agent.machine.containerd.formats import (
+    CRI_2,
+    CRI_3,
+    MAIN,
+    Configuration,
+    combined_cri_table,
+    cri_table,
+    drop_in_tables,
+)
+from agent.machine.containerd.nested import Table, at, copy_of, leaves
 from agent.model.errors import DocumentError, UnsupportedError
 from agent.model.paths import CDI_DIRECTORIES
 from agent.model.text import dotted
 from agent.vendors.machine_vendor import RuntimeHandler
 
-MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
 IMPORT = f"{CONF_D}/*.toml"
 """The import in containerd 2.2's default configuration. Unlike a plain path, a pattern may match no file."""
 SUFFIXES = (".toml", ".part")
 """Suffixes that the agent's drop-in may have. Talos merges files whose names end in `.part`."""
 
-CRI_2 = "io.containerd.grpc.v1.cri"
-CRI_3 = "io.containerd.cri.v1.runtime"
 SHIM = "io.containerd.runc.v2"
 OLDEST = (1, 7, 0)
 """The first version of containerd whose CRI plugin supports CDI."""
-MIGRATES_EACH_FILE = (2, 3, 0)
-"""The first containerd that migrates each file before it merges the files, so they may have different versions."""
-
-
-class Configuration(NamedTuple):
-    """containerd's configuration without the agent's drop-in."""
-
-    main: Table
-    imported: Mapping[str, Table]
-    """The imported files by path, in the order of loading."""
-    dump: Table
-    """The output of `containerd config dump` for these files, with all defaults."""
-    loaded_later: tuple[str, ...] = ()
-    """The imported files that are loaded after the agent's drop-in."""
-    drop_in: str = ""
-    """The path of the agent's drop-in."""
-
-    def version(self, containerd: tuple[int, ...]) -> int:
-        """Return the format version of the files, on which the names of the tables depend.
-
-        It is the main file's version, or 1 if the main file has tables of plugins but no version. If the main file has
-        neither, it is the highest version of the imported files. If these have none either, it is that of a new file
-        for this version of containerd.
-        """
-        if "version" in self.main or "plugins" in self.main:
-            value = self.main.get("version", 1)
-            return value if isinstance(value, int) else 1
-        imported = (document.get("version") for document in self.imported.values())
-        return max((each for each in imported if isinstance(each, int)), default=new_version(containerd))
 
 
 def drop_in_path(handler: RuntimeHandler | None) -> str:
@@ -74,16 +49,6 @@ def parse_version(text: str) -> tuple[int, ...]:
     if match is None:
         raise DocumentError(f"containerd --version: no version in {text.strip()[:200]!r}")
     return tuple(int(number) for number in match.groups())
-
-
-def new_version(containerd: tuple[int, ...]) -> int:
-    """Return the format version for a new configuration file. Every containerd 2 reads version 3."""
-    return 2 if containerd < (2, 0, 0) else 3
-
-
-def cri_table(version: int) -> str:
-    """Return the name of the CRI plugin's table in files with this format version."""
-    return CRI_2 if version < 3 else CRI_3
 
 
 def imports(path: str, document: Table) -> tuple[str, ...]:
@@ -125,7 +90,7 @@ def render(
             f"{MAIN} has version {version}, whose tables containerd no longer documents",
             f"`containerd config migrate` prints it in a newer version: check the output and write it to {MAIN}",
         )
-    for path, document in {MAIN: configuration.main, **configuration.imported}.items():
+    for path, document in configuration.documents.items():
         disabled = document.get("disabled_plugins", [])
         if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
             raise UnsupportedError(
@@ -143,7 +108,7 @@ def render(
             "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
             "main file",
         )
-    effective = _combined_cri_table(configuration, containerd, cri_table(version))
+    effective = combined_cri_table(configuration, containerd, version)
     table = copy_of(effective) if last_file_wins else {}
     if last_file_wins:
         # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
@@ -151,8 +116,7 @@ def render(
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy_of(runtime))
         effective = copy_of(table)
     _add_settings(table, effective, version, handler, default=default)
-    # If drop-in and main file have different versions, containerd 2.0 to 2.2 silently ignores one of them.
-    return {"version": version, "plugins": {cri_table(version): table}}
+    return {"version": version, "plugins": drop_in_tables(configuration, containerd, version, table)}
 
 
 def problems(
@@ -188,7 +152,8 @@ def _handler_problems(before: Table, after: Table, drop_in: Table, handler: Runt
     # The result is compared with the base runtime in `before`. It is not compared with the drop-in, because that may
     # have keys that containerd does not know, and so does not print.
     actual, base = dict(leaves(runtime)), dict(leaves(_base_runtime(cri_of(before), handler)))
-    for path, _ in leaves(at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
+    added = at(drop_in, "plugins", CRI_2) | at(drop_in, "plugins", CRI_3)
+    for path, _ in leaves(at(added, "containerd", "runtimes", handler.name)):
         ours = _is_set_by_drop_in((handler.name, *path), handler)
         if path in base and not ours and actual.get(path) != base[path]:
             yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
@@ -211,29 +176,6 @@ def cdi_problems(dump: Table) -> Iterator[str]:
     missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
     if missing:
         yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
-
-
-def _combined_cri_table(configuration: Configuration, containerd: tuple[int, ...], cri_name: str) -> Table:
-    """Return the CRI table that results from all files.
-
-    In containerd 1.x, this is the table of the last file that has one; otherwise the files' tables are merged.
-    """
-    documents = (configuration.main, *configuration.imported.values())
-    if containerd < (2, 0, 0):
-        return next((table for each in reversed(documents) if (table := at(each, "plugins", cri_name))), {})
-    merged: Table = {}
-    for document in documents:
-        for name in _cri_tables(document) if containerd >= MIGRATES_EACH_FILE else (cri_name,):
-            merge(merged, at(document, "plugins", name))
-    return merged
-
-
-def _cri_tables(document: Table) -> tuple[str, ...]:
-    """Return the names of the CRI tables that count in one file, for a containerd that migrates each file."""
-    value = document.get("version", 1)
-    # In an older file, both tables count: migration to version 4 adds the keys of CRI_2 to those of CRI_3, and a key of
-    # CRI_3 wins (configMigration in containerd's plugins/cri/runtime).
-    return (CRI_3,) if isinstance(value, int) and value > 3 else (CRI_2, CRI_3)
 
 
 def _add_settings(

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from agent.machine.containerd.tables import MAIN
+from agent.machine.containerd.formats import MAIN
 from agent.machine.context import Context
 from agent.model.errors import DocumentError
 from agent.model.handoff import SIZE_LIMIT

@@ -19,7 +19,8 @@ from agent.host.provision.kubelet_files import (
     NodeInputs,
 )
 from agent.host.provision.node_files import node_files
-from agent.machine.containerd.tables import CRI_2, Configuration, problems, render
+from agent.machine.containerd.formats import CRI_2, Configuration
+from agent.machine.containerd.tables import problems, render
 from agent.model.node import NodeFile
 from agent.vendors.machine_vendor import RuntimeHandler
 from tests.fakes.node_settings import CA, node_settings

@@ -16,13 +16,10 @@ import tomlkit
 
 from agent.machine.containerd.active import CHANGED
 from agent.machine.containerd.files import DUMP_MIGRATES, parse, with_import
+from agent.machine.containerd.formats import CRI_2, CRI_3, MAIN, Configuration
 from agent.machine.containerd.imports import parsed_imports
 from agent.machine.containerd.tables import (
-    CRI_2,
-    CRI_3,
     IMPORT,
-    MAIN,
-    Configuration,
     covers,
     cri_of,
     imports,
@@ -294,7 +291,6 @@ def test_relative_imports_are_the_files_own() -> None:
 @pytest.mark.parametrize(
     ("main", "imported", "version"),
     [
-        ("version = 4\n", ["version = 2\n"], 4),
         ("imports = []\n", ["version = 2\n", "[debug]\n"], 2),
         ("[debug]\n", [], 3),
     ],
@@ -302,6 +298,53 @@ def test_relative_imports_are_the_files_own() -> None:
 def test_version_of_the_configuration(main: str, imported: list[str], version: int) -> None:
     """The main file's; without a plugin's table there, the imported files'; otherwise the newest that all 2.x read."""
     assert drop_in(main, V21, *imported)["version"] == version
+
+
+MIXED = {
+    "version 3 last": (MAIN_2, MAIN_3.replace("true", "false")),
+    "version 2 last": (MAIN_3, MAIN_2.replace("true", "false")),
+    "an empty one last": (MAIN_3, "version = 2\n"),
+    "no runtimes in the newer one": (f'version = 3\n[plugins."{CRI_3}"]\nstream_idle_timeout = "3h"\n', MAIN_2),
+}
+"""Files of two versions: the main file, and one that it imports."""
+
+
+@pytest.mark.parametrize(
+    ("files", "version", "cri", "cgroup"),
+    [
+        ("version 3 last", 3, CRI_3, False),
+        ("version 2 last", 2, CRI_3, True),
+        ("an empty one last", 2, CRI_3, True),
+        ("no runtimes in the newer one", 2, CRI_2, True),
+    ],
+)
+def test_mixed_versions_are_read_as_containerd_2_1_reads_them(files: str, version: int, cri: str, cgroup: bool) -> None:
+    """The last version counts; in version 2, a key of CRI_3 hides that of CRI_2. Otherwise our drop-in changed both."""
+    document = drop_in(MIXED[files][0], V21, MIXED[files][1])
+    assert document["version"] == version
+    runtime = document["plugins"][cri]["containerd"]["runtimes"]["nvidia"]
+    assert runtime["options"].get("SystemdCgroup") is cgroup
+
+
+def test_a_fault_names_files_of_mixed_versions(machine: Machine) -> None:
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_2}')
+    machine.put(IMPORTED, MAIN_3)
+
+    def ignores_drop_ins(argv: tuple[str, ...]) -> Completed:
+        return containerd(machine, argv, "v2.1.9") if "config" not in argv else Completed(0, MAIN_3.encode(), b"")
+
+    machine.program("containerd", ignores_drop_ins)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert (
+        f"containerd 2.1.9 reads all its files as version 3, that of {IMPORTED}, but {MAIN} has version 2: write these "
+        "files in one version"
+    ) in machine.message("RuntimeConfigured")
+
+
+@pytest.mark.parametrize("last", ["version = 4\n", "version = 2\n"])
+def test_from_2_3_on_the_main_files_version_is_the_drop_ins(last: str) -> None:
+    assert drop_in("version = 3\n", V24, last)["version"] == 3
 
 
 def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.machine.containerd.tables import MAIN
+from agent.machine.containerd.formats import MAIN
 from agent.machine.kubelet.changed_files import DELAY, NOTE
 from agent.machine.notes import Notes
 from agent.machine.run import HANDOFF, REPORT, run
