@@ -63,9 +63,9 @@ def _settle_gpus(
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
-    def publish() -> Condition:
+    def publish(*, at_once: bool = False) -> Condition:
         nonlocal published
-        published = publish_spec(context, vendor, request)
+        published = publish_spec(context, vendor, request, at_once=at_once)
         return published.condition
 
     spec_condition, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
@@ -79,7 +79,7 @@ def _settle_gpus(
         # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
         # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
         # (the removal of a node could not be noted), so try again in this case too.
-        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, lambda: publish(at_once=True))
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]
     conditions = (linked, configured, active.condition(), devices.condition(), spec_condition)

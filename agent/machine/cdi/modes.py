@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from agent.machine.cdi import foreign_specs
+from agent.machine.cdi.failures import Failure
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
@@ -178,7 +179,14 @@ class _Publisher:
                 f"not generated yet: too little was left of the {LIMIT:.0f} s for all modes",
                 "the next run generates it",
             )
-        spec, remarks = self._generate(mode, limit)
+        failure = Failure.of(self._context, f"{mode.note}-failed", inputs)
+        if failed := failure.noted():
+            raise AgentError(str(failed["message"]))
+        try:
+            spec, remarks = self._generate(mode, limit)
+        except (AgentError, OSError) as error:
+            failure.save(message=str(error))
+            raise
         devices = [each["name"] for each in spec["devices"]]
         noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
         # Noted before the check, so that a refused specification is not generated again each minute.

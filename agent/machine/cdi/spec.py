@@ -3,13 +3,19 @@
 A specification that serves fewer GPUs never replaces one that serves more, unless the published one is faulty.
 """
 
-import json
 import posixpath
 import time
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from agent.machine.cdi import foreign_specs
+from agent.machine.cdi import failures, foreign_specs
+from agent.machine.cdi.candidate import (
+    Candidate,
+    excuse_noted_unpartitioned,
+    excuse_unpartitioned,
+    published_candidate,
+    verdict_of,
+)
+from agent.machine.cdi.failures import Failure
 from agent.machine.cdi.foreign_specs import Foreign
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
@@ -25,8 +31,6 @@ from agent.model.handoff import Repair, Request
 from agent.model.json_document import json_for_yaml
 from agent.model.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
 from agent.model.reasons import Reason
-from agent.system.errnos import UNUSABLE
-from agent.system.files import System
 from agent.system.journal import INFO, WARNING, say
 from agent.vendors.machine_vendor import MachineVendor, Verdict
 
@@ -43,28 +47,15 @@ class Published(NamedTuple):
     devices: tuple[str, ...] = ()
 
 
-class Candidate(NamedTuple):
-    """A specification's text with its verdict."""
-
-    text: bytes
-    verdict: Verdict
-    unpartitioned: tuple[str, ...] = ()
-    """Granted GPUs that no specification can list, because they have no partition yet (see UNPARTITIONED_FOR).
-
-    The verdict does not count them as missing.
-    """
-
-    @property
-    def good(self) -> bool:
-        return not self.verdict.problems and not self.verdict.missing
-
-
-def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
+def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, at_once: bool = False) -> Published:
     """Bring the published specification up to date. Raises AgentError or OSError.
 
     If the last result was good, programs are started only after an input, the published file or another program's
-    specification has changed.
+    specification has changed. If the last result was not good, the same holds until the next attempt is due (Failure),
+    or with `at_once`.
     """
+    if at_once:
+        failures.forget(context, _failure_note(vendor))
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
         if removed:
@@ -111,7 +102,7 @@ def spec_changed_at(context: Context, vendor: MachineVendor) -> int:
 def _publish(context: Context, vendor: MachineVendor, request: Request, foreign: Foreign) -> Published:
     system, notes = context.system, context.notes
     live = live_numbers(system, request.devices)
-    current = _current(system, vendor, request, live)
+    current = published_candidate(system, vendor, request, live)
     if vendor.driver_files and not request.driver_root:
         # The generator is not run: to it, an empty --driver-root= would mean the machine's own root.
         return _kept(
@@ -119,7 +110,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         )
     inputs = _inputs_digest(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
-    current = _excuse_noted_unpartitioned(current, noted, inputs)
+    current = excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
         return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
     # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted. If a
@@ -128,6 +119,37 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
     ):
         return Published(refused)
+    if failed := _failure(context, vendor, inputs, current).noted():
+        devices = current.verdict.devices if current and not current.verdict.problems else ()
+        return Published(Condition(KIND, Status.FALSE, str(failed["reason"]), str(failed["message"])), devices)
+    published = _attempt(context, vendor, request, foreign, current, inputs)
+    condition = published.condition
+    if condition.status is Status.FALSE and condition.reason != Reason.NAMES_COLLIDE:
+        found = published_candidate(system, vendor, request, live)
+        _failure(context, vendor, inputs, found).save(reason=condition.reason, message=condition.message)
+    return published
+
+
+def _failure(context: Context, vendor: MachineVendor, inputs: str, current: Candidate | None) -> Failure:
+    found = (sha256(current.text), current.verdict.problems) if current else ()
+    return Failure.of(context, _failure_note(vendor), inputs, found)
+
+
+def _failure_note(vendor: MachineVendor) -> str:
+    return f"spec-failed-{vendor.name}"
+
+
+def _attempt(
+    context: Context,
+    vendor: MachineVendor,
+    request: Request,
+    foreign: Foreign,
+    current: Candidate | None,
+    inputs: str,
+) -> Published:
+    """Generate a specification, and publish it if it may replace the current one."""
+    system, notes, live = context.system, context.notes, live_numbers(context.system, request.devices)
+    noted = notes.load(f"spec-{vendor.name}")
     try:
         new, remarks = _generate(context, vendor, request, live)
     except (AgentError, OSError) as error:
@@ -212,51 +234,8 @@ def _generate(
     remarks = (*generated.remarks, *left_out)
     # The verified data is published, not the generator's text, which another parser may read differently.
     clean = json_for_yaml(spec, sort_keys=True)
-    verdict = _verdict(system, vendor, spec, request, live)
-    return _excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
-
-
-def _excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return `current`. Until the noted time, GPUs that are noted as unpartitioned do not count as missing in it.
-
-    A note for other inputs is ignored.
-    """
-    until, gpus = noted.get("until"), noted.get("unpartitioned")
-    if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
-        return current
-    return _excuse_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
-
-
-def _excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
-    missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
-    return Candidate(candidate.text, candidate.verdict._replace(missing_gpus=missing), tuple(gpus))
-
-
-def _current(
-    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
-) -> Candidate | None:
-    """Return the published specification; None if it is missing or malformed, not a regular file, or too large.
-
-    Raises OSError if the specification exists but cannot be read now. Then it must not be replaced, because it may
-    serve more GPUs than a new one.
-    """
-    try:
-        text = system.read_untrusted(vendor.spec_path)[0]
-        spec = json.loads(text)
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    except OSError as error:
-        if error.errno not in UNUSABLE:
-            raise
-        return None
-    return Candidate(text, _verdict(system, vendor, spec, request, live))
-
-
-def _verdict(
-    system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
-) -> Verdict:
-    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.leads_to_something(path)}
-    return vendor.verify(spec, request, live, present)
+    verdict = verdict_of(system, vendor, spec, request, live)
+    return excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
 def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:

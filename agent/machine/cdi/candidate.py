@@ -1,0 +1,71 @@
+"""A CDI specification with its verdict, and the GPUs that do not count as missing in it."""
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from agent.model.device import DeviceNumber
+from agent.model.handoff import Request
+from agent.system.errnos import UNUSABLE
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor, Verdict
+
+
+class Candidate(NamedTuple):
+    """A specification's text with its verdict."""
+
+    text: bytes
+    verdict: Verdict
+    unpartitioned: tuple[str, ...] = ()
+    """Granted GPUs that no specification can list, because they have no partition yet (see UNPARTITIONED_FOR).
+
+    The verdict does not count them as missing.
+    """
+
+    @property
+    def good(self) -> bool:
+        return not self.verdict.problems and not self.verdict.missing
+
+
+def published_candidate(
+    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+) -> Candidate | None:
+    """Return the published specification; None if it is missing or malformed, not a regular file, or too large.
+
+    Raises OSError if the specification exists but cannot be read now. Then it must not be replaced, because it may
+    serve more GPUs than a new one.
+    """
+    try:
+        text = system.read_untrusted(vendor.spec_path)[0]
+        spec = json.loads(text)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno not in UNUSABLE:
+            raise
+        return None
+    return Candidate(text, verdict_of(system, vendor, spec, request, live))
+
+
+def verdict_of(
+    system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
+) -> Verdict:
+    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.leads_to_something(path)}
+    return vendor.verify(spec, request, live, present)
+
+
+def excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
+    """Return `current`. Until the noted time, GPUs that are noted as unpartitioned do not count as missing in it.
+
+    A note for other inputs is ignored.
+    """
+    until, gpus = noted.get("until"), noted.get("unpartitioned")
+    if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
+        return current
+    return excuse_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
+
+
+def excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+    missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
+    return Candidate(candidate.text, candidate.verdict._replace(missing_gpus=missing), tuple(gpus))

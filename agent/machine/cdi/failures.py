@@ -1,0 +1,72 @@
+"""Remembers that no complete CDI specification could be generated, so that the next attempt may wait.
+
+An attempt opens every GPU, several times if one has failed. A GPU whose driver has failed often hangs, writes to the
+kernel log, or leaves processes that cannot be killed. So there must not be an attempt each minute.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from agent import __version__
+from agent.machine.context import Context
+from agent.model.digest import json_digest
+from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY
+
+LONGEST = 600.0
+"""The longest time in seconds between two attempts. Most recoveries need no time at all, because they change what a
+failure depends on. But no event shows, for example, that somebody reset a GPU on the host."""
+EARLY = 30.0
+"""Seconds by which a run may come too early for the next attempt. Otherwise it would wait for one more run."""
+
+
+class Failure(NamedTuple):
+    """What a failed attempt depended on. The failure holds, for a time, until any of that changes."""
+
+    context: Context
+    note: str
+    """The name of the note about the failure."""
+    state: str
+
+    @classmethod
+    def of(cls, context: Context, note: str, *inputs: object) -> "Failure":
+        """Return the failure that an attempt with these inputs, which are JSON data, may have.
+
+        It also depends on the handoff's file: the host publishes even an unchanged handoff again after it has bound
+        missing nodes.
+        """
+        try:
+            identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}")
+            published = [identity.inode, identity.mtime_ns]
+        except FileNotFoundError:
+            published = []
+        # Another release of the agent may succeed.
+        return cls(context, note, json_digest([__version__, published, *inputs]))
+
+    def noted(self) -> Mapping[str, Any]:
+        """Return the details of the last attempt if it failed and the next attempt has to wait; otherwise nothing."""
+        noted = self.context.notes.load(self.note)
+        until, details = noted.get("until"), noted.get("details")
+        if noted.get("state") != self.state or not isinstance(until, float) or time.monotonic() >= until:
+            return {}
+        return details if isinstance(details, dict) else {}
+
+    def save(self, **details: str) -> None:
+        """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted.
+
+        If that cannot be noted, the next run tries again.
+        """
+        notes, now = self.context.notes, time.monotonic()
+        with contextlib.suppress(OSError):
+            noted = notes.load(self.note)
+            first = noted.get("since") if noted.get("state") == self.state else None
+            since = first if isinstance(first, float) else now
+            until = now + min(now - since, LONGEST) - EARLY
+            notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
+
+
+def forget(context: Context, note: str) -> None:
+    """Forget a failure, so that the next attempt does not wait. Raises OSError."""
+    if context.notes.load(note):
+        context.notes.save(note, {})

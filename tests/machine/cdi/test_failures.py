@@ -1,0 +1,113 @@
+"""A GPU that no specification can have is not asked for each minute, but at once when anything changes."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from agent.machine.cdi.failures import LONGEST
+from agent.machine.run import run
+from agent.model.paths import spec_file
+from agent.system.process import Completed
+from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, hang, nvidia_ctk, recorded_spec
+
+MINUTE = 60.0
+SPEC = spec_file("nvidia")
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function by which seconds pass."""
+    passed, monotonic = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
+    return passed.append
+
+
+def without_a_gpu(machine: Machine) -> None:
+    fewer = recorded_spec()
+    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
+    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+
+
+def fails(machine: Machine) -> None:
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, "") if "generate" not in argv else hang(argv))
+
+
+def asked(machine: Machine) -> int:
+    """Run the machine half, and return how many of the vendor's programs it started."""
+    machine.calls.clear()
+    run(machine)
+    return sum("nvidia-smi" in call[0] or "generate" in call for call in machine.calls)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(without_a_gpu, "GPUMissing"), (fails, "GenerationFailed")], ids=["missing", "hanging"]
+)
+def test_attempts_become_rare(
+    machine: Machine, later: Callable[[float], None], fault: Callable[[Machine], None], reason: str
+) -> None:
+    fault(machine)
+    attempts, conditions = [], set()
+    for minute in range(60):
+        attempts += [minute] if asked(machine) else []
+        conditions.add((machine.conditions()["CDISpecCurrent"], machine.message("CDISpecCurrent")))
+        later(MINUTE)
+    assert attempts[:5] == [0, 1, 2, 4, 8]
+    assert {second - first for first, second in itertools.pairwise(attempts[5:])} == {LONGEST / MINUTE}
+    ((condition, _),) = conditions
+    assert condition == ("False", reason)
+
+
+@pytest.mark.parametrize("fault", [without_a_gpu, fails], ids=["missing", "hanging"])
+@pytest.mark.parametrize("change", ["the handoff", "the same handoff", "a node", "the tool", "the file"])
+def test_a_change_ends_the_wait(
+    machine: Machine, later: Callable[[float], None], fault: Callable[[Machine], None], change: str
+) -> None:
+    fault(machine)
+    for _ in range(2):
+        asked(machine)
+        later(MINUTE)
+    assert asked(machine)
+    assert not asked(machine)
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
+    assert not asked(machine), "nothing says that the GPU has recovered"
+    match change:
+        case "the handoff":
+            machine.hand(REQUEST._replace(driver_version="550.163.02"))
+            machine.hand(REQUEST)
+        case "the same handoff":
+            machine.hand(REQUEST)
+        case "a node":
+            machine.node(DEVICES[0].path, 1, 3)
+            assert machine.conditions()
+            run(machine)
+            machine.node(DEVICES[0].path, DEVICES[0].major, DEVICES[0].minor)
+        case "the tool":
+            machine.put("/usr/bin/nvidia-ctk", "another build")
+        case _:
+            machine.put(SPEC, "{}") if machine.exists(SPEC) else machine.hand(REQUEST)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert GPUS[1] not in machine.message("CDISpecCurrent")
+    assert json.loads(machine.read(SPEC))
+
+
+def test_a_mode_that_fails_is_not_tried_each_minute(machine: Machine, later: Callable[[float], None]) -> None:
+    machine.hand(REQUEST._replace(cdi_modes=("management",)))
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if "--mode=management" in argv:
+            return Completed(1, b"", b"the driver does not answer\n")
+        return nvidia_ctk(machine, argv, recorded_spec())
+
+    machine.program("nvidia-ctk", answer)
+    attempts = []
+    for minute in range(10):
+        attempts += [minute] if asked(machine) else []
+        assert "management: /usr/bin/nvidia-ctk: " in machine.message("CDISpecCurrent")
+        assert "the driver does not answer" in machine.message("CDISpecCurrent")
+        later(MINUTE)
+    assert attempts == [0, 1, 2, 4, 8]
