@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from agent.machine.containerd.spec_directories import noted_directories
 from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.digest import sha256
@@ -56,6 +57,8 @@ class ForeignSpec(NamedTuple):
     """Why it has no devices, as the end of a message that begins with the path; empty if it has some."""
     blocking: bool = False
     """Whether runtimes that read the file may hang forever."""
+    outranked: bool = False
+    """Whether the agent's directory takes precedence over the file's directory."""
 
 
 class Foreign(NamedTuple):
@@ -91,11 +94,13 @@ def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
 
 def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
     """Return the devices in the specifications that have the same kind as `own`, with their files. Pure."""
-    rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
+    own_directory = posixpath.dirname(own.spec_path)
     same: dict[str, str] = {}
     preferred: dict[str, str] = {}
     for spec in specs:
-        paths_by_name = preferred if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        if spec.outranked:
+            continue
+        paths_by_name = same if posixpath.dirname(spec.path) == own_directory else preferred
         paths_by_name.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
     return Foreign(same, preferred)
 
@@ -106,17 +111,41 @@ def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec,
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
     specs, notes_by_path = [], {}
-    for directory in CDI_DIRECTORIES:
+    for directory, outranked in _directories(context).items():
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
             if context.owned.has(path) or not entry.endswith(SUFFIXES) or _file_type(system, path) == stat.S_IFDIR:
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
-            specs.append(spec)
+            specs.append(spec._replace(outranked=outranked))
             if note:
                 notes_by_path[path] = note
     notes.save(name, notes_by_path)
     return tuple(specs)
+
+
+def _directories(context: Context) -> dict[str, bool]:
+    """Return the directories in which runtimes look for specifications, each with ForeignSpec.outranked of its files.
+
+    These are CDI_DIRECTORIES, the only ones of nvidia-container-runtime, and the further ones of containerd.
+    """
+    system, own = context.system, CDI_DIRECTORIES[0]
+    found = dict.fromkeys(CDI_DIRECTORIES, False)
+    places = {_place(system, each) for each in CDI_DIRECTORIES}
+    noted = noted_directories(context.notes)
+    # From the last one, which counts if a directory is listed twice, perhaps through a link.
+    for index, directory in reversed(tuple(enumerate(noted))):
+        if directory.startswith("/") and (place := _place(system, directory)) not in places:
+            places.add(place)
+            found[posixpath.normpath(directory)] = own in noted[index + 1 :]
+    return found
+
+
+def _place(system: System, directory: str) -> str:
+    try:
+        return system.real_path(directory)
+    except (OSError, ValueError):
+        return posixpath.normpath(directory)
 
 
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:

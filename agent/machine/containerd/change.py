@@ -14,6 +14,7 @@ from agent.machine.containerd.active import (
 )
 from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.nested import Table
+from agent.machine.containerd.spec_directories import note_directories
 from agent.machine.context import Context
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -145,6 +146,7 @@ def _attempt(
         resulting = files.effective_config(context.system, MAIN, planned.version)
     except (ExitCodeError, DocumentError) as error:
         return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
+    note_directories(context.notes, resulting)
     default = context.handoff.default_runtime
     faults = "; ".join(tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default))
     if faults and planned.loaded_later:

@@ -10,6 +10,7 @@ from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, 
 from agent.machine.containerd.formats import MAIN, Configuration, new_version
 from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
 from agent.machine.containerd.nested import Table
+from agent.machine.containerd.spec_directories import directories_are_noted, note_directories
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
@@ -66,7 +67,8 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     noted = notes.load(name)
     # If nothing that the result depends on has changed, no program is started.
     state = _inputs_digest(context, program, vendor, drop_in)
-    if noted.get("state") == state and not change_was_interrupted(notes):
+    known = noted.get("problem") or directories_are_noted(notes)
+    if noted.get("state") == state and not change_was_interrupted(notes) and known:
         return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
     # Imported here: most runs do not need containerd's version.
     from agent.machine.containerd.version import containerd_version
@@ -138,7 +140,9 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
 
     try:
         version = known_version(context, program)
-        return not list(tables.cdi_problems(files.effective_config(system, MAIN, version)))
+        effective = files.effective_config(system, MAIN, version)
+        note_directories(context.notes, effective)
+        return not list(tables.cdi_problems(effective))
     except (ExitCodeError, DocumentError):
         # The following steps report what is wrong.
         return False

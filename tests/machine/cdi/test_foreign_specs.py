@@ -5,6 +5,9 @@ import os
 
 import pytest
 
+from agent.machine.containerd.formats import CRI_2, MAIN
+from agent.machine.containerd.spec_directories import NOTE
+from agent.machine.notes import Notes
 from agent.machine.run import run
 from tests.fakes.machine import Machine, nvidia_ctk, recorded_spec
 
@@ -53,6 +56,49 @@ def test_an_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str
     """Go's filepath.Ext calls the name a suffix, so runtimes load it."""
     machine.put(f"/var/run/cdi/{name}", json.dumps(recorded_spec()))
     assert condition(machine)[:2] == ("False", "Shadowed")
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        (["/etc/cdi", "/var/run/cdi", "/srv/cdi"], ("False", "Shadowed")),
+        (["/etc/cdi", "/srv/cdi"], ("False", "Shadowed")),
+        (["/srv/cdi", "/etc/cdi", "/srv/cdi/"], ("False", "Shadowed")),
+        (["/etc/cdi", "/srv/link"], ("False", "Shadowed")),
+        (["/srv/cdi", "/etc/cdi"], ("True", "Verified")),
+        (["/srv/cdi"], ("True", "Verified")),
+        (["srv/cdi"], ("True", "Verified")),
+        ([], ("True", "Verified")),
+        (["/srv/missing", "/srv/same"], ("True", "Verified")),
+    ],
+)
+def test_containerd_looks_into_further_directories(
+    machine: Machine, listed: list[str], expected: tuple[str, str]
+) -> None:
+    """The condition was True, although pods got the devices of a later directory."""
+    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = {json.dumps(listed)}\n')
+    machine.put("/srv/cdi/site.json", json.dumps(recorded_spec()))
+    machine.link("/srv/link", "cdi")
+    machine.link("/srv/same", "/etc/cdi")
+    for _ in range(2):
+        status, reason, message = condition(machine)
+        assert (status, reason) == expected
+        assert ("/site.json instead of /etc/cdi/nvidia.yaml" in message) == (status == "False")
+
+
+def test_directories_that_an_earlier_release_did_not_note_are_found(machine: Machine) -> None:
+    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/etc/cdi", "/srv/cdi"]\n')
+    run(machine)
+    Notes(machine).save(NOTE, {})
+    machine.put("/srv/cdi/site.json", json.dumps(recorded_spec()))
+    assert condition(machine)[:2] == ("False", "Shadowed")
+
+
+def test_a_pipe_in_a_further_directory_blocks_runtimes(machine: Machine) -> None:
+    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/srv/cdi"]\n')
+    machine.make_directory("/srv/cdi")
+    os.mkfifo(machine.tree / "srv/cdi/x.yaml")
+    assert condition(machine)[:2] == ("False", "RuntimeBlocked")
 
 
 def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
