@@ -31,6 +31,7 @@ ROOMS: Mapping[str, Order] = {
         ("steps", "vendors"),
         "notes",
         ("repairs", "context"),
+        "failures",
         ("devices", "libraries", "containerd"),
         "cdi",
         "kubelet",

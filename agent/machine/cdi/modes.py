@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from agent.machine.cdi import foreign_specs
-from agent.machine.cdi.failures import Failure
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
+from agent.machine.failures import Failure
 from agent.machine.steps import ERROR_SHOWN
 from agent.model.conditions import ConditionType, Status, true
 from agent.model.digest import json_digest, sha256

@@ -7,7 +7,8 @@ import posixpath
 import time
 from typing import NamedTuple
 
-from agent.machine.cdi import failures, foreign_specs
+from agent.machine import failures
+from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.candidate import (
     Candidate,
     excuse_noted_unpartitioned,
@@ -15,11 +16,11 @@ from agent.machine.cdi.candidate import (
     published_candidate,
     verdict_of,
 )
-from agent.machine.cdi.failures import Failure
 from agent.machine.cdi.foreign_specs import Foreign
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
+from agent.machine.failures import Failure
 from agent.machine.notes import remove_remains
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES

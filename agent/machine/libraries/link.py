@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from agent.machine.context import Context
+from agent.machine.failures import Failure
 from agent.machine.libraries.plan import (
     FOREIGN,
     TRIPLET_32,
@@ -28,7 +29,7 @@ from agent.model.reasons import Reason
 from agent.model.text import first_of
 from agent.system.files import System
 
-LOADER_CONFIGURATION = "/etc/ld.so.conf.d"
+LOADER_MAIN, LOADER_CONFIGURATION = "/etc/ld.so.conf", "/etc/ld.so.conf.d"
 ENTRY = re.compile(r"\t(?P<name>\S+) \((?P<abi>[^\s)]+?)(?:, [^)]*)?\) => (?P<path>.*)")
 """A line of `ldconfig -p` (print_entry in glibc's elf/cache.c). `hwcap:` and `OS ABI:` may follow the ABI."""
 LDCONFIG_PENDING = f"{STATE}/ldconfig-owed"
@@ -180,15 +181,28 @@ def _refresh_loader_cache(
     if not ldconfig_pending and cache and notes.load(name) == {"cache": cache, "needed": sorted(needed)}:
         return CacheFaults()
     faults = CacheFaults(needed) if ldconfig_pending else _cache_faults(system, needed)
-    if ldconfig_pending or faults.missing:
+    if ldconfig_pending or (faults.missing and not _failure(context, name, faults).noted()):
         # Without -X, ldconfig would change the conflicting links: each would lead to the newest library of its SONAME.
         system.run("ldconfig", *(["-X"] if conflicts else []), timeout=60)
         cache = _identity(system)
         faults = _cache_faults(system, needed)
+        if faults.missing:
+            _failure(context, name, faults).save(missing=first_of(sorted(faults.missing), 1))
     system.remove(LDCONFIG_PENDING)
     if faults == CacheFaults():
         notes.save(name, {"cache": cache, "needed": sorted(needed)})
     return faults
+
+
+def _failure(context: Context, name: str, faults: CacheFaults) -> Failure:
+    """Return the failure to make the loader cache complete. ldconfig may succeed once its configuration has changed."""
+    system, directory = context.system, LOADER_CONFIGURATION
+    entries = system.entries(directory) if system.is_directory(directory) else ()
+    files = (LOADER_MAIN, *(f"{directory}/{each}" for each in entries))
+    configuration = {path: system.identity(path) for path in files if system.is_file(path)}
+    # The content, because each ldconfig replaces the file.
+    cache = system.digest(LOADER_CACHE) if system.is_file(LOADER_CACHE) else ""
+    return Failure.of(context, f"{name}-failed", cache, sorted(faults.missing), configuration)
 
 
 def _identity(system: System) -> list[int]:

@@ -1,6 +1,7 @@
 """Which links are made, replaced, left alone and removed."""
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import pytest
@@ -212,6 +213,39 @@ def test_a_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
     assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
     assert "/etc/ld.so.conf.d" in machine.message("LibrariesLinked")
     assert f"libnvidia-glcore.so.{VERSION}" not in machine.message("LibrariesLinked")
+
+
+@pytest.mark.parametrize(
+    "change", ["/etc/ld.so.conf.d/driver.conf", "/etc/ld.so.conf", "/etc/ld.so.cache", "the handoff"]
+)
+def test_ldconfig_that_does_not_help_becomes_rare(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """It ran, and wrote the loader cache, each minute. A change of what it depends on is not missed."""
+    passed, monotonic, attempts = [0.0], time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
+
+    def useless(argv: tuple[str, ...]) -> Completed:
+        if argv == ("ldconfig",):
+            machine.put("/etc/ld.so.cache", "1 libs found in cache\n")
+        return Completed(0, b"", b"")
+
+    working = machine.programs["ldconfig"]
+    machine.program("ldconfig", useless)
+    for minute in range(30):
+        machine.calls.clear()
+        run(machine)
+        assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
+        attempts += [minute] if ("ldconfig",) in machine.calls else []
+        passed.append(60.0)
+    assert attempts == [0, 1, 2, 4, 8, 16, 26]
+    machine.program("ldconfig", working)
+    if change == "the handoff":
+        machine.hand(REQUEST)
+    else:
+        machine.put(change, "changed\n")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
 
 
 class KilledError(BaseException):

@@ -1,7 +1,8 @@
-"""Remembers that no complete CDI specification could be generated, so that the next attempt may wait.
+"""Remembers that a costly step failed, so that its next attempt may wait.
 
-An attempt opens every GPU, several times if one has failed. A GPU whose driver has failed often hangs, writes to the
-kernel log, or leaves processes that cannot be killed. So there must not be an attempt each minute.
+An attempt to make a CDI specification opens every GPU, several times if one has failed. A GPU whose driver has failed
+often hangs, writes to the kernel log, or leaves processes that cannot be killed. So there must not be an attempt each
+minute. Neither should ldconfig write the loader cache each minute.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.machine.cdi.failures import LONGEST
+from agent.machine.failures import LONGEST
 from agent.machine.run import run
 from agent.model.paths import spec_file
 from agent.system.process import Completed
