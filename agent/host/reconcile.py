@@ -119,8 +119,7 @@ class Reconciler(Struct):
     def run_pass(self, *, by_hand: Collection[str] = ()) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
-        A machine that has stopped, or failed to start, since the host booted is started only if `by_hand` has its name,
-        because a user may have stopped it.
+        A machine that has run since the host booted is started only if `by_hand` names it: a user may have stopped it.
         """
         outcome = self.reconcile()
         failures, machines = outcome.failures, list[MachineOutcome]()
