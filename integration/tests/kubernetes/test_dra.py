@@ -81,6 +81,17 @@ def tainted(cluster: Cluster, uuid: str) -> list[str]:
     return [f"{each['key']}={each.get('value', '')}:{each['effect']}" for each in device.get("taints", [])]
 
 
+def holder(name: str, gpus: int = 1) -> dict[str, Any]:
+    """Return a pod with the script HOLD.
+
+    If its container cannot start, the kubelet tries again with a new sandbox: containerd 1.7 rarely takes 0 for the
+    process id of a sandbox that starts next to others (containerd/containerd#9160).
+    """
+    made = pod(name, "sh", "-c", HOLD, gpus=gpus)
+    made["spec"]["restartPolicy"] = "OnFailure"
+    return made
+
+
 def holding(cluster: Cluster, name: str) -> str:
     """Return the UUID of the one GPU that a pod with the script HOLD sees."""
     (listing,) = cluster.shown(name)
@@ -134,7 +145,7 @@ def test_unchanged_pods_get_all_gpus_and_one_more_waits_for_a_gpu_that_is_plugge
 ) -> None:
     """Pods ask as they ask a device plugin. Nothing is restarted when a GPU comes and goes."""
     names = share_gpus(cluster, bed, shares)
-    cluster.apply(pod("last", "sh", "-c", HOLD, gpus=1))
+    cluster.apply(holder("last"))
     cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "last")))
     assert cluster.phase("last") == "Pending"
 
@@ -175,7 +186,7 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
         return json.dumps(status.get("allocatedResourcesStatus", []))
 
     cluster.wait("the pod's status says it", lambda: "Unhealthy" in health() and "Xid 48" in health())
-    cluster.apply(pod("others", "sh", "-c", HOLD, gpus=NUMBER - 1))
+    cluster.apply(holder("others", NUMBER - 1))
     (listing,) = cluster.shown("others")
     assert len(set(uuids(listing)) - {failed}) == NUMBER - 1
     cluster.apply(pod("none-left", "true", gpus=1))
@@ -193,11 +204,11 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
 
 @pytest.mark.exhaustive
 def test_service_and_kubelet_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
-    cluster.apply(pod("holder", "sh", "-c", HOLD, gpus=1))
+    cluster.apply(holder("holder"))
     held = holding(cluster, "holder")
 
     # Killed while pods arrive and one leaves.
-    cluster.apply(*(pod(f"new-{index}", "sh", "-c", HOLD, gpus=1) for index in range(3)))
+    cluster.apply(*(holder(f"new-{index}") for index in range(3)))
     for _ in range(3):
         bed.node.run("systemctl", "kill", "--signal=KILL", SERVICE)
         time.sleep(1)
@@ -209,7 +220,7 @@ def test_service_and_kubelet_go_away_and_come_back(cluster: Cluster, bed: Bed) -
     bed.node.run("systemctl", "restart", "kubelet.service")
     cluster.wait("the service has registered again", lambda: registered(bed))
     cluster.wait("the slices are back", lambda: offered_stays(cluster))
-    cluster.apply(pod("after-kubelet", "sh", "-c", HOLD, gpus=1))
+    cluster.apply(holder("after-kubelet"))
     assert holding(cluster, "after-kubelet") not in shown
     assert held in offered(cluster)
 
@@ -267,7 +278,7 @@ def test_thirty_cycles_of_plug_fault_recovery_and_unplug(cluster: Cluster, bed: 
         cluster.wait("the taint", lambda uuid=ninth: bool(tainted(cluster, uuid)))  # type: ignore[misc]
         if cycle % 3 == 0:
             names, avoided = [f"cycle-{cycle}-{index}" for index in range(4)], ninth
-            cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in names))
+            cluster.apply(*(holder(name) for name in names))
             cluster.wait("claims are allocated", lambda names=names: None not in map(partial(gpu_of, cluster), names))  # type: ignore[misc]
         bed.agent("gpus", "attach", addresses(cluster)[ninth])
         cluster.wait("no taint", lambda uuid=ninth: not tainted(cluster, uuid))  # type: ignore[misc]
@@ -283,7 +294,7 @@ def test_thirty_cycles_of_plug_fault_recovery_and_unplug(cluster: Cluster, bed: 
 def test_the_api_server_is_away_for_two_minutes(cluster: Cluster, bed: Bed) -> None:
     """Pods keep their GPUs. What changed meanwhile is offered afterwards, without a restart."""
     names = ["holder-0", "holder-1"]
-    cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in names))
+    cluster.apply(*(holder(name) for name in names))
     held = hold_different(cluster, names)
     running = containers(cluster, names)
     free = next(minor for minor in range(NUMBER) if uuid_of(bed, minor) not in held)
@@ -304,7 +315,7 @@ def test_the_api_server_is_away_for_two_minutes(cluster: Cluster, bed: Bed) -> N
     (new,) = offered(cluster) - before
     cluster.apply(claim_template("new", f'device.attributes["{DRA_DRIVER}"].uuid == "{new}"'))
     assert uuids(cluster.run(claiming("new", "new", "nvidia-smi", "-L"))) == [new]
-    cluster.apply(pod("after", "sh", "-c", HOLD, gpus=1))
+    cluster.apply(holder("after"))
     assert failed not in hold_different(cluster, [*names, "after"])
     assert containers(cluster, names) == running
     assert bed.restarted(at_start) == "nothing"
