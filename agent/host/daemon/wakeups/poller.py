@@ -68,7 +68,7 @@ class Settling(Struct, frozen=True):
     One second of events causes at most three passes if the events come without a pause, otherwise at most four.
     """
 
-    quiet: float = 0.005
+    quiet: float = 0.002
     """Time without a further event before a pass begins, because related events come together. The time is short, so as
     not to delay a new GPU. It is long enough for nvidia-modprobe, which sets the mode of a node within microseconds of
     making the node."""
