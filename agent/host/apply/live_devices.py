@@ -17,6 +17,8 @@ from agent.system import machined, systemd
 from agent.system.damage import write_record
 from agent.system.files import System
 
+DRM = "/dev/dri/"
+
 
 def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
     """Change permissions, bind nodes, and record what succeeded.
@@ -61,7 +63,8 @@ def _bind_all(
 ) -> tuple[LiveSettings, list[str]]:
     """Bind the nodes that the machine lacks. Return `live` with the nodes that could be bound, and the failures."""
     failures = []
-    for path, number in action.after.nodes.items():
+    # The vendors' own nodes come before those of DRM: few pods need DRM's, and each bind takes machined milliseconds.
+    for path, number in sorted(action.after.nodes.items(), key=lambda node: node[0].startswith(DRM)):
         if path in live.nodes:
             continue
         try:

@@ -62,11 +62,14 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     done: list[Action] = []
     failed_cleanups: dict[Cleanup, str] = {}
     failed: list[Action] = []
-    # If the ownership record cannot be updated, no settings are written, but devices that are no longer granted are
-    # forbidden all the same.
-    record_failures = _update_record(actions, system, finished=False) if actions else ()
-    failures, concerned = [*record_failures], dict[str, str]()
+    failures, concerned = list[str](), dict[str, str]()
+    record_failures: tuple[str, ...] | None = None
     for action in actions:
+        # The ownership record is updated only now, because the disk takes milliseconds, and a new GPU of a running
+        # machine needs no settings. If the record cannot be updated, no settings are written.
+        if record_failures is None and isinstance(action, WriteFile) and _needs_record(action):
+            record_failures = _update_record(actions, system, finished=False)
+            failures += record_failures
         if _must_skip(action, failed, recorded=not record_failures):
             continue
         progress(action.describe())
@@ -102,8 +105,8 @@ def _machine(action: Action) -> str | None:
 def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
     """Return whether a step must be skipped.
 
-    A step must be skipped if it depends on a step that failed. `recorded` says whether the ownership record was
-    updated before the steps: if it was not, steps that need the record must be skipped too.
+    A step must be skipped if it depends on a step that failed. `recorded` is False if the ownership record could not be
+    updated: steps that need the record must be skipped then.
     """
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
@@ -193,7 +196,9 @@ def _failure(action: Action, error: Exception) -> AgentError:
 
 
 def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
-    """Update the ownership record before the steps, or, if `finished`, after them. Return failures.
+    """Update the ownership record before the first step that needs it, or, if `finished`, after the steps.
+
+    Return failures.
 
     The record names a file from before the file is written until after it is removed. If the current record cannot be
     read, that is a failure too: the files in it must not be forgotten.

@@ -18,7 +18,15 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
 from agent.model.facts import Facts, VendorFacts
 from agent.model.live import LiveSettings, parse_live, render_live
-from agent.model.paths import device_allow_drop_in, handoff_file, live_file, machine_unit, unit_drop_in
+from agent.model.paths import (
+    OWNED,
+    RELOAD_PENDING,
+    device_allow_drop_in,
+    handoff_file,
+    live_file,
+    machine_unit,
+    unit_drop_in,
+)
 from agent.system.files import System
 from tests.fakes.facts import facts, nvidia
 from tests.fakes.host import Host
@@ -92,6 +100,33 @@ def test_permitted_first_then_bound_then_noted(host: Host) -> None:
     change_devices(CHANGE, host)
     assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
+
+
+def test_drms_nodes_are_bound_last(host: Host) -> None:
+    nodes = {"/dev/dri/card0": "226:0", **CHANGE.after.nodes, "/dev/dri/renderD128": "226:128", "/dev/x": "9:9"}
+    change_devices(replace(CHANGE, after=replace(CHANGE.after, nodes=nodes)), host)
+    paths = ["/dev/nvidia1", "/dev/nvidia2", "/dev/x", "/dev/dri/card0", "/dev/dri/renderD128"]
+    assert host.bus.changes[1:] == [bind(path) for path in paths]
+
+
+class Recording(Host):
+    """A host that records how many changes the bus had got at each write."""
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self.writes.append((path, len(self.bus.changes)))
+        super().write(path, content, mode)
+
+    writes: list[tuple[str, int]]
+
+
+def test_a_new_gpu_waits_for_no_disk(tmp_path: Path) -> None:
+    """Only the note of the change comes before the change; it is in /run."""
+    host = Recording(tmp_path)
+    host.writes = []
+    applied = apply((CHANGE, WriteFile(unit_drop_in(MACHINE), b"")), host)
+    assert applied.failures == ()
+    paths = [live_file(MACHINE), live_file(MACHINE), OWNED, RELOAD_PENDING, unit_drop_in(MACHINE)]
+    assert host.writes == list(zip(paths, (0, 3, 3, 3, 3), strict=True))
 
 
 @pytest.mark.parametrize("full", ["/run/", "/var/", "/"])
