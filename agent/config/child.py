@@ -37,8 +37,9 @@ def validate_in_child(system: System) -> None:
     if validated(system):
         return
     with suppress(AgentError):
-        # -S: the module `site` need not search for directories, because the child gets this process's path.
-        system.run(sys.executable, "-IS", "-c", CODE, system.full_path("/"), *sys.path, timeout=LIMIT)
+        # -S: the module `site` need not search for directories, because the child gets this process's path. -B: a new
+        # directory __pycache__ would change INSTALLATION, so this process would not use what the child saves.
+        system.run(sys.executable, "-BIS", "-c", CODE, system.full_path("/"), *sys.path, timeout=LIMIT)
 
 
 def main(root: str) -> None:
