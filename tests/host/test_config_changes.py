@@ -143,3 +143,14 @@ def test_a_stopped_machine_that_was_removed_keeps_its_settings_as_long_as_it_is_
     two_machines.remove(link)
     removed.reconcile()
     assert not two_machines.exists(nspawn_file(SECOND))
+
+
+def test_the_command_for_a_masked_machine_that_was_removed_unmasks_it_first(two_machines: Host) -> None:
+    """systemd ignores a masked unit that it should disable, and succeeds, so the settings would always stay."""
+    unit = machine_unit(SECOND)
+    link = f"/etc/systemd/system/machines.target.wants/{unit}"
+    two_machines.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
+    process(two_machines, NEW).reconcile()
+    two_machines.bus.unit(unit, "inactive", load="masked", stopped_at=1)
+    _, planned, _ = process(two_machines, OLD).preview()
+    assert f"until `systemctl unmask {unit} && machinectl disable {SECOND}`" in planned.held[SECOND]

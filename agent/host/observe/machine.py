@@ -46,7 +46,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
         name=name,
         root=_root(name, system),
         unit_state=unit.state,
-        kept_from_boot_by=_kept_from_boot_by(name, system),
+        kept_from_boot_by=_kept_from_boot_by(name, unit, system),
         masked=unit.masked,
         starts=unit.starts,
         restarts=unit.restarts,
@@ -85,13 +85,16 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
     )
 
 
-def _kept_from_boot_by(name: str, system: System) -> str:
+def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
     """Return the command of `MachineFacts.kept_from_boot_by`. If something is unknown, the machine starts at boot."""
     # `up` enables each machine that it makes.
     if read_seen(system.exists, node_record(name)) is not False:
         return _reset(name)
-    enabled = read_seen(lambda unit: is_enabled(unit, system), machine_unit(name)) is not False
-    return f"machinectl disable {name}" if enabled else ""
+    if read_seen(lambda path: is_enabled(path, system), machine_unit(name)) is False:
+        return ""
+    # systemd does not disable a masked unit, although the command succeeds.
+    unmask = f"systemctl unmask {machine_unit(name)} && " if unit.masked else ""
+    return f"{unmask}machinectl disable {name}"
 
 
 def _reset(name: str) -> str:
