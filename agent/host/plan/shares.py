@@ -43,7 +43,7 @@ class Shares:
             self._blocked_by_fault |= _blocked_by_fault(machine, config.machines[machine.name].gpus, facts)
         self._counts = {name for name, each in config.machines.items() if _counts(each)}
         self._held_by_former = {
-            gpu: f"still held by machine {each.name}, which is no longer in the configuration"
+            gpu: f"still held by machine {each.name}, which is no longer in the configuration{_until(each)}"
             for each in facts.machines
             if each.name in former
             for gpu in each.kept_gpus
@@ -78,6 +78,12 @@ class Shares:
         self._not_yet_replaced.pop(machine, None)
         if settings.gpus != "all":
             self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
+
+
+def _until(former: MachineFacts) -> str:
+    """Return how long a machine keeps its GPUs although it does not run; empty if it may run."""
+    boots = f" but starts when the host boots, until `{former.kept_from_boot_by}`"
+    return boots if former.stays_ended and former.kept_from_boot_by else ""
 
 
 def _counts(settings: MachineSettings) -> bool:

@@ -184,12 +184,16 @@ def test_a_machine_that_keeps_its_settings_without_a_table_keeps_its_gpus() -> N
     """It runs, or `up` made it and the host's next boot starts it with them: the GPU would be granted twice."""
     a, z = host("a", "z").machines
     z = replace(z, granted=Granted("", (address(0), address(2)), {}))
-    for each in (replace(z, unit_state="active"), replace(z, kept_from_boot_by="unbounded-agent reset z")):
+    until = " but starts when the host boots, until `machinectl disable z`"
+    for each, then in (
+        (replace(z, unit_state="active"), ""),
+        (replace(z, kept_from_boot_by="machinectl disable z"), until),
+    ):
         seen = replace(host("a", "z"), machines=(a, each))
         assert gpus_by_machine(config(a="count=2"), seen) == {"a": [1, 3]}
         assert gpus_by_machine(config(a="count=3"), seen) == {"a": [1, 3]}
-        expected = f"GPU {address(0)} is still held by machine z, which is no longer in the configuration"
-        assert expected in problems(config(a="count=3"), seen)
+        expected = f"GPU {address(0)} is still held by machine z, which is no longer in the configuration{then}"
+        assert expected in problems(config(a="count=3"), seen), "plan alone would say how to free it"
         # Machines may share GPUs that their settings name.
         assert gpus_by_machine(config(a=[address(0)]), seen) == {"a": [0]}
         assert gpus_by_machine(config(a="all"), seen) == {"a": [0, 1, 2, 3]}
