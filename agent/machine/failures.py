@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from agent import __version__
 from agent.machine.context import Context
 from agent.model.digest import json_digest
-from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY
+from agent.model.paths import GPU_STATES_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY
 
 LONGEST = 600.0
 """The longest time in seconds between two attempts. Most recoveries need no time at all, because they change what a
-failure depends on. But no event shows, for example, that somebody reset a GPU on the host."""
+failure depends on. But no event shows, for example, that somebody reset a GPU on the host: without `gpus attach`, or
+without Dynamic Resource Allocation, nothing changes here."""
 EARLY = 30.0
 """Seconds by which a run may come too early for the next attempt. Otherwise it would wait for one more run."""
 
@@ -34,15 +35,11 @@ class Failure(NamedTuple):
     def of(cls, context: Context, note: str, *inputs: object) -> "Failure":
         """Return the failure that an attempt with these inputs, which are JSON data, may have.
 
-        It also depends on the handoff's file: the host publishes even an unchanged handoff again after it has bound
-        missing nodes.
+        It also depends on the host's files: the host publishes even an unchanged handoff again after it has bound
+        missing nodes, and the GPU states change after `gpus attach`, which says that a GPU was reset.
         """
-        try:
-            identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}")
-            published = [identity.inode, identity.mtime_ns]
-        except FileNotFoundError:
-            published = []
         # Another release of the agent may succeed.
+        published = [_publication(context, name) for name in (HANDOFF_NAME, GPU_STATES_NAME)]
         return cls(context, note, json_digest([__version__, published, *inputs]))
 
     def noted(self) -> Mapping[str, Any]:
@@ -65,6 +62,15 @@ class Failure(NamedTuple):
             since = first if isinstance(first, float) else now
             until = now + min(now - since, LONGEST) - EARLY
             notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
+
+
+def _publication(context: Context, name: str) -> list[int]:
+    """Return what changes whenever the host publishes this file; empty if there is none."""
+    try:
+        identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{name}")
+    except FileNotFoundError:
+        return []
+    return [identity.inode, identity.mtime_ns]
 
 
 def forget(context: Context, note: str) -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from agent.machine.failures import LONGEST
 from agent.machine.run import run
-from agent.model.paths import spec_file
+from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, spec_file
 from agent.system.process import Completed
 from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, hang, nvidia_ctk, recorded_spec
 
 MINUTE = 60.0
 SPEC = spec_file("nvidia")
+GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 
 
 @pytest.fixture
@@ -62,7 +63,9 @@ def test_attempts_become_rare(
 
 
 @pytest.mark.parametrize("fault", [without_a_gpu, fails], ids=["missing", "hanging"])
-@pytest.mark.parametrize("change", ["the handoff", "the same handoff", "a node", "the tool", "the file"])
+@pytest.mark.parametrize(
+    "change", ["the handoff", "the same handoff", "the GPU states", "a node", "the tool", "the file"]
+)
 def test_a_change_ends_the_wait(
     machine: Machine, later: Callable[[float], None], fault: Callable[[Machine], None], change: str
 ) -> None:
@@ -80,6 +83,8 @@ def test_a_change_ends_the_wait(
             machine.hand(REQUEST)
         case "the same handoff":
             machine.hand(REQUEST)
+        case "the GPU states":
+            machine.put(GPU_STATES, "published after `gpus attach`")
         case "a node":
             machine.node(DEVICES[0].path, 1, 3)
             assert machine.conditions()
