@@ -94,13 +94,14 @@ def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
 
 
 def _gpu(where: str, item: dict[str, Any]) -> GpuStatus:
+    effect = get(where, item, "effect", str)
     gpu = GpuStatus(
         pci_address=_matching(where, item, "pci_address", PCI_ADDRESS),
         vendor=get(where, item, "vendor", str),
-        state=_state(get(where, item, "state", str)),
+        state=_state(get(where, item, "state", str), effect),
         reason=_matching(where, item, "reason", REASON),
         message=one_line(get(where, item, "message", str))[:MESSAGE_LIMIT],
-        effect=_effect(get(where, item, "effect", str)),
+        effect=_effect(effect),
         since=get(where, item, "since", int),
         kernel_driver=_matching(where, item, "kernel_driver", DRIVER),
         numa_node=get(where, item, "numa_node", int),
@@ -122,12 +123,14 @@ def _matching(where: str, item: dict[str, Any], key: str, pattern: re.Pattern[st
     return value
 
 
-def _state(text: str) -> GpuState:
+def _state(text: str, effect: str) -> GpuState:
     """Return the state of this name. A newer host half's state is taken for UNHEALTHY: pods should not get the GPU.
 
-    If the document were refused instead, the failures of all other GPUs would go unnoticed.
+    So is a healthy GPU's state if only a newer host half knows the GPU's effect. If the document were refused instead,
+    the failures of all other GPUs would go unnoticed.
     """
-    return GpuState(text) if text in set(GpuState) else GpuState.UNHEALTHY
+    known = text in set(GpuState) and (effect in set(Effect) or text != GpuState.HEALTHY)
+    return GpuState(text) if known else GpuState.UNHEALTHY
 
 
 def _effect(text: str) -> Effect:

@@ -45,9 +45,10 @@ def test_an_older_document_shares_no_gpu() -> None:
     assert parse_gpu_states(json.dumps(content).encode()) == {WELL.pci_address: WELL}
 
 
-def test_a_newer_host_half_s_state_and_effect_keep_new_pods_away() -> None:
+@pytest.mark.parametrize("state", ["resetting", "healthy"])
+def test_a_newer_host_half_s_state_and_effect_keep_new_pods_away(state: str) -> None:
     """They made the whole document unusable, and later failures of all GPUs went unnoticed."""
-    (gpu,) = parse_gpu_states(document(state="resetting", effect="Pause", reason="Reset", extra=1)).values()
+    (gpu,) = parse_gpu_states(document(state=state, effect="Pause", reason="Reset", extra=1)).values()
     assert gpu == WELL._replace(state=GpuState.UNHEALTHY, effect=Effect.NO_SCHEDULE, reason="Reset")
 
 
@@ -71,7 +72,7 @@ def test_the_limit_is_enough_for_a_large_host() -> None:
         ({"version": 7}, "gpus.json: version 7 is unknown"),
         ({"pci_address": "x"}, r"gpus\[0\]: key pci_address has an unexpected form: 'x'"),
         ({"state": 1}, "key state must be a string"),
-        ({"effect": "Evict"}, "a healthy GPU cannot have the effect NoSchedule"),
+        ({"effect": "NoSchedule"}, "a healthy GPU cannot have the effect NoSchedule"),
         ({"effect": "NoExecute"}, "a healthy GPU cannot have the effect NoExecute"),
         ({"reason": "Xid 79"}, "key reason has an unexpected form: 'Xid 79'"),
         ({"since": -1}, "key since must be a time in seconds, not -1"),
