@@ -78,8 +78,9 @@ def _settle_gpus(
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
         # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
         # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
-        # (the removal of a node could not be noted), so try again in this case too.
-        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, lambda: publish(at_once=True))
+        # (the removal of a node could not be noted), so try again in this case too. But that condition may last, so an
+        # attempt then waits as usual.
+        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, lambda: publish(at_once=bool(removed)))
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]
     conditions = (linked, configured, active.condition(), devices.condition(), spec_condition)

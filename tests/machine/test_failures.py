@@ -116,3 +116,21 @@ def test_a_mode_that_fails_is_not_tried_each_minute(machine: Machine, later: Cal
         assert "the driver does not answer" in machine.message("CDISpecCurrent")
         later(MINUTE)
     assert attempts == [0, 1, 2, 4, 8]
+
+
+def test_a_node_that_cannot_be_withdrawn_does_not_end_the_wait(
+    machine: Machine, later: Callable[[float], None]
+) -> None:
+    machine.mounts = [device.path for device in DEVICES]
+    run(machine)
+    machine.hand(
+        REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if GPUS[1] != each.pci_address))
+    )
+    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
+    fails(machine)
+    attempts = []
+    for minute in range(10):
+        attempts += [minute] if asked(machine) else []
+        assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+        later(MINUTE)
+    assert attempts == [0, 1, 2, 4, 8]
