@@ -47,14 +47,19 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
         in_force=reconciler.in_force,
     )
 
+    kept = set(others)
+
     def remove_files() -> tuple[str, ...]:
         # The machine's root file system is removed by now. So a pass without the machine in the configuration removes
         # the files that the agent wrote for the machine.
-        return without_machine.reconcile().failures_of((machine,))
+        outcome = without_machine.reconcile()
+        # Machines that are no longer configured, but run or start at boot, keep their settings.
+        kept.update(each.name for each in outcome.facts.machines)
+        return outcome.failures_of((machine,))
 
     system = reconciler.system
     with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, (machine,), "reset"):
-        ending = Reset(machine, system, network, remove_files, not others, progress).run()
+        ending = Reset(machine, system, network, remove_files, lambda: not kept, progress).run()
     for remark in ending.remarks:
         report(f"note: {remark}")
     say(_advice(machine, ending, configured=machine in reconciler.config.machines))

@@ -13,7 +13,15 @@ from agent.config.last_good import InForce, save_last_good
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigChangedError
-from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG, machine_root, machine_unit, nspawn_file, unit_drop_in
+from agent.model.paths import (
+    CONFIG_FILE,
+    LAST_GOOD_CONFIG,
+    MANIFESTS,
+    machine_root,
+    machine_unit,
+    nspawn_file,
+    unit_drop_in,
+)
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import node_host, node_reconciler
@@ -129,6 +137,25 @@ def test_a_stopped_node_that_was_removed_keeps_its_settings_until_it_is_reset(tm
     assert has_settings(node, MACHINE)
     assert reset_machine(MACHINE, removed, node.network) == 0
     assert not node.exists(nspawn_file(MACHINE))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_its_settings(
+    tmp_path: Path, enabled: bool
+) -> None:
+    """Its next start would find no driver, or the host no directory to bind into it."""
+    node = node_host(tmp_path / "host")
+    made = node_reconciler(node)
+    assert up(made, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    node.make_directory(machine_root(SECOND))
+    node.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
+    process(node, {SECOND: {"gpus": ["0000:02:00.0"]}}).reconcile()
+    if enabled:
+        link = f"/etc/systemd/system/machines.target.wants/{machine_unit(SECOND)}"
+        node.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
+    node.bus.unit(machine_unit(MACHINE), "inactive", stopped_at=1)
+    assert reset_machine(MACHINE, process(node, {}), node.network) == 0
+    assert (has_settings(node, SECOND), node.exists(f"{MANIFESTS}/0.json")) == (enabled, enabled)
 
 
 def test_a_stopped_machine_that_was_removed_keeps_its_settings_as_long_as_it_is_enabled(two_machines: Host) -> None:

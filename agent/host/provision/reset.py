@@ -51,8 +51,9 @@ class Reset(Struct, frozen=True):
     remove_files: Callable[[], tuple[str, ...]]
     """Makes a pass as if the machine were not configured. Such a pass removes the agent's files for the machine.
     Returns the failures of the pass."""
-    only_machine: bool
-    """Whether no other machine is configured. Another machine would need the staged drivers."""
+    only_machine: Callable[[], bool]
+    """Returns whether no other machine is configured or keeps its settings. Called after `remove_files`. Another
+    machine would need the staged drivers."""
     progress: Progress = lambda _: None
 
     def run(self) -> Ending:
@@ -76,7 +77,7 @@ class Reset(Struct, frozen=True):
                 "; ".join(failures), f"correct this, then run `unbounded-agent reset {self.machine}` again"
             )
         done += self._run(plan_tidying(self.machine, self.system.is_directory))
-        if self.only_machine and not host.others and isinstance(host.found, AsFound):
+        if self.only_machine() and not host.others and isinstance(host.found, AsFound):
             done += self._run((RemoveDriverRoots(),))
         done += self._run(plan_restoration(self._host(), self._leftovers()))
         differences, remarks = self._compare()
