@@ -7,7 +7,7 @@ from agent.cli.output import print_machines, report_problems, started_and_stoppe
 from agent.cli.printing import progress, report_failures
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import machine_locks
+from agent.host.state.locks import COMMAND_WAIT, machine_locks
 from agent.model.conditions import Status
 from agent.model.errors import AgentError
 
@@ -53,10 +53,13 @@ def _run_pass(reconciler: Reconciler) -> tuple[Outcome, tuple[str, ...]]:
     The machines' locks are held only until the starts: from then on, other commands may stop the machines again.
     """
     busy: dict[str, str] = {}
+    # For all machines together, because `up` may work on all of them.
+    until = time.monotonic() + COMMAND_WAIT
     with ExitStack() as locks:
         for name in sorted(reconciler.config.machines):
             try:
-                locks.enter_context(machine_locks(reconciler.system, (name,), "apply"))
+                wait = max(until - time.monotonic(), 0.0)
+                locks.enter_context(machine_locks(reconciler.system, (name,), "apply", wait))
             except AgentError as error:
                 busy[name] = error.message
         outcome = reconciler.run_pass(by_hand=reconciler.config.machines.keys() - busy.keys())

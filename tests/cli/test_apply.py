@@ -6,7 +6,10 @@ import time
 import pytest
 
 from agent.cli.apply import apply
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
+from agent.model.paths import machine_unit
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
@@ -52,6 +55,22 @@ def test_a_machine_that_another_command_stopped_is_not_started(
     said = f"machine {MACHINE} was not started: another command is working on machine {MACHINE}: "
     assert f"{said}`unbounded-agent reset` (process {os.getpid()})" in " ".join(capsys.readouterr().err.split())
     assert now[0] - began < 10, "it did not wait for the machine's report"
+
+
+def test_a_command_that_works_on_all_machines_delays_apply_only_once(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up` may work on every node of the host, for minutes."""
+    began, names = time.monotonic(), ("a", "b", "c", MACHINE)
+    now = [began]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    for name in names:
+        gpu_host.bus.unit(machine_unit(name), "inactive", stopped_at=4711)
+    agent = Reconciler(Config.validated({"machines": {name: {} for name in names}}), gpu_host, gpu_host)
+    with machine_locks(gpu_host, names, "up"):
+        assert apply(agent) == 1
+    assert now[0] - began < 10
 
 
 def test_other_commands_may_work_on_a_machine_that_apply_waits_for(

@@ -41,19 +41,19 @@ def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def machine_locks(system: System, names: Iterable[str], command: str) -> Iterator[None]:
+def machine_locks(system: System, names: Iterable[str], command: str, wait: float = COMMAND_WAIT) -> Iterator[None]:
     """Hold the locks of these machines. Every command that starts, stops, makes or removes a machine needs its lock.
 
     Otherwise `start` could start a machine that `reset` has just stopped in order to remove it. A machine's own unit
     and the service take no such lock, because a machine's start must not wait for a command. Raises AgentError, which
-    names the command that holds a lock.
+    names the command that holds a lock, if that command holds it for `wait` seconds.
     """
     with ExitStack() as stack:
         # All commands take the locks in the same order. Otherwise, two commands could each wait for the other.
         for name in sorted(set(names)):
             busy = f"another command is working on machine {name}"
             holder = f"`unbounded-agent {command}` (process {os.getpid()})"
-            stack.enter_context(locked(system, machine_lock_file(name), COMMAND_WAIT, busy, holder=holder))
+            stack.enter_context(locked(system, machine_lock_file(name), wait, busy, holder=holder))
         yield
 
 
