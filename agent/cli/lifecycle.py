@@ -75,8 +75,8 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
             f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
         )
     reconciler.progress(f"stop machine {name}")
-    # If the machine has not started since the host booted, systemd does not record that this command stops it. Without
-    # the mark, the service would then start the machine.
+    # The service starts a machine that has not run since the host booted. If this command stops the machine before its
+    # first start, systemd records no stop: only the mark shows the service that the machine must stay stopped.
     mark_start(name, reconciler.system)
     with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
         reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)

@@ -48,11 +48,11 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
 
 
 def _limit_start(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition; False instead of Unknown if Fabric Manager has been starting for too long."""
+    """Return the condition, but with the status False if Fabric Manager has been starting for too long."""
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
-    # `last_transition` is when the status changed, not when the reason changed. If the condition was Unknown for
-    # another reason before, that time counts too, and the limit is reached sooner.
+    # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
+    # counts too, and the limit is reached sooner.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition

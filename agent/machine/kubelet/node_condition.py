@@ -202,7 +202,7 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
     If the recorded Node is not this kubelet's, its condition stays, because this kubelet may not change it; only the
-    record is removed. Return `applied`, or None once there is no record, and NodeConditionSet.
+    record is removed. Return two values: `applied`, or None if the record is gone; and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     recorded = _recorded_node(system)

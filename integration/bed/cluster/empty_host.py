@@ -1,7 +1,7 @@
-"""A simulated host with a driver and no machine, and all that `unbounded-agent up` needs to make a node of it.
+"""A simulated host with a driver but no nspawn machine, and all that `unbounded-agent up` needs to make a node there.
 
-These run outside the virtual machine: a Kubernetes control plane, a registry with the node's image (it has TLS and
-wants a login), another registry with the pods' images, and a mirror of Kubernetes' programs.
+The host is a virtual machine. Outside it run a Kubernetes control plane, a registry with the node's image (it has TLS
+and wants a login), another registry with the pods' images, and a mirror of Kubernetes' programs.
 """
 
 import hashlib
@@ -198,7 +198,7 @@ mirrors = {{ "registry.invalid" = ["{self.pod_registry.url(HOST_FROM_GUEST)}"] }
 
 
 def pod_network() -> dict[str, Any]:
-    """Return a DaemonSet that writes the pod network's settings on each node, as network plugins do."""
+    """Return a DaemonSet that writes the pod network's settings to each node, as network plugins do."""
     conflist = (Path(__file__).parent / "cluster_files/etc/cni/net.d/10-bed.conflist").read_text()
     script = 'printf %s "$CONFLIST" >/net.d/.new && mv /net.d/.new /net.d/10-bed.conflist && exec sleep 2147483647'
     container = {
