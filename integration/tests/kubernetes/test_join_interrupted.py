@@ -37,14 +37,18 @@ STEPS = (
 HIDDEN = {"change the host's settings", "fetch kubectl, kubelet", "pulled "}
 """Steps that may not appear again after an earlier interruption: what they make is kept."""
 KILLED = f"""
-unbounded-agent up --json >{EVENTS} 2>/var/tmp/up.log & up=$!
-while kill -0 $up 2>/dev/null; do
-    if grep -qF -- '"message": "'"$0" {EVENTS}; then kill -KILL $up; wait $up; exit 9; fi
-    sleep 0.05
-done
+: >{EVENTS}
+rm -f /var/tmp/up.pipe
+mkfifo /var/tmp/up.pipe
+unbounded-agent up --json >/var/tmp/up.pipe 2>/var/tmp/up.log & up=$!
+while IFS= read -r event; do
+    case $event in *'"message": "'"$0"*) kill -KILL $up; wait $up; exit 9 ;; esac
+    printf '%s\\n' "$event" >>{EVENTS}
+done </var/tmp/up.pipe
 wait $up
 """
-"""Exits with 9 if `up` was killed at the step $0, and otherwise as `up` does."""
+"""Exits with 9 if `up` was killed at the step $0, and otherwise as `up` does. Starts no process between an event and
+the kill: a late kill would let the next step finish as well."""
 LEFTOVERS = f"""
 ls -A /var/lib/machines | grep -v -x -e {MACHINE} -e '[.]#.*' -e lost+found
 find /var/lib/unbounded-agent /etc/systemd /etc/sysctl.d /etc/modules-load.d -name '*.unbounded-agent-new'
