@@ -16,6 +16,7 @@ from agent.model.text import printable
 from agent.model.typed_json import decode, to_builtins
 from agent.model.versions import REPORT_VERSION
 
+TYPES = frozenset(ConditionType)
 CONDITIONS_LIMIT = 64
 """The largest number of conditions in a report: a newer machine half may report more than this release knows."""
 
@@ -98,7 +99,7 @@ def parse_report(data: bytes) -> Report:
         _check(document)
     except DocumentError as error:
         raise DocumentError(error.message, error.hint or "the machine half writes it again") from error
-    known = [each for each in document.conditions if each.type in set(ConditionType)]
+    known = [each for each in document.conditions if each.type in TYPES]
     return Report(
         document.generation,
         printable(document.agent_version),
