@@ -80,8 +80,8 @@ class Watch(Struct, frozen=True):
     def waiting(self, outcome: Outcome) -> dict[str, str]:
         """Return why machines are not finished yet, by machine; empty if all machines are finished."""
         reasons = {}
-        # A machine that is stopping counts as ended. Otherwise, it would seem to be finished, because its last report
-        # is still there.
+        # A machine that is stopping counts as not running. Its last report is still there, and would let it pass for
+        # finished.
         ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
         for machine in self.machines(outcome):
             if machine.pending or machine.name in ended:

@@ -195,7 +195,10 @@ def _refresh_loader_cache(
 
 
 def _failure(context: Context, name: str, faults: CacheFaults) -> Failure:
-    """Return the failure to make the loader cache complete. ldconfig may succeed once its configuration has changed."""
+    """Return the note of a run of ldconfig that left libraries out of the cache, with all that the run depends on.
+
+    While nothing of that has changed, ldconfig would leave the same libraries out again.
+    """
     system, directory = context.system, LOADER_CONFIGURATION
     entries = system.entries(directory) if system.is_directory(directory) else ()
     files = (LOADER_MAIN, *(f"{directory}/{each}" for each in entries))
