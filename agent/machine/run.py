@@ -108,7 +108,11 @@ def _rounds(system: System) -> Iterator[Outcome]:
                 break
             handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
         except FileNotFoundError:
-            say(INFO, "no handoff: this machine is not configured on its host")
+            say(
+                INFO,
+                f"{HANDOFF} does not exist: on the host, this machine is not configured, or unbounded-agent.service "
+                "has not published anything for it yet",
+            )
             break
         context = Context.of(system, handoff)
         outcome = settle(context)
@@ -169,7 +173,7 @@ def settle(context: Context) -> Outcome:
         conditions = with_remark_from(
             conditions,
             ConditionType.DEVICES_ALLOWED,
-            "which processes have withdrawn nodes open",
+            "which processes still have nodes open that are no longer granted",
             lambda: _name_left_open(context, conditions),
         )
     return Outcome(

@@ -137,7 +137,9 @@ class _Search:
             try:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
-                    raise TimeoutError(errno.ETIMEDOUT, f"other processes used up the {SEARCH_LIMIT:.0f} s")
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, f"searching other processes took the whole {SEARCH_LIMIT:.0f} s"
+                    )
                 bounded(f"/proc/{pid}: {what}", partial(search, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
                 # The process has exited in the meantime.

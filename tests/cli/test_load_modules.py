@@ -190,7 +190,7 @@ def test_a_driver_whose_parameters_forbid_making_nodes(host: Host) -> None:
     for module in MODULES:
         loaded(host, module)
     host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
-    assert "/proc/driver/nvidia/params forbids creating nodes" in load(host)
+    assert "/proc/driver/nvidia/params forbids creating them" in load(host)
     assert nodes(host) == {}
 
 

@@ -244,7 +244,8 @@ def _baseline(system: System, main: Table, imported: Iterable[str], version: tup
         return files.effective_config(system, BASELINE, version)
     except ExitCodeError as error:
         raise DocumentError(
-            f"containerd refuses {MAIN} and its imports, even without the agent's drop-in ({BASELINE}): {error}",
+            f"containerd refuses {MAIN} and its imports, even without the agent's drop-in (tried as the copy "
+            f"{BASELINE}): {error}",
             "repair these files: containerd cannot start with them either",
         ) from error
 

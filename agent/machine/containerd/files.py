@@ -26,7 +26,7 @@ UNWRITABLE = (errno.EROFS, errno.EBUSY, errno.EPERM, errno.EACCES)
 """Errors for a file that cannot be replaced: it is on a read-only file system, is itself a mount, is immutable, or is
 on a network file system on which root has no rights."""
 # After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
-HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
+HEADER = "# Written by unbounded-agent whenever containerd's other files change; edits here are overwritten.\n"
 
 
 def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:

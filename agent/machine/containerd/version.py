@@ -50,7 +50,7 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
         return spec, ()
     return groupless, (
         f"containerd {version} does not support additionalGids (added in {dotted(GROUPS_SINCE)}), so they are left "
-        "out: containers that do not run as root need the nodes' groups as supplementalGroups",
+        "out: containers that do not run as root need the groups of their device nodes as supplementalGroups",
     )
 
 

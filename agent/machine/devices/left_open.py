@@ -58,7 +58,7 @@ def _remark(held: Held, containers: Mapping[str, object]) -> str:
     """Return the remark on the processes; empty if there are none."""
     unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
     if not held.holders:
-        return f"; {unseen}, and may have withdrawn nodes open" if unseen else ""
+        return f"; {unseen}, and may still have nodes open that are no longer granted" if unseen else ""
     described = [each.describe(pod=_pod(containers, each.container)) for each in held.holders]
     shown = first_of(described, SHOWN, "; ")
     what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {shown}"

@@ -51,7 +51,8 @@ OPEN_ERRORS = {
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
     errno.EAGAIN: (
         Reason.OPEN_FAILED,
-        "the machine has no memory or processes left to try, or the driver resets a GPU: see `dmesg` on the host",
+        "the machine has reached its limit of memory or processes, or the driver is resetting a GPU: see `dmesg` on "
+        "the host",
     ),
 }
 """The condition's reason, and the end of its message, by the errno of open(2)."""

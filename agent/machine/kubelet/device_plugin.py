@@ -192,7 +192,9 @@ def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
             KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
         )
     if not plugin.up_to_date:
-        message = f"the device plugin serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
+        message = (
+            f"the device plugin serves {', '.join(plugin.serving)}, but the kubelet has no list of devices from it yet"
+        )
         return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
     return None
 
@@ -220,8 +222,9 @@ def _compare(
         )
     missing, stale = in_spec - gpus, gpus - in_spec
     if missing and foreign:
-        message = f"the advertised ids have another form ({in_words(foreign)}), so {in_words(missing)} cannot be found"
-        return unknown(KIND, Reason.UNKNOWN_IDS, message)
+        message = f"the device plugin advertises ids of an unknown form ({in_words(foreign)})"
+        why = f"it is unknown whether they stand for {in_words(missing)}: check Allocatable in `kubectl describe node`"
+        return unknown(KIND, Reason.UNKNOWN_IDS, f"{message}; {why}")
     parts = [f"not advertised, although granted: {in_words(missing)}"] if missing else []
     parts += [f"advertised, but not (or no longer) in the CDI specification: {in_words(stale)}"] if stale else []
     message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"

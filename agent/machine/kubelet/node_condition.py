@@ -217,7 +217,7 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
         if failure and failure.reason != Reason.NODE_NOT_REGISTERED:
             return applied, failure
     else:
-        why = f"this kubelet is now that of node {identity.node}, and may not change it"
+        why = f"this machine's kubelet is now that of node {identity.node}, and may not change another node"
         say(INFO, f"node {recorded} keeps its condition {TYPE}: {why}")
     system.remove(NODE_CONDITION_MARK)
     return None, done

@@ -69,10 +69,8 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
 
 
 def _silent(what: str) -> Condition:
-    advice = "pods that have a GPU keep it, but no pod can start or end with one"
-    return false(
-        KIND, Reason.DRA_DRIVER_DOWN, f"{UNIT}.service {what}: see `systemctl status {UNIT}`; until then {advice}"
-    )
+    effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
+    return false(KIND, Reason.DRA_DRIVER_DOWN, f"{UNIT}.service {what}; {effect}; see `systemctl status {UNIT}`")
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
@@ -92,10 +90,10 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
     tainted = sorted(name for offer in status.offers for name in offer.tainted)
     where = f"the ResourceSlices of node {status.node}"
     if missing := allocatable - offered:
-        message = f"{in_words(missing)} can be given to pods, but is not in {where} yet"
+        message = f"not in {where} yet, although ready for pods: {in_words(missing)}"
         return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
     if stale := offered - granted:
-        message = f"{in_words(stale)} is in {where}, but not (or no longer) granted"
+        message = f"in {where}, but not (or no longer) granted: {in_words(stale)}"
         return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
     remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {in_words(tainted)}"] if tainted else []
     if without := granted - allocatable:

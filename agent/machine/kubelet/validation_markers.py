@@ -87,10 +87,16 @@ def _content(system: System, path: str) -> bytes | None:
 def _condition(markers: tuple[Marker, ...], foreign: list[str], doubts: tuple[Condition, ...]) -> Condition:
     names = " and ".join(each.path for each in markers)
     if foreign:
-        advice = "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove this"
+        advice = (
+            "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove the file"
+        )
         return false(KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: made by another program; {advice}")
     if refuted := [each.type for each in doubts if each.status is Status.FALSE]:
-        return false(KIND, Reason.NOT_PROVEN, f"what is not proven gets no marker; False: {', '.join(refuted)}")
+        return false(
+            KIND,
+            Reason.NOT_PROVEN,
+            f"a file is missing while a condition that it stands for is False: {', '.join(refuted)}",
+        )
     if doubts:
         return unknown(KIND, Reason.NOT_PROVEN, f"waiting for {', '.join(each.type for each in doubts)}")
     return true(KIND, Reason.SET, f"{names} exist")

@@ -296,7 +296,7 @@ def test_a_process_that_cannot_be_inspected_is_counted_once(machine: Machine) ->
     machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
     run(machine)
-    assert "; 1 process could not be inspected, and may have withdrawn" in machine.message("DevicesAllowed")
+    assert "; 1 process could not be inspected, and may still have nodes open" in machine.message("DevicesAllowed")
     assert not listings(machine)
     assert "could not be inspected" not in machine.message("DevicesAllowed")
 
@@ -307,7 +307,8 @@ def test_a_failed_inspection_costs_no_report(machine: Machine, error: Exception)
     machine.before_list = refuse("/proc", error)
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    assert f"cannot tell which processes have withdrawn nodes open: {error}" in machine.message("DevicesAllowed")
+    remark = f"cannot tell which processes still have nodes open that are no longer granted: {error}"
+    assert remark in machine.message("DevicesAllowed")
     assert len(listings(machine)) == FAILED_SEARCHES - 1
     assert "cannot tell" not in machine.message("DevicesAllowed")
 

@@ -170,8 +170,12 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
         ({"registered": False}, "NotRegistered", "the kubelet has not accepted"),
         ({"registered": False, "message": "other type"}, "NotRegistered", "with a GPU; other type"),
         ({"offers": (OFFER._replace(reason="Refused", message="403"),)}, "Refused", "403"),
-        ({"offers": (OFFER._replace(gpus=GPUS[:1]),)}, "GPUsMissing", f"{GPUS[1]} can be given to pods"),
-        ({"offers": (OFFER._replace(gpus=(*GPUS, "0000:09:00.0")),)}, "StaleGPUs", "0000:09:00.0 is in"),
+        ({"offers": (OFFER._replace(gpus=GPUS[:1]),)}, "GPUsMissing", f"although ready for pods: {GPUS[1]}"),
+        (
+            {"offers": (OFFER._replace(gpus=(*GPUS, "0000:09:00.0")),)},
+            "StaleGPUs",
+            "but not (or no longer) granted: 0000:09:00.0",
+        ),
     ],
 )
 def test_what_keeps_gpus_from_pods_is_named(
@@ -202,7 +206,7 @@ def test_a_clock_that_was_set(kubelet: Kubelet, jump: float, monkeypatch: pytest
 
 def test_a_service_that_has_never_reported_or_writes_nonsense(kubelet: Kubelet) -> None:
     assert kubelet.condition() == ("False", "DRADriverDown")
-    assert "has reported nothing since the machine's start: see `systemctl status" in kubelet.message()
+    assert "has reported nothing since the machine's start; no pod with a GPU can start or end" in kubelet.message()
     kubelet.machine.put(DRA_STATUS, "{")
     assert kubelet.condition() == ("False", "DRADriverDown")
     assert "dra-status.json: not JSON" in kubelet.message()

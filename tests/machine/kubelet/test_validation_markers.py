@@ -82,7 +82,7 @@ def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
     machine.program("nvidia-ctk", "", status=1)
     machine.put("/usr/bin/nvidia-ctk", "another")
     assert outcome(machine) == ("False", "NotProven")
-    assert machine.message(KIND) == "what is not proven gets no marker; False: CDISpecCurrent"
+    assert machine.message(KIND) == "a file is missing while a condition that it stands for is False: CDISpecCurrent"
     assert there(machine) == []
 
 

@@ -55,7 +55,9 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     answers = _run(system, request, command, version)
     if answers:
         silent = ", ".join(gpu for gpu in request.gpus if gpu not in answers)
-        remarks.append(f"nvidia-ctk failed for all GPUs, so it ran without {silent}, which nvidia-smi cannot query")
+        remarks.append(
+            f"nvidia-ctk failed with all GPUs, so it ran again without {silent}, which nvidia-smi cannot query"
+        )
     spec, incomplete = without_incomplete(read_output(system, directory), request)
     missing = _not_listed(spec, request)
     if missing and not answers:

@@ -60,7 +60,10 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
     missing = [each for each in nodes if not _exists(system, each)]
     if missing and not parameters.modify:
         paths = ", ".join(_paths(missing))
-        report(f"missing, or with a stale number: {paths}; {PARAMETERS} forbids creating nodes (ModifyDeviceFiles: 0)")
+        report(
+            f"missing, or with a stale number: {paths}; {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0): use "
+            "mknod, or load the module nvidia with NVreg_ModifyDeviceFiles=1"
+        )
         return
     failures = []
     for node in missing:
