@@ -120,7 +120,9 @@ def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
         return listed.active_state
     if listed.load_state == "not-found":
         return Absent(f"{name} is not installed")
-    return Broken(f"{name} cannot be started: LoadState is {listed.load_state}")
+    if listed.load_state == "masked":
+        return Broken(f"{name} is masked; run `systemctl unmask {name}`")
+    return Broken(f"{name} cannot be started: LoadState is {listed.load_state}; see `systemctl status {name}`")
 
 
 def is_enabled(unit: str, system: System) -> bool:

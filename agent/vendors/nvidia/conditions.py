@@ -173,7 +173,7 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
             return false(
                 kind,
                 Reason.FABRIC_MANAGER_MISSING,
-                f"{why}; install the Fabric Manager in the driver's version, and start it",
+                f"{why}; then run `systemctl enable --now nvidia-fabricmanager`",
             )
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
@@ -197,13 +197,14 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
             return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
         case "running":
             return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced runs, but not as this host's service")
-        case Unseen(why) | Broken(why):
+        case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
-        case _:
+        case state:
+            first = f"{state.why}; then " if isinstance(state, Broken) else ""
             return false(
                 kind,
                 Reason.DAEMON_NOT_RUNNING,
                 "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
-                "down idle GPUs, and initialises them again for the next user; run `systemctl enable --now "
+                f"down idle GPUs, and initialises them again for the next user; {first}run `systemctl enable --now "
                 "nvidia-persistenced`",
             )

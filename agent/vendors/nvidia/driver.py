@@ -34,7 +34,7 @@ def observe_driver(
     # A driver from the host's packages includes the daemon's unit. If the driver is from elsewhere, such as a driver
     # container, the daemon may run without the unit. Only in that case are all processes searched for the daemon.
     elsewhere = user_space.place_name not in ("", HOST_CACHE)
-    if isinstance(persistence, Absent) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
+    if isinstance(persistence, Absent | Broken) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING
     return Driver(module, user_space, observe_fabric(sources, nodes), persistence)
 

@@ -38,7 +38,10 @@ def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> See
         return RUNNING
     if isinstance(state, Absent):
         # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
-        return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
+        return Broken(
+            f"this host has NVSwitch, but {FABRIC_UNIT} is not installed; install the Fabric Manager in the driver's "
+            "version"
+        )
     return state
 
 

@@ -64,6 +64,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "nvidia-smi -L  # is the instance that is named above listed? If not, destroy it and create it again",
     ),
     (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): (
+        "systemctl unmask nvidia-persistenced  # needed only if it is masked",
         "systemctl enable --now nvidia-persistenced",
         "nvidia-smi -pm 1  # instead, only until the next boot",
     ),
@@ -126,6 +127,7 @@ def _install_fabric_manager(version: str) -> tuple[str, ...]:
     branch = version.partition(".")[0] or "BRANCH"
     return (
         f"apt install nvidia-fabricmanager-{branch}  # exactly version {version or 'of the driver'}",
+        "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
         "systemctl enable --now nvidia-fabricmanager",
     )
 

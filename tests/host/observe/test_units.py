@@ -34,7 +34,7 @@ def test_states(host: Host) -> None:
     assert {name: unit.state for name, unit in units.items()} == {
         "a.service": "active",
         "b.service": Absent("b.service is not installed"),
-        "c.service": Broken("c.service cannot be started: LoadState is masked"),
+        "c.service": Broken("c.service is masked; run `systemctl unmask c.service`"),
         "d.service": "active",
         "e.service": "failed",
     }

@@ -107,11 +107,26 @@ def test_a_fabric_manager_in_a_driver_container_counts(host: Host, unit: Absent 
     assert (persistence.status, persistence.reason) == (Status.TRUE, "DaemonActive")
 
 
+def test_for_a_masked_daemon_the_message_says_how_to_unmask_it() -> None:
+    masked = Broken("its unit is masked; run `systemctl unmask it`")
+    facts = VendorFacts("nvidia", driver=Driver(Absent(""), NO_FILES, masked, masked))
+    *_, fabric_ready, persistence = nvidia_conditions(facts, Grant("nvidia"))
+    for condition, reason, unit in (
+        (fabric_ready, "FabricManagerMissing", "nvidia-fabricmanager"),
+        (persistence, "DaemonNotRunning", "nvidia-persistenced"),
+    ):
+        assert (condition.status, condition.reason) == (Status.FALSE, reason)
+        assert condition.message.endswith(f"run `systemctl unmask it`; then run `systemctl enable --now {unit}`")
+
+
+@pytest.mark.parametrize("unit", [Absent("not installed"), Broken("masked")])
 @pytest.mark.parametrize(("place", "counts"), [("GPU Operator's driver container", True), (HOST_CACHE, False)])
-def test_a_persistence_daemon_in_a_driver_container_counts(host: Host, place: str, counts: bool) -> None:
+def test_a_persistence_daemon_in_a_driver_container_counts(
+    host: Host, place: str, counts: bool, unit: Absent | Broken
+) -> None:
     """Elsewhere, the host's packages have the unit, and not all processes need to be searched."""
     process(host, 20, "nvidia-persistenced")
-    units: dict[str, Seen[str]] = {PERSISTENCE_UNIT: Absent("not installed")}
+    units: dict[str, Seen[str]] = {PERSISTENCE_UNIT: unit}
     sources = Sources(host, "x86_64", (), (), lambda _: Absent("no cache"), units)
     driver = observe_driver(sources, "550.163.01", replace(NO_FILES, place_name=place), ())
     assert (driver.persistence == "running") is counts
