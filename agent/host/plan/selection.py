@@ -90,7 +90,7 @@ def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     chosen = tuple(sorted(free, key=order)[:count])
     if len(chosen) == count:
         return Selection(chosen)
-    found = f"the host has {len(free)}"
+    found = f"the host has {counted(len(free), 'usable GPU')}"
     if len(free) < len(usable):
         others = len(usable) - len(free)
         found = f"other machines have {others} of the host's {len(usable)} usable GPUs"
@@ -126,9 +126,8 @@ def _why_not_found(name: str, present: list[Gpu]) -> str:
     unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
     if unknown and not PCI_ADDRESS.fullmatch(name):
         return (
-            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown because the "
-            "driver has not initialised them yet: `unbounded-agent doctor` has the command for that; or name the GPU "
-            "by its PCI address"
+            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown; name the GPU "
+            "by its PCI address, or run the command that initialises it, if `unbounded-agent doctor` shows one"
         )
     return f"GPU {name} is not on this host"
 

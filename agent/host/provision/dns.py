@@ -22,8 +22,14 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
     if remote:
         return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]
     what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"
+    # systemd-resolved writes UPLINK, and replaces what others write there.
+    there = (
+        "with DNS= in /etc/systemd/resolved.conf, and run `systemctl restart systemd-resolved`"
+        if facts.stub_resolver
+        else "there"
+    )
     advice = (
-        "name a server there that pods can reach, or write `nameserver ADDRESS` into a file of the image and set "
+        f"name a server that pods can reach {there}; or write `nameserver ADDRESS` into a file of the image, and set "
         "node.kubelet.configuration.resolvConf to the path of that file"
     )
     what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"

@@ -47,7 +47,7 @@ def unpack(
     """
     partial = f"{root}{PARTIAL}"
     if system.exists(root):
-        raise ApplyError(f"{root} exists already", "remove it, or use another name")
+        raise ApplyError(f"{root} exists already", "remove it, then run the command again")
     _make_private(os.path.dirname(root), system)
     clear((partial,), system, REMOVE_LIMIT)
     _make_private(partial, system)

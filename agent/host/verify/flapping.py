@@ -59,6 +59,6 @@ def _limit_start(condition: Condition, before: Condition | None, now: float) -> 
     return false(
         condition.type,
         Reason.FABRIC_MANAGER_STUCK,
-        f"{condition.message}, which takes at most {STARTING_LIMIT / 60:.0f} minutes as a rule; see its log "
-        "(`journalctl -u`), and restart it",
+        f"{condition.message}, and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see "
+        "the unit's log, then restart the unit: `unbounded-agent doctor` shows the commands",
     )

@@ -11,7 +11,7 @@ from agent.model.remembered import Remembered
 from agent.model.text import rfc3339
 
 DETACHING = "Detaching"
-RECOVERY = "after a reset without a reboot or a reload of the driver, run `unbounded-agent gpus attach`"
+RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
 
 
 def gpu_states(
@@ -61,7 +61,7 @@ def _health(gpu: Gpu, gpu_facts: GpuFacts) -> tuple[GpuState, str, str, float]:
     if not gpu.driver:
         return GpuState.UNHEALTHY, str(Reason.NO_DRIVER), "it has no kernel driver", 0.0
     if fault:
-        return GpuState.UNHEALTHY, fault.reason, f"{fault.meaning}; {RECOVERY}", fault.since
+        return GpuState.UNHEALTHY, fault.reason, f"{fault.meaning}; {RECOVERY.format(gpu.pci_address)}", fault.since
     return GpuState.HEALTHY, "", "", 0.0
 
 

@@ -87,7 +87,7 @@ def without_access(seen: Facts, index: int) -> Facts:
     [
         ("all", [1, 2, 3], []),
         ("count=3", [1, 2, 3], []),
-        ("count=4", [1, 2, 3], ["the configuration asks for 4 GPUs, but the host has 3", "excluded"]),
+        ("count=4", [1, 2, 3], ["the configuration asks for 4 GPUs, but the host has 3 usable GPUs", "excluded"]),
         ([address(0), address(1)], [1], ["excluded"]),
     ],
 )

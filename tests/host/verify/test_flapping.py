@@ -158,6 +158,7 @@ def test_a_start_in_progress_is_not_a_fault_unless_it_lasts_forever() -> None:
     for later in (1.0, 2.0, 1000.0):
         seen = fabric(STARTING, seen, START + STARTING_LIMIT + later)
         assert (seen[0].status, seen[0].reason) == (Status.FALSE, "FabricManagerStuck")
+        assert "is starting, and has not finished within 5 minutes; see the unit's log" in seen[0].message
         assert seen[0].last_transition == START + STARTING_LIMIT + 1.0
         assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricManagerStuck")
     seen = fabric(ACTIVE, seen, START + 5000)

@@ -89,7 +89,8 @@ def test_a_fatal_error_lasts_until_the_driver_is_bound_again(host: Host) -> None
     found = states(host)
     assert (found[FIRST].state, found[FIRST].reason, found[FIRST].since) == (GpuState.UNHEALTHY, "Xid48", 1000)
     assert found[FIRST].effect is Effect.NO_SCHEDULE
-    assert found[FIRST].message.startswith("Xid 48: a double-bit ECC error; after a reset without")
+    assert found[FIRST].message.startswith("Xid 48: a double-bit ECC error; after a reset that neither")
+    assert found[FIRST].message.endswith(f"`unbounded-agent gpus attach {FIRST}`")
     assert found[SECOND].state is GpuState.HEALTHY
     bind(host, FIRST)
     assert states(host)[FIRST].state is GpuState.HEALTHY
