@@ -190,7 +190,10 @@ class Service:
         current = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
         if isinstance(current, Condition) or current == identity:
             return False
-        log.warning("the kubelet has another identity, so this service starts again: %s", current.node)
+        log.warning(
+            "the kubelet's name, kubeconfig or directory has changed: this service starts again for node %s",
+            current.node,
+        )
         return True
 
     def _report(self, status: DraStatus) -> None:
@@ -215,7 +218,12 @@ class Service:
             try:
                 self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)
             except AgentError as error:
-                log.warning("the host learns of this only by the next regular run of %s: %s", SETUP, error)
+                log.warning(
+                    "the host sees the new content of %s only after the next timed run of %s: %s",
+                    DRA_STATUS,
+                    SETUP,
+                    error,
+                )
 
 
 def _advertised_part(status: DraStatus) -> object:

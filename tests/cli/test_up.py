@@ -297,8 +297,8 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(
     kubelet = {"node_ip": "192.0.2.10", "labels": {"role": "gpu"}}
     assert run(host, kubelet=kubelet) == 0
     printed = capsys.readouterr().err
-    assert "was made with other settings: kubelet.labels; run `unbounded-agent up --rebuild" in printed
-    assert "`, after `kubectl delete node node-1`: an existing Node keeps its labels and taints" in printed
+    assert "was made with other settings: kubelet.labels; first run `kubectl delete node node-1`, because" in printed
+    assert "keeps its labels and taints; then run `unbounded-agent up --rebuild" in printed
     assert run(host, rebuild=True, kubelet=kubelet) == 0
     assert b"role=gpu" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls

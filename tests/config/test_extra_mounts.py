@@ -229,6 +229,14 @@ def test_a_link_to_a_forbidden_directory(host: Host, disk: str) -> None:
         assert "a path that controls the host or other machines" in why_broken(host, source)
 
 
+def test_a_path_through_a_forbidden_directory(host: Host) -> None:
+    host.make_directory("/srv/data")
+    host.symlink("/var/lib/machines/other/data", "/srv/data")
+    host.symlink("/srv/link", "/var/lib/machines/other/data")
+    why = "the path to it leads through /var/lib/machines, which controls the host or other machines"
+    assert why_broken(host, "/srv/link") == why
+
+
 @pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
 def test_a_link_to_a_name_that_settings_cannot_have(host: Host, name: str) -> None:
     host.make_directory(f"/mnt/{name}")

@@ -530,7 +530,7 @@ def test_a_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
     assert machine.read(SPEC) == good
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
     assert "libcuda.so is not in it" in machine.message("CDISpecCurrent")
-    assert "The last good one stays in use" in machine.message("CDISpecCurrent")
+    assert "The last good CDI specification stays in use" in machine.message("CDISpecCurrent")
     assert machine.report()["cdi_devices"]
 
 

@@ -163,7 +163,7 @@ class Daemon:
             self._endpoint.move(self.config.metrics.address)
         except Exception as error:
             self._config_good = False
-            log.error("the pages stay at their former address: %s", one_line(why_not_read(error)))
+            log.error("metrics and health pages stay at their former address: %s", one_line(why_not_read(error)))
         if self._config_good:
             log.info("configuration reloaded")
         self._metrics.reloaded(self._config_good)

@@ -53,8 +53,8 @@ def _source(system: System, path: str, control_paths: Collection[str], *, read_o
         mountable(plain(source.path), read_only=read_only, control_paths=control_paths)
     except ValueError as error:
         return Broken(str(error))
-    if any(is_below(step, control_paths) for step in source.components):
-        return Broken("the path to it leads through a place that controls the host or other machines")
+    if step := next((each for each in source.components if is_below(each, control_paths)), ""):
+        return Broken(f"the path to it leads through {step}, which controls the host or other machines")
     # A user who can replace the source with a link could give root in the machine access to any part of the host.
     if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
         return Broken(f"{why}: the path could be redirected")

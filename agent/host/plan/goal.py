@@ -110,8 +110,8 @@ def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
             held[machine.name] = "it is no longer in the configuration; its settings stay while it runs"
         elif machine.kept_from_boot_by and not isinstance(machine.root, Absent):
             held[machine.name] = (
-                "it is no longer in the configuration; its settings stay, because it starts when the host boots, until "
-                f"`{machine.kept_from_boot_by}`"
+                "it is no longer in the configuration; its settings stay, because it starts when the host boots; "
+                f"`{machine.kept_from_boot_by}` ends that"
             )
     return held
 

@@ -14,6 +14,7 @@ from agent.model.facts import Absent, Driver, Facts, MachineFacts, Unseen
 from agent.model.goal import Grant, Share
 from agent.model.granted import Granted
 from agent.model.live import LiveSettings
+from agent.model.reasons import Reason
 
 
 def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
@@ -82,7 +83,7 @@ class Shares:
 
 def _until(former: MachineFacts) -> str:
     """Return how long a machine keeps its GPUs although it does not run; empty if it may run."""
-    boots = f" but starts when the host boots, until `{former.kept_from_boot_by}`"
+    boots = f" but starts when the host boots; `{former.kept_from_boot_by}` releases the GPU"
     return boots if former.stays_ended and former.kept_from_boot_by else ""
 
 
@@ -115,7 +116,8 @@ def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Fac
     """
     if wanted == "all":
         return {}
-    may_open, why = _may_open(machine), f"still held by machine {machine.name}, which has an internal error"
+    why = f"still held by machine {machine.name}, for which the agent had an unexpected error ({Reason.INTERNAL_ERROR})"
+    may_open = _may_open(machine)
     if not isinstance(machine.granted, Granted | Absent):
         why = f"perhaps {why}"
         may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}

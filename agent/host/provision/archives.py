@@ -108,4 +108,5 @@ def _put(program: IO[bytes], path: str, writer: RootWriter) -> dict[str, tuple[s
 
 
 def _hint(binary: NodeBinary) -> str:
-    return f"take the archive of the project's release; correct {settings_of(binary)}, and sha256.{binary.name}"
+    name = binary.name
+    return f"use the archive that the project of {name} releases: correct {settings_of(binary)}, and sha256.{name}"

@@ -21,7 +21,8 @@ def node_remark(node: NodeFacts, config: Config, system: System) -> str:
         return ""
     name, again = node.record.node, f"run `unbounded-agent up --rebuild {node.machine}`"
     if not set(OF_REGISTRATION).isdisjoint(changed):
-        again += f", after `kubectl delete node {name}`: an existing Node keeps its labels and taints"
+        delete = f"first run `kubectl delete node {name}`, because an existing Node keeps its labels and taints"
+        again = f"{delete}; then {again}"
     elif _name(node.machine, config, system) not in ("", name):
         again += f", then `kubectl delete node {name}`: it joins as another Node"
     return f"node {name} was made with other settings: {', '.join(changed)}; {again}"

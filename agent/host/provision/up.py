@@ -236,7 +236,8 @@ def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check
     left = [path for node in nodes if node.make for path in node.facts.staged]
     if check.passed or not left:
         return check
-    advice = f"{check.advice}, unless this is enough with what `up` uses or removes first: {', '.join(left)}"
+    first = f"`up` first uses or removes what an interrupted attempt left ({', '.join(left)}), which may be enough"
+    advice = f"{first}; if it is not, {check.advice}"
     return replace(check, advice=advice, required=False)
 
 

@@ -79,7 +79,7 @@ def locked(
             waited = time.monotonic() - started
             if waited >= wait:
                 held_by = os.pread(descriptor, 200, 0).decode(errors="replace") if holder else ""
-                raise AgentError(f"{busy}: {held_by}" if held_by else busy, f"see who holds it: `fuser {path}`")
+                raise AgentError(f"{busy}: {held_by}" if held_by else busy, f"see who holds the lock: `fuser {path}`")
             if waited >= NOTICE:
                 progress("" if noticed else f"waiting up to {wait:.0f} s: {busy}")
                 noticed = True

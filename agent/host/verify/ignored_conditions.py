@@ -26,6 +26,6 @@ def with_ignored(
         return tuple(conditions)
     remark = (
         f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and ignores: "
-        "install the release of the machine's image on the host"
+        "install on the host the release of the agent that the machine's image has"
     )
     return with_remark(conditions, ConditionType.MACHINE_RUNNING, remark)

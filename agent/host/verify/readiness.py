@@ -274,7 +274,8 @@ def _from_machine(
         case _ if machine.report_age > STALE_AFTER:
             reason, message = (
                 Reason.REPORT_STALE,
-                f"the machine's last report is {machine.report_age:.0f} s old; see its unit unbounded-agent-gpu.timer",
+                f"the machine's last report is {machine.report_age:.0f} s old; see "
+                f"`systemctl -M {machine.name} status unbounded-agent-gpu.timer`",
             )
         case _:
             reported = {each.type: each for each in report.conditions}

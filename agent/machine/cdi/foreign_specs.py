@@ -191,7 +191,7 @@ def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ..
     """Return the condition for devices that both the agent's published specification and other files define. Pure."""
     names, where = first_of(shared_names, SHOWN), ", ".join(paths)
     if reason is Reason.SHADOWED:
-        why = f"pods get {names} from {where} instead of {own.spec_path}, because that directory takes precedence"
+        why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
     else:
         why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
     return false(ConditionType.CDI_SPEC_CURRENT, reason, f"{why}; {_removal(own, paths)}")

@@ -135,12 +135,12 @@ class _Publisher:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
                 return ""
             if self._remove_withdrawn_nodes(mode):
-                return "; the published one is out of date"
+                return "; the published CDI specification is out of date"
             self._owned.remove(mode.spec_path)
-            return f"; removed {mode.spec_path}, which has no granted device left or cannot be edited"
+            return f"; removed {mode.spec_path}, which had no granted device left or could not be edited"
         # Any exception, as in publish_modes. The first failure is reported anyway.
         except Exception as error:
-            return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
+            return f"; {mode.spec_path} may be out of date, and was not removed: {one_line(str(error))[:ERROR_SHOWN]}"
 
     def _remove_withdrawn_nodes(self, mode: _Mode) -> bool:
         """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""

@@ -205,8 +205,10 @@ def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
         return Published(false(KIND, reason, f"{message}. There is no usable CDI specification"))
     if current.verdict.problems:
         faults = "; ".join(current.verdict.problems)
-        return Published(false(KIND, reason, f"{message}. The published one stays, but is out of date: {faults}"))
-    return Published(false(KIND, reason, f"{message}. The last good one stays in use"), current.verdict.devices)
+        why = f"{message}. The published CDI specification stays, but is out of date: {faults}"
+        return Published(false(KIND, reason, why))
+    why = f"{message}. The last good CDI specification stays in use"
+    return Published(false(KIND, reason, why), current.verdict.devices)
 
 
 def _may_replace(new: Verdict, current: Verdict) -> bool:

@@ -89,5 +89,5 @@ def test_a_pass_that_hangs_is_named_with_a_command(gpu_host: Host, another_pass:
         pass_lock(gpu_host, other.progress),
     ):
         pass
-    assert raised.value.hint == "see who holds it: `fuser /run/unbounded-agent/pass.lock`"
+    assert raised.value.hint == "see who holds the lock: `fuser /run/unbounded-agent/pass.lock`"
     assert PASS_WAIT <= other.now - other.begin < PASS_WAIT + 1

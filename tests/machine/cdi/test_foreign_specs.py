@@ -40,7 +40,7 @@ def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
     assert message.startswith(
-        f"pods get nvidia.com/gpu=0, nvidia.com/gpu=all from {REFRESHED} instead of {SPEC}, because"
+        f"pods get nvidia.com/gpu=0, nvidia.com/gpu=all from {REFRESHED} instead of {SPEC}, whose"
     )
     units = "nvidia-cdi-refresh.path nvidia-cdi-refresh.service"
     assert f"`systemctl disable --now {units}; systemctl mask {units}`, then remove" in message

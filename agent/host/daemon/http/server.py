@@ -180,7 +180,7 @@ class Server(ThreadingMixIn, TCPServer):
             }
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
-                advice.get(error.errno or 0, "configure an address of one of its interfaces: `ip -brief address`"),
+                advice.get(error.errno or 0, "configure one of this host's addresses: `ip -brief address` lists them"),
             ) from error
 
     def serve(

@@ -184,7 +184,7 @@ def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
     run(machine)
     assert spec_of(machine, "gds") == recorded("gds")
     assert "; ModeNotServed: gds: " in machine.message("CDISpecCurrent")
-    assert "level=error; the published one is out of date; " in machine.message("CDISpecCurrent")
+    assert "level=error; the published CDI specification is out of date; " in machine.message("CDISpecCurrent")
     answer(machine, {})
     run(machine)
     assert "ModeNotServed" not in machine.message("CDISpecCurrent")
@@ -390,7 +390,7 @@ def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> N
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
     name = f"{MODES[mode].kind}=all"
-    expected = f"; ModeNotServed: {mode}: pods get {name} from {other} instead of {published(mode)}, because"
+    expected = f"; ModeNotServed: {mode}: pods get {name} from {other} instead of {published(mode)}, whose"
     assert expected in machine.message("CDISpecCurrent")
     machine.drop(other)
     run(machine)
