@@ -71,7 +71,7 @@ class ImageSettings(Table, frozen=True, kw_only=True):
 
     name: ImageName | Literal[""] = ""
     """An image: `docker://REGISTRY/NAME:TAG` (with `@sha256:...` to pin it), `oci:/DIRECTORY:TAG` or
-    `docker-archive:/FILE:TAG`. Overrides `repository`."""
+    `docker-archive:/FILE:TAG`. Either `name` or `repository` is required; `name` overrides `repository`."""
     repository: Repository | Literal[""] = ""
     """A repository such as `docker://registry.example.com/nodes`. If the machine gets an NVIDIA GPU, its image is
     `agent-ubuntu2404-nvidia` in this repository; otherwise, it is `agent-ubuntu2404`."""
@@ -84,8 +84,9 @@ class ImageSettings(Table, frozen=True, kw_only=True):
     """A directory with the registry's CA certificates, in files `*.crt`. It may also have a client's certificate in
     `*.cert` with its key in `*.key` (containers-certs.d(5))."""
     mirror: Repository | Literal[""] = ""
-    """A repository to pull from instead of the image's own. There, the image must have the digest that `name` pins or,
-    if `name` pins none, the digest that the image has in its own registry."""
+    """Where to pull the image from instead of its own registry: with `docker://mirror.example.com/nodes`, the image
+    `docker://REGISTRY/PATH/NAME:TAG` is pulled from `docker://mirror.example.com/nodes/NAME`, by its digest. If the
+    image's name contains no digest, the agent asks the image's own registry for it."""
     signature_policy: AbsolutePath | Literal[""] = ""
     """A signature policy, containers-policy.json(5). Without one, the host's `/etc/containers/policy.json` applies. If
     that is missing too, only the digest is verified."""
@@ -139,7 +140,8 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
     startup_taint: StartupTaint = ""
-    """A further taint that somebody else removes when the node's GPUs are ready (docs/bootstrap.md#startup-taint)."""
+    """A further taint, in the same form, that somebody else removes when the node's GPUs are ready
+    (docs/bootstrap.md#startup-taint)."""
     node_ip: NodeAddresses = ""
     """The node's address. Empty means the host's address on the default route. If the machine has a network of its own,
     empty means the address that the kubelet finds in the machine."""
@@ -186,9 +188,11 @@ class NodeSettings(Table, frozen=True, kw_only=True):
     """A file with the CA certificate of the API server, in PEM format."""
     bootstrap_token: SecretFile | Literal[""] = ""
     """The path of a file with the bootstrap token (`ID.SECRET`) that only root may read, or `credential:NAME`
-    (docs/bootstrap.md#secrets). After the node has joined, the token is removed from the machine."""
+    (docs/bootstrap.md#secrets). After the node has joined, the token is removed from the machine. Required, except with
+    `exec_credential`."""
     exec_credential: list[str] = []
-    """Instead of a bootstrap token: a program in the machine, with its arguments, that prints an ExecCredential."""
+    """Instead of a bootstrap token: a program that prints an ExecCredential, as an absolute path in the machine, and
+    its arguments."""
     image: ImageSettings
     """What the machine's root file system is made from."""
     binaries: BinariesSettings | None = None

@@ -69,11 +69,14 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     gpus: Annotated[OneLine | list[OneLine], Check(_gpus)] = "all"
     """Which GPUs the machine gets: `"all"`, `"count=N"`, or a list of PCI addresses and UUIDs.
 
-    `"all"` means all GPUs of all vendors. `"count=2"` means two GPUs that no other machine has: NVIDIA's first, then
-    AMD's, then Intel's; within each vendor, GPUs with a driver come first, and then the order is by PCI address. A
-    machine keeps the GPUs that it has. `"all"` and `"count=N"` leave out SR-IOV virtual functions whose physical
-    GPU is on this host too: such functions are meant for virtual machines. A machine gets one only if `gpus` lists its
-    address. Write a PCI address as `0000:01:00.0`, or as `nvidia-smi` prints it.
+    `"all"` means all GPUs of all vendors, even those that other machines have. Lists may also share a GPU: each machine
+    gets the GPUs that its list names. `"count=2"` means two GPUs that no list names and no other machine with
+    `"count=N"` has: NVIDIA's first, then AMD's, then Intel's; within each vendor, GPUs with a driver come first, and
+    then the order is by PCI address. A machine keeps the GPUs that it has.
+
+    `"all"` and `"count=N"` leave out SR-IOV virtual functions whose physical GPU is on this host too: such functions
+    are meant for virtual machines. A machine gets one only if `gpus` lists its address. Write a PCI address as
+    `0000:01:00.0`, or as `nvidia-smi` prints it.
 
     NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all GPUs, detached ones included, gets
     these nodes.
