@@ -112,8 +112,8 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     """Driver daemons on the host whose sockets the machine, and all its pods with GPUs, get. Each daemon serves the
     whole host (docs/drivers/files.md#sockets-of-daemons)."""
     pod_environment: PodEnvironment = {}
-    """Environment variables, by vendor. Every container that gets a GPU through the agent's CDI specification also gets
-    the variables of the GPU's vendor. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
+    """Environment variables for every container that gets an NVIDIA GPU through the agent's CDI specification, in the
+    table `nvidia`, the only one. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
     (docs/drivers/graphics.md). The variables replace those of the same name in the pod's manifest. They are not
     secret: every user of the host can read them."""
     default_runtime: bool = False
