@@ -7,12 +7,13 @@ minute. Neither should ldconfig write the loader cache each minute.
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agent import __version__
 from agent.machine.context import Context
 from agent.model.digest import json_digest
+from agent.model.errors import AgentError
 from agent.model.paths import GPU_STATES_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY
 
 LONGEST = 600.0
@@ -62,6 +63,15 @@ class Failure(NamedTuple):
             since = first if isinstance(first, float) else now
             until = now + min(now - since, LONGEST) - EARLY
             notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Note that the attempt failed if the block raises AgentError or OSError, which is raised again."""
+        try:
+            yield
+        except (AgentError, OSError) as error:
+            self.save(message=str(error))
+            raise
 
 
 def _publication(context: Context, name: str) -> list[int]:

@@ -1,5 +1,6 @@
 """A GPU that no specification can have is not asked for each minute, but at once when anything changes."""
 
+import errno
 import itertools
 import json
 import time
@@ -8,13 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from agent.machine.failures import LONGEST
-from agent.machine.run import run
-from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, spec_file
+from agent.machine.run import HANDOFF, run
+from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, mode_spec_file, spec_file
 from agent.system.process import Completed
 from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, hang, nvidia_ctk, recorded_spec
+from tests.fakes.machine import SPEC as RECORDED
 
 MINUTE = 60.0
 SPEC = spec_file("nvidia")
+MANAGEMENT = RECORDED.parent / "nvidia-ctk-1.19.1-mode-management.json"
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 
 
@@ -116,6 +119,38 @@ def test_a_mode_that_fails_is_not_tried_each_minute(machine: Machine, later: Cal
         assert "the driver does not answer" in machine.message("CDISpecCurrent")
         later(MINUTE)
     assert attempts == [0, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("mode", ["", "management"])
+def test_a_specification_that_cannot_be_written_is_not_made_each_minute(
+    machine: Machine, later: Callable[[float], None], mode: str
+) -> None:
+    run(machine)
+    machine.hand(REQUEST._replace(cdi_modes=(mode,) if mode else (), driver_version="550.163.02"))
+    without_a_hook, of_mode = recorded_spec(), json.loads(MANAGEMENT.read_text())
+    without_a_hook["containerEdits"]["hooks"].pop()
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        return nvidia_ctk(machine, argv, of_mode if "--mode=management" in argv else without_a_hook)
+
+    def read_only(path: str) -> None:
+        if path == (mode_spec_file("nvidia", mode) if mode else SPEC):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+
+    machine.program("nvidia-ctk", answer)
+    machine.before_write = read_only
+    attempts = []
+    for minute in range(10):
+        attempts += [minute] if asked(machine) else []
+        assert "Read-only file system" in machine.message("CDISpecCurrent")
+        assert machine.report()["cdi_devices"], "the last good specification serves pods"
+        later(MINUTE)
+    assert attempts == [0, 1, 2, 4, 8]
+    machine.before_write = lambda path: None
+    machine.put(HANDOFF, machine.read(HANDOFF))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert "Read-only file system" not in machine.message("CDISpecCurrent")
 
 
 def test_a_node_that_cannot_be_withdrawn_does_not_end_the_wait(

@@ -182,19 +182,17 @@ class _Publisher:
         failure = Failure.of(self._context, f"{mode.note}-failed", inputs)
         if failed := failure.noted():
             raise AgentError(str(failed["message"]))
-        try:
+        with failure.saved():
             spec, remarks = self._generate(mode, limit)
-        except (AgentError, OSError) as error:
-            failure.save(message=str(error))
-            raise
         devices = [each["name"] for each in spec["devices"]]
         noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
         # Noted before the check, so that a refused specification is not generated again each minute.
         self._notes.save(mode.note, noted)
         self._raise_if_refused(mode, devices, foreign)
         text = json_for_yaml(spec, sort_keys=True)
-        self._owned.claim(mode.spec_path)
-        self._system.write_quickly(mode.spec_path, text)
+        with failure.saved():
+            self._owned.claim(mode.spec_path)
+            self._system.write_quickly(mode.spec_path, text)
         self._context.unsynced.append(mode.spec_path)
         noted["digest"] = sha256(text)
         self._notes.save(mode.note, noted)

@@ -123,7 +123,11 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     if failed := _failure(context, vendor, inputs, current).noted():
         devices = current.verdict.devices if current and not current.verdict.problems else ()
         return Published(Condition(KIND, Status.FALSE, str(failed["reason"]), str(failed["message"])), devices)
-    published = _attempt(context, vendor, request, foreign, current, inputs)
+    try:
+        published = _attempt(context, vendor, request, foreign, current, inputs)
+    except (AgentError, OSError) as error:
+        # The specification was generated, but it, or a note about it, could not be written.
+        published = _kept(published_candidate(system, vendor, request, live), Reason.FAILED, str(error))
     condition = published.condition
     if condition.status is Status.FALSE and condition.reason != Reason.NAMES_COLLIDE:
         found = published_candidate(system, vendor, request, live)
