@@ -1,7 +1,7 @@
-"""`unbounded-agent gpus detach` and `attach`: take a GPU out of use, so that it can be removed, and give it back.
+"""`unbounded-agent gpus detach`: takes a GPU out of use, so that it can be removed.
 
-These commands make their own passes, whether or not the service runs, because the service's sandbox hides what other
-processes have open.
+This command and `attach` make their own passes, whether or not the service runs, because the service's sandbox hides
+what other processes have open.
 """
 
 import time
@@ -16,13 +16,13 @@ from agent.host.observe.machine_report import Report, read_report
 from agent.host.outcome import Outcome
 from agent.host.reconcile import Reconciler
 from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached, record_tainted
-from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.verify.answers import STALE_AFTER, names_handoff
 from agent.model.errors import AgentError
 from agent.model.facts import DeviceNode, Gpu, MachineFacts
 from agent.model.granted import Granted
 from agent.model.handoff import DRA
+from agent.model.text import restart_command
 from agent.system.files import System
 from agent.system.open_files import Held
 
@@ -65,39 +65,10 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     with detach_lock(reconciler.system, gpu.pci_address):
         found = gpu.pci_address in observe_detached(reconciler.system).tainted
-        return _Removal(gpu, machines, nodes, reconciler, timing, found).run()
+        return Removal(gpu, machines, nodes, reconciler, timing, found).run()
 
 
-def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
-    """Undo a detachment, forget the GPU's last fatal error, and wait until the machines have the GPU.
-
-    Raises ConfigError for an unknown address, or another AgentError.
-    """
-    facts, planned, _ = reconciler.preview()
-    gpu = find_gpu(address, facts)
-    recovered = _forget_fault(gpu.pci_address, reconciler)
-    if not gpu.detached and gpu.pci_address not in facts.gpus.tainted:
-        return Ending(True, recovered or (f"{gpu.pci_address} is not detached: nothing to do",))
-    machines = granted_to(gpu.pci_address, facts, planned, reconciler.config)
-    outcome = (removal := _Removal(gpu, machines, (), reconciler, timing)).attach_again()
-    names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
-    what = f"was given back to {names}" if names else "is no longer detached; no machine's settings ask for it"
-    return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *recovered, *removal.remarks))
-
-
-def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the GPU's last fatal error, because the administrator knows that the GPU works again.
-
-    Return a sentence that says so; nothing if no error was recorded.
-    """
-    with pass_lock(reconciler.system, reconciler.progress):
-        if not forget_fault(reconciler.system, address):
-            return ()
-    reconciler.reconcile()
-    return (f"{address} counts as healthy again: its last fatal error is forgotten",)
-
-
-class _Removal(Struct):
+class Removal(Struct):
     """Takes one GPU from its machines, or gives it back to them."""
 
     gpu: Gpu
@@ -268,7 +239,7 @@ class _Removal(Struct):
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
             f"machine {name} was started without this agent's settings, or the record of its devices is lost: "
-            f"only `unbounded-agent restart {name} --kubeconfig FILE` withdraws the GPU"
+            f"only {restart_command(name)} withdraws the GPU"
             for name in self._without_record(outcome)
         ]
         return outcome

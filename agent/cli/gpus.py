@@ -2,7 +2,8 @@
 
 import argparse
 
-from agent.cli.detach import attach, detach
+from agent.cli.attach import attach
+from agent.cli.detach import detach
 from agent.cli.forget import forget
 from agent.cli.gpu_list import list_gpus
 from agent.cli.holders import holders

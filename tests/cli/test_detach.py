@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
-from agent.cli.detach import Ending, Timing, attach, detach
+from agent.cli.attach import attach
+from agent.cli.detach import Ending, Timing, detach
 from agent.cli.holders import holders
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.detach import Ending, Timing, attach, detach
+from agent.cli.attach import attach
+from agent.cli.detach import Ending, Timing, detach
 from agent.host.state.detached_gpus import observe_detached
 from agent.model.gpu_states import Effect, GpuState, parse_gpu_states
 from agent.model.paths import gpu_states_file

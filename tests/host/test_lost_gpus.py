@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agent.cli.detach import attach, detach
+from agent.cli.attach import attach
+from agent.cli.detach import detach
 from agent.cli.doctor.machines import diagnose
 from agent.cli.forget import forget
 from agent.config.settings import Config

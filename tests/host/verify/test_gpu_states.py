@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.detach import attach
+from agent.cli.attach import attach
 from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
