@@ -1,15 +1,23 @@
-"""`unbounded-agent gpus attach`: gives a detached GPU back to its machines."""
+"""`unbounded-agent gpus attach`: gives a detached GPU back, and lets machines open a GPU again that was repaired."""
 
 from agent.cli.detach import Ending, Removal, Timing
 from agent.cli.granted_gpus import granted_to
 from agent.cli.holders import find_gpu
+from agent.host.apply.steps import perform
+from agent.host.outcome import MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import pass_lock
+from agent.model.actions import WriteFile
+from agent.model.conditions import ConditionType, Status
+from agent.model.facts import Gpu
+from agent.model.paths import granted_file, handoff_file
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
     """Undo a detachment, forget the GPU's last fatal error, and wait until the machines have the GPU.
+
+    If the GPU is not detached, machines that fail to open a GPU try again at once.
 
     Raises ConfigError for an unknown address, or another AgentError.
     """
@@ -17,7 +25,7 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     gpu = find_gpu(address, facts)
     recovered = _forget_fault(gpu.pci_address, reconciler)
     if not gpu.detached and gpu.pci_address not in facts.gpus.tainted:
-        return Ending(True, recovered or (f"{gpu.pci_address} is not detached: nothing to do",))
+        return _open_again(gpu, recovered, reconciler, timing)
     machines = granted_to(gpu.pci_address, facts, planned, reconciler.config)
     outcome = (removal := Removal(gpu, machines, (), reconciler, timing)).attach_again()
     names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
@@ -35,3 +43,25 @@ def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
             return ()
     reconciler.reconcile()
     return (f"{address} counts as healthy again: its last fatal error is forgotten",)
+
+
+def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, timing: Timing) -> Ending:
+    """Let the machines try again that have the GPU and fail to open a GPU: nothing else tells them of a reset."""
+    address, outcome = gpu.pci_address, reconciler.reconcile()
+    names = tuple(each.name for each in outcome.machines if address in each.gpus and _fails(each))
+    if not names:
+        return Ending(True, recovered or (f"{address} is not detached: nothing to do",))
+    removal = Removal(gpu, names, (), reconciler, timing)
+    with pass_lock(reconciler.system, reconciler.progress):
+        # As in agent.host.plan.diff, the record comes first: its time shows when the handoff was last published.
+        for path in (file(name) for name in names for file in (granted_file, handoff_file)):
+            perform(WriteFile(path, reconciler.system.read_untrusted(path)[0]), reconciler.system)
+    removal.passes(f"open {address} again", removal.not_reported)
+    what = f"is not detached; asked {', '.join(names)} to open it again: see `unbounded-agent status`"
+    return Ending(not removal.remarks, (*recovered, f"{address} {what}", *removal.remarks))
+
+
+def _fails(machine: MachineOutcome) -> bool:
+    """Return whether the machine reports that it cannot open, or serve, all its GPUs."""
+    kinds = (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
+    return any(each.type in kinds and each.status is Status.FALSE for each in machine.conditions)

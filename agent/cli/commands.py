@@ -205,7 +205,8 @@ GPU_COMMANDS = {
     ),
     "attach": Command(
         "give a detached GPU back",
-        "Gives a detached GPU back to its machines, and forgets its last fatal error.",
+        "Gives a detached GPU back to its machines, and forgets its last fatal error. Run it after a reset of a GPU "
+        "too: machines that failed to open a GPU then try again at once.",
         "sudo unbounded-agent gpus attach 0000:01:00.0",
         {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
     ),

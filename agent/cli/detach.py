@@ -111,11 +111,11 @@ class Removal(Struct):
             left = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
             self._record_detached(draining=True)
-            self._passes(f"remove {address} from its CDI specification", self._not_reported)
+            self.passes(f"remove {address} from its CDI specification", self.not_reported)
             if held := self._drain(left if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
         self._record_detached(draining=False)
-        outcome = self._passes(f"release {address}", self._permitted)
+        outcome = self.passes(f"release {address}", self._permitted)
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self._users():
             return self._in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
@@ -153,7 +153,7 @@ class Removal(Struct):
     def attach_again(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
-        return self._passes(f"get {self.gpu.pci_address} back", self._not_reported)
+        return self.passes(f"get {self.gpu.pci_address} back", self.not_reported)
 
     def _forget(self) -> None:
         with pass_lock(self.reconciler.system, self.reconciler.progress):
@@ -218,7 +218,7 @@ class Removal(Struct):
         if self.gpu.pci_address not in observe_detached(self.reconciler.system).tainted:
             raise AgentError(f"{self.gpu.pci_address} was attached, or left the PCI bus, in the meantime")
 
-    def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
+    def passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, or time is up. Return the last outcome. Raises AgentError.
 
         Adds to the remarks: failures of the machines in the last pass, late machines, and machines without a record.
@@ -248,7 +248,7 @@ class Removal(Struct):
         affected = (each for each in outcome.facts.machines if each.name in self.machines)
         return [machine for machine in affected if not machine.ended]
 
-    def _not_reported(self, outcome: Outcome) -> list[str]:
+    def not_reported(self, outcome: Outcome) -> list[str]:
         return [machine.name for machine in self._running(outcome) if not _has_reported(machine)]
 
     def _permitted(self, outcome: Outcome) -> list[str]:

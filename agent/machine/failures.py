@@ -18,8 +18,8 @@ from agent.model.paths import GPU_STATES_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIR
 
 LONGEST = 600.0
 """The longest time in seconds between two attempts. Most recoveries need no time at all, because they change what a
-failure depends on. But no event shows, for example, that somebody reset a GPU on the host: without `gpus attach`, or
-without Dynamic Resource Allocation, nothing changes here."""
+failure depends on. But no event shows, for example, that somebody reset a GPU on the host: until `gpus attach`, nothing
+changes here."""
 EARLY = 30.0
 """Seconds by which a run may come too early for the next attempt. Otherwise it would wait for one more run."""
 
@@ -36,12 +36,10 @@ class Failure(NamedTuple):
     def of(cls, context: Context, note: str, *inputs: object) -> "Failure":
         """Return the failure that an attempt with these inputs, which are JSON data, may have.
 
-        It also depends on the host's files: the host publishes even an unchanged handoff again after it has bound
-        missing nodes, and the GPU states change after `gpus attach`, which says that a GPU was reset.
+        It also depends on what the host publishes.
         """
         # Another release of the agent may succeed.
-        published = [_publication(context, name) for name in (HANDOFF_NAME, GPU_STATES_NAME)]
-        return cls(context, note, json_digest([__version__, published, *inputs]))
+        return cls(context, note, json_digest([__version__, publications(context), *inputs]))
 
     def noted(self) -> Mapping[str, Any]:
         """Return the details of the last attempt if it failed and the next attempt has to wait; otherwise nothing."""
@@ -72,6 +70,15 @@ class Failure(NamedTuple):
         except (AgentError, OSError) as error:
             self.save(message=str(error))
             raise
+
+
+def publications(context: Context) -> list[list[int]]:
+    """Return a value that changes whenever the host publishes the handoff or the GPU states.
+
+    It publishes an unchanged handoff again after it has bound missing nodes, and after `gpus attach`, which says that a
+    GPU was reset.
+    """
+    return [_publication(context, name) for name in (HANDOFF_NAME, GPU_STATES_NAME)]
 
 
 def _publication(context: Context, name: str) -> list[int]:

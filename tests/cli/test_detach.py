@@ -46,6 +46,8 @@ class Site:
         self.meanwhile: list[Callable[[], object]] = []
         """Steps, run one by one whenever a machine or a process is waited for."""
         self.answers = True
+        self.failing: dict[ConditionType, str] = {}
+        """Reasons of the conditions that the machine reports as False."""
         for bus in ("01", "02"):
             self.plug(f"0000:{bus}:00.0")
         self.agent = self.configure()
@@ -86,7 +88,10 @@ class Site:
     def answer(self, answered: Publication | None = None) -> None:
         handoff = parse_handoff(self.host.read(handoff_file(MACHINE)))
         conditions = tuple(
-            Condition(kind, Status.TRUE, "Fine", "simulated") for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+            Condition(
+                kind, Status.FALSE if kind in self.failing else Status.TRUE, self.failing.get(kind, "Fine"), "simulated"
+            )
+            for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         )
         report = render_report(
             handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered or self.publication()
@@ -431,6 +436,29 @@ def test_attach_waits_for_an_answer_to_its_own_publication(site: Site) -> None:
     ending = attach(SECOND, site.agent, FAST)
     assert ending.done, text(ending)
     assert site.meanwhile == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(ConditionType.DEVICES_ALLOWED, "GPUFailed"), (ConditionType.CDI_SPEC_CURRENT, "GPUMissing")],
+)
+def test_attach_lets_a_machine_open_a_gpu_again_that_was_reset(site: Site, kind: ConditionType, reason: str) -> None:
+    """Nothing else on the host changes after a reset."""
+    site.failing[kind] = reason
+    site.answer()
+    assert site.conditions()[ConditionType.READY][0] is Status.FALSE
+    before = site.publication()
+    site.failing.clear()
+    site.agent.reconcile()
+    assert site.publication() == before
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, text(ending)
+    assert text(ending).startswith(f"{SECOND} is not detached; asked {MACHINE} to open it again")
+    assert site.publication() != before
+    assert site.conditions()[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+    published = site.publication()
+    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
+    assert site.publication() == published
 
 
 def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:

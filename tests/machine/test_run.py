@@ -398,6 +398,19 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
+def test_a_failed_gpu_is_opened_again_when_the_host_publishes_the_same_handoff(machine: Machine) -> None:
+    """The host does so after `gpus attach`, which says that the GPU was reset."""
+    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"5 {path}\n" for path in argv[5:]).encode(), b""))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    machine.put(HANDOFF, machine.read(HANDOFF))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
 def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
     """A changed number or a new grant needs that; opening initialises a GPU."""
     started(machine)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from agent.machine.context import Context
+from agent.machine.failures import publications
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, ApplyError
@@ -45,8 +46,9 @@ OPEN_ERRORS = {
     errno.ENODEV: (Reason.NO_DRIVER, "the driver knows no such device: see `dmesg` on the host"),
     errno.EIO: (
         Reason.GPU_FAILED,
-        "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or, if that "
-        "fails, reboot the host: `unbounded-agent doctor` there has the commands",
+        "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU and run "
+        "`unbounded-agent gpus attach PCI-ADDRESS` there or, if the reset fails, reboot the host: `unbounded-agent "
+        "doctor` has the commands",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
     errno.EAGAIN: (
@@ -79,14 +81,15 @@ def check_devices(context: Context, request: Request) -> Condition:
     wrong = wrong_numbers(system, request.devices, live)
     if wrong:
         return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
-    codes = _still_valid(notes.load(name), live, context.generation)
+    published = publications(context)
+    codes = _still_valid(notes.load(name), live, published)
     due = tuple(device.path for device in request.devices if device.path not in codes)
     if due:
         codes |= _open(system, due)
     # The results are saved even if nothing was opened now, because this drops the results of nodes that are gone. If a
     # GPU is detached and later attached again, it gets the same nodes, and their old results must not count.
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
-    notes.save(name, {"generation": context.generation, "nodes": nodes} if nodes else {})
+    notes.save(name, {"published": published, "nodes": nodes} if nodes else {})
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
     return _condition(codes)
@@ -217,10 +220,10 @@ def wrong_numbers(
     return tuple(wrong)
 
 
-def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], generation: str) -> dict[str, int]:
+def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], published: object) -> dict[str, int]:
     """Return the noted results that still hold.
 
-    A success holds until the node's numbers change. An error in NOT_AGAIN holds until the numbers or the handoff
+    A success holds until the node's numbers change. An error in NOT_AGAIN holds until the numbers or `publications`
     change. Other errors never hold.
     """
     nodes = noted.get("nodes")
@@ -231,7 +234,7 @@ def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], genera
         match nodes.get(path):
             case [number.major, number.minor, int(code)] if code == 0:
                 valid[path] = code
-            case [number.major, number.minor, int(code)] if code in NOT_AGAIN and noted.get("generation") == generation:
+            case [number.major, number.minor, int(code)] if code in NOT_AGAIN and noted.get("published") == published:
                 valid[path] = code
     return valid
 

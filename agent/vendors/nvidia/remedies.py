@@ -21,7 +21,7 @@ RESET = (
     "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
     "unbounded-agent gpus holders PCI-ADDRESS  # stop what is still listed, such as nvidia-persistenced",
     "nvidia-smi --gpu-reset -i PCI-ADDRESS",
-    "unbounded-agent gpus attach PCI-ADDRESS  # forgets a fatal error of the GPU",
+    "unbounded-agent gpus attach PCI-ADDRESS  # forgets a fatal error; running machines open the GPU again",
     "systemctl reboot  # only if the reset fails: ends all machines of the host: stop the others first too",
     "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
 )
