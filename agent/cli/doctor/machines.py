@@ -132,16 +132,21 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environm
 
 def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[str, ...]:
     kind, reason = condition.type, condition.reason
-    special: list[str] = []
-    for vendor in environment.vendors:
-        special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, environment.modules)
-    replaced = special and (kind in REPLACED or reason in REPLACED)
+    vendors = [each for each in environment.vendors if _names_node(condition, each)] or environment.vendors
+    special = [host_vendor(each.vendor).remedies(kind, reason, each, environment.modules) for each in vendors]
+    # General commands are still needed if one of the vendors has none of its own.
+    replaced = special and all(special) and (kind in REPLACED or reason in REPLACED)
     general = () if replaced else remedy(kind, reason, offers_gpus=environment.offers_gpus)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
-        for each in dict.fromkeys((*special, *general, *_remarks(condition)))
+        for each in dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
         if each != AS_ROOT or not environment.as_root
     )
+
+
+def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
+    """Return whether the message names one of the vendor's nodes: then it is about that vendor's GPUs."""
+    return isinstance(vendor.devices, tuple) and any(node.path in condition.message for node in vendor.devices)
 
 
 REPLACED: Set[str] = frozenset(

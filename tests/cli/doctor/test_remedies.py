@@ -10,7 +10,8 @@ from agent.cli.doctor.remedies import AS_ROOT, KERNEL_LOG, REMEDIES, remedy
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
-from agent.model.facts import Absent, Driver, Gpu, UserSpace, VendorFacts
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import Absent, DeviceNode, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.conditions import nvidia_conditions
@@ -39,8 +40,8 @@ def documented() -> list[tuple[ConditionType, str]]:
     return found
 
 
-def fix(kind: ConditionType, reason: str, around: Environment = AROUND) -> tuple[str, ...]:
-    machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), "it is so")))
+def fix(kind: ConditionType, reason: str, around: Environment = AROUND, message: str = "it is so") -> tuple[str, ...]:
+    machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), message)))
     return diagnose(machine, around).findings[0].fix
 
 
@@ -137,6 +138,22 @@ def test_a_gpu_that_failed_is_reset_before_the_host_reboots() -> None:
     others = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, intel)
     assert not any("nvidia" in line for line in others)
     assert any(line.startswith("systemctl reboot") for line in others)
+
+
+def test_a_failed_gpu_gets_the_commands_of_its_vendor() -> None:
+    """On a host with GPUs of two vendors, only NVIDIA's commands were printed, also for the other vendor's GPU."""
+    amd = VendorFacts(
+        "amd", (Gpu("0000:0a:00.0", "amdgpu"),), (DeviceNode("/dev/kfd", DeviceKind.KFD, DeviceNumber(511, 0)),)
+    )
+    both, (nvidia,) = replace(AROUND, vendors=(*NVIDIA, amd)), NVIDIA
+    assert isinstance(nvidia.devices, tuple)
+    mine, other = nvidia.devices[0].path, "/dev/kfd"
+    failed = (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)
+    assert fix(*failed, both, f"{mine} does not open") == fix(*failed)
+    assert fix(*failed, both, f"{other} does not open") == fix(*failed, replace(AROUND, vendors=(amd,)))
+    for message in (f"{mine} does not open; {other} does not open", "nothing is named"):
+        assert {*fix(*failed, both, message)} >= {*fix(*failed), KERNEL_LOG}
+    assert "modprobe DRIVER, as named above" in fix(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, both)
 
 
 def test_a_plugin_is_not_restarted_while_its_gpus_are_unhealthy() -> None:
