@@ -477,6 +477,18 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert run(host) == 0
 
 
+def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """systemd ignores a masked unit that it should disable, and succeeds. Whoever masked it may want it to stay so."""
+    mask = f"/etc/systemd/system/{UNITS[0]}"
+    before = tree(host)
+    assert run(host) == 0
+    host.symlink(mask, "/dev/null")
+    host.bus.unit(UNITS[0], "inactive", load="masked", stopped_at=1)
+    assert undo(host) == 0
+    assert tree(host).keys() - before.keys() == {mask.lstrip("/")}
+    assert f"note: {UNITS[0]} is still masked: `systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
+
+
 def test_reset_does_not_remove_a_directory_that_somebody_put_in_the_place(host: NodeHost) -> None:
     assert run(host) == 0
     units(host, "inactive", stopped_at=1)

@@ -127,8 +127,12 @@ def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
 
 def is_enabled(unit: str, system: System) -> bool:
     """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
-    target = WANTED_BY.get(unit, "machines.target")
-    return system.exists(f"{UNITS}/{target}.wants/{unit}")
+    return system.exists(enabling_link(unit))
+
+
+def enabling_link(unit: str) -> str:
+    """Return the link that `systemctl enable` makes for a machine's unit, or for one in WANTED_BY."""
+    return f"{UNITS}/{WANTED_BY.get(unit, 'machines.target')}.wants/{unit}"
 
 
 def observe_version(system: System) -> Seen[int]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from agent.config.node import ImageSettings
 from agent.host.apply.bootstrap_token import give_token
 from agent.host.apply.driver_roots import clear, remove_all
-from agent.host.observe.units import observe_units
+from agent.host.observe.units import enabling_link, observe_units
 from agent.host.provision.actions import (
     Action,
     ChangeHost,
@@ -169,6 +169,8 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
         case EnableUnit(unit):
             system.run("systemctl", "enable", unit, timeout=UNIT_LIMIT)
         case DisableUnit(unit):
+            # systemd ignores a masked unit, although the command succeeds.
+            system.remove(enabling_link(unit))
             system.run("systemctl", "disable", unit, timeout=UNIT_LIMIT)
         case RemoveLeftover(leftover):
             if isinstance(leftover, Chains):

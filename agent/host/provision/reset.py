@@ -12,7 +12,7 @@ from agent.host.provision.chains import observe_network
 from agent.host.provision.differences import since_found
 from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.leftovers import Leftovers, leftovers
-from agent.host.provision.observe import NodeFacts, made_nodes, observe_found, observe_node
+from agent.host.provision.observe import made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, plan_forgetting, plan_removal, plan_restoration, plan_tidying
 from agent.host.provision.record import NodeRecord
 from agent.model.as_found import AsFound
@@ -61,8 +61,9 @@ class Reset(Struct, frozen=True):
 
         Raises AgentError, perhaps after some steps.
         """
-        facts, host = observe_node(self.machine, self.system), self._host()
-        removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
+        facts, host, name = observe_node(self.machine, self.system), self._host(), machine_unit(self.machine)
+        unit = observe_units([name], self.system)[name]
+        removal, restoration = plan_removal(facts, unit.state), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):
             # Check both plans before anything changes: a damaged record must not stop `reset` halfway.
             if isinstance(each, Problem):
@@ -81,6 +82,8 @@ class Reset(Struct, frozen=True):
             done += self._run((RemoveDriverRoots(),))
         done += self._run(plan_restoration(self._host(), self._leftovers()))
         differences, remarks = self._compare()
+        if unit.masked:
+            remarks += (f"{name} is still masked: `systemctl unmask {name}` lets a machine of this name start again",)
         if not differences:
             done += self._run(plan_forgetting(self.machine, host))
         node = facts.record.node if isinstance(facts.record, NodeRecord) else ""
@@ -91,10 +94,6 @@ class Reset(Struct, frozen=True):
             raise AgentError(steps.message, steps.advice)
         run(steps, Tools(self.system, self.network), self.progress)
         return tuple(step.describe() for step in steps)
-
-    def _removal(self, facts: NodeFacts) -> tuple[Action, ...] | Problem:
-        unit = machine_unit(self.machine)
-        return plan_removal(facts, observe_units([unit], self.system)[unit].state)
 
     def _host(self) -> HostFacts:
         """Return the host's facts, with an empty network, because `reset` observes the network in `_leftovers`.
