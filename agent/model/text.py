@@ -47,7 +47,8 @@ def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
 
 def restart_command(machine: str) -> str:
     """Return the command, in a message, that restarts a machine and moves its pods to other nodes first."""
-    return f"`unbounded-agent restart {machine} --kubeconfig FILE`"
+    by_hand = f"if `up` did not make its node: `unbounded-agent restart {machine}`, after `kubectl drain`"
+    return f"`unbounded-agent restart {machine} --kubeconfig FILE` ({by_hand})"
 
 
 def dotted(version: Iterable[int]) -> str:

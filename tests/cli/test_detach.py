@@ -408,7 +408,8 @@ def test_a_machine_with_unknown_settings_may_still_open_the_gpu(site: Site) -> N
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
     assert f"{MACHINE} can still open it" in ending.sentences[0]
-    assert f"`unbounded-agent restart {MACHINE} --kubeconfig FILE` withdraws" in text(ending)
+    assert f"only `unbounded-agent restart {MACHINE} --kubeconfig FILE` (" in text(ending)
+    assert "withdraws the GPU" in text(ending)
 
 
 def test_a_stopped_machine_is_not_waited_for(site: Site) -> None:

@@ -48,8 +48,19 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     modules = loaded_modules(system)
     dra = {name for name, settings in reconciler.config.machines.items() if settings.allocation == DRA}
     as_root = os.geteuid() == 0
+    of_up = {name for name, settings in reconciler.config.machines.items() if settings.node}
     diagnoses = tuple(
-        diagnose(each, environment_of(facts, modules, nodes[each.name], offers_gpus=each.name in dra, as_root=as_root))
+        diagnose(
+            each,
+            environment_of(
+                facts,
+                modules,
+                nodes[each.name],
+                offers_gpus=each.name in dra,
+                as_root=as_root,
+                made_by_up=each.name in of_up,
+            ),
+        )
         for each in machines
     )
     cluster = None

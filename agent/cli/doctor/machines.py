@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
-from agent.cli.doctor.remedies import AS_ROOT, REMARKS, remedy
+from agent.cli.doctor.remedies import AS_ROOT, DRAIN, REMARKS, UNCORDON, remedy
 from agent.cli.summary import causes, prevents_ready
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
@@ -65,14 +65,22 @@ class Environment(Struct, frozen=True):
     """Whether the machine offers its GPUs itself (`allocation = "dra"`)."""
     as_root: bool = False
     """Whether root observed the host."""
+    made_by_up: bool = True
+    """Whether `up` makes the machine's node. `stop` and `restart` can drain no other node."""
 
 
 def environment_of(
-    facts: Facts, modules: Set[str], node: str, *, offers_gpus: bool = False, as_root: bool = False
+    facts: Facts,
+    modules: Set[str],
+    node: str,
+    *,
+    offers_gpus: bool = False,
+    as_root: bool = False,
+    made_by_up: bool = True,
 ) -> Environment:
     """Return the environment of a machine. It has only the vendors that have a GPU on this host."""
     vendors = tuple(each for each in facts.vendors if each.gpus)
-    return Environment(vendors, modules, node or "NODE", offers_gpus, as_root)
+    return Environment(vendors, modules, node or "NODE", offers_gpus, as_root, made_by_up)
 
 
 NO_ENVIRONMENT = Environment()
@@ -137,9 +145,12 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     # General commands are still needed if one of the vendors has none of its own.
     replaced = special and all(special) and (kind in REPLACED or reason in REPLACED)
     general = () if replaced else remedy(kind, reason, offers_gpus=environment.offers_gpus)
+    fix = dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
+    if not environment.made_by_up:
+        fix = dict.fromkeys(each.replace(*DRAIN).replace(*UNCORDON) for each in fix)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
-        for each in dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
+        for each in fix
         if each != AS_ROOT or not environment.as_root
     )
 

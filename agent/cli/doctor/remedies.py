@@ -12,8 +12,12 @@ RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods
 REBOOT = (
     "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
     "systemctl reboot  # ends all machines of the host: stop the others first too",
-    "unbounded-agent start {machine} --kubeconfig FILE  # after the boot: lets pods run there again",
+    "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again: after the boot",
 )
+DRAIN = (" --kubeconfig FILE  # moves its pods away", "  # drain its node with kubectl")
+UNCORDON = (" --kubeconfig FILE  # lets pods run there again", "  # uncordon its node with kubectl")
+"""Ends of commands, and what replaces them if `up` did not make the node: `stop` and `restart` refuse --kubeconfig
+then."""
 START = "unbounded-agent start {machine}  # if its node was drained, with --kubeconfig FILE: lets pods run there again"
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"

@@ -183,6 +183,18 @@ def test_a_machine_that_hangs_is_not_only_sent_commands_that_hang_too() -> None:
     assert lines[-1].startswith("unbounded-agent restart gpu-node --kubeconfig FILE  # ")
 
 
+def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
+    """`stop` and `restart` do not know such a node, and refuse --kubeconfig."""
+    faults = [false(kind, Reason(reason), reason) for kind, reason in (*REMEDIES, *FIXED) if kind]
+    around = replace(AROUND, made_by_up=False)
+    lines = {line for fault in faults for line in fix(fault.type, fault.reason, around)}
+    refused = re.compile("unbounded-agent (stop|restart) gpu-node --kubeconfig")
+    assert {line for line in lines if refused.match(line)} == set()
+    assert "unbounded-agent restart gpu-node  # drain its node with kubectl first" in lines
+    assert "unbounded-agent stop gpu-node  # drain its node with kubectl" in lines
+    assert "unbounded-agent start gpu-node  # uncordon its node with kubectl" in lines
+
+
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     """modprobe would do nothing then."""
     gpus = (facts.gpu(0), replace(facts.gpu(1), driver=""))

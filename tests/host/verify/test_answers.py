@@ -50,7 +50,8 @@ def why(goal: MachineGoal, granted: Seen[Granted], age: float = 0.0, content: Se
 
 
 def test_a_machine_that_does_not_answer_for_long_has_a_next_step(goal: MachineGoal) -> None:
-    assert "run `unbounded-agent restart gpu-node --kubeconfig FILE`" in why(goal, goal.granted, STALE_AFTER + 1)
+    said = why(goal, goal.granted, STALE_AFTER + 1)
+    assert "run `unbounded-agent restart gpu-node --kubeconfig FILE` (if `up` did not make its node: " in said
     (recent,) = {why(goal, goal.granted, age) for age in (0.0, STALE_AFTER)}
     assert recent == "the machine has not answered the latest handoff yet"
 
