@@ -35,8 +35,9 @@ KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/pa
 """Values in /proc/sys that the kubelet requires (setupKernelTunables), but cannot set in a machine, where /proc/sys is
 read-only."""
 SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
-"""Bytes that must be free, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is nearly
-full, and each pass writes some files in /run."""
+"""Bytes below which something fails, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is
+nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
+leave time to make room before the next driver."""
 RELEASE = "/proc/sys/kernel/osrelease"
 MODULES = "/sys/module"
 
