@@ -42,9 +42,10 @@ def load_prometheus_client() -> None:
 
 
 def _has_own_digests() -> bool:
-    """Return whether this Python has digests of its own. Fedora's and RHEL's has only OpenSSL's, except for BLAKE2.
+    """Return whether this Python has its own code for digests, and so needs no OpenSSL for hashlib.
 
-    Without either, hashlib would lack SHA-512, which the standard library's random.py needs.
+    Python of Fedora and RHEL has such code only for BLAKE2. There, hashlib without OpenSSL would lack SHA-512, which
+    the standard library's random.py needs.
     """
     sha2 = ("_sha2",) if sys.version_info >= (3, 12) else ("_sha256", "_sha512")
     try:

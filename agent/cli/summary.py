@@ -49,8 +49,8 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
     """Return the conditions that are not True, grouped by cause. Groups with conditions that Ready needs come first.
 
     Conditions with the same reason and message have the same cause. If a cause makes some conditions False and others
-    Unknown, its group has only the False ones. Ready itself is in a group only if no condition that Ready needs
-    explains why Ready is not True.
+    Unknown, its group has only the False ones. Ready itself is left out if a condition that it needs already explains
+    why Ready is not True.
     """
     groups: dict[tuple[str, str], list[Condition]] = {}
     ready = None

@@ -86,7 +86,10 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 
 
 def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
-    """Return the command of `MachineFacts.kept_from_boot_by`. If something is unknown, the machine starts at boot."""
+    """Return the command of `MachineFacts.kept_from_boot_by`; empty if the machine does not start at boot.
+
+    If it is unknown whether the machine starts at boot, assume that it does.
+    """
     # `up` enables each machine that it makes.
     if read_seen(system.exists, node_record(name)) is not False:
         return _reset(name)

@@ -118,7 +118,10 @@ class Reset(Struct, frozen=True):
         )
 
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `differences` and `remarks` of Ending; both are empty if `reset` does not restore the host."""
+        """Return `differences` and `remarks` of Ending.
+
+        Both are empty if the host stays as it is: if it has other nodes, or no record of how it was found.
+        """
         host = self._host()
         if host.others or isinstance(host.found, Absent):
             return (), ()

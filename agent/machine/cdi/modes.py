@@ -138,7 +138,7 @@ class _Publisher:
                 return "; the published CDI specification is out of date"
             self._owned.remove(mode.spec_path)
             return f"; removed {mode.spec_path}, which had no granted device left or could not be edited"
-        # Any exception, as in publish_modes. The first failure is reported anyway.
+        # Any exception, as in publish_modes. The failed publication, for which this was called, is always reported.
         except Exception as error:
             return f"; {mode.spec_path} may be out of date, and was not removed: {one_line(str(error))[:ERROR_SHOWN]}"
 

@@ -20,8 +20,8 @@ PLUGIN = "device-plugin"
 def measure_pod_start(cluster: Cluster, rounds: int = ROUNDS, pods: int = PODS) -> Measures:
     """Return the seconds from a pod's creation until it runs, with a ratio for each round.
 
-    The cluster's node has no device plugin yet, and the machine's configuration is CONFIGURATION. In the end, the node
-    offers its GPUs itself.
+    Call it for a cluster whose node has no device plugin yet and whose machine has CONFIGURATION. Afterwards, the
+    machine's own DRA driver offers the GPUs, and the device plugin is gone.
     """
     cluster.apply("runtime-class", "device-class-nvidia")
     with_gpu: dict[str, list[float]] = {PLUGIN: [], DRA: []}
