@@ -124,7 +124,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
             not node.allocatable,
             (
                 "delete its DaemonSet, or exclude the node in its node selector, and wait for its pod to end",
-                "if the kubelet was restarted since, its counts are left over; remove them from the node's status:",
+                "if the kubelet has restarted since then, the plugin's counts stay in the node's status; remove them:",
                 *_remove_counts(node),
             ),
         ),
@@ -155,6 +155,7 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
 
 def to_device_plugin(machine: str, node: Node, configured: str) -> tuple[Step, ...]:
     """Return the steps back to the device plugin."""
+    still = f" (it still has {', '.join(node.slices)})" if node.slices else ""
     return (
         _cordon(node),
         _end_pods(node.claimants, "have GPUs by a claim"),
@@ -164,9 +165,9 @@ def to_device_plugin(machine: str, node: Node, configured: str) -> tuple[Step, .
             _configuring(machine, "device-plugin"),
         ),
         Step(
-            f"wait until the node's slices are gone: {', '.join(node.slices) or 'none'}",
+            f"wait until the node has no ResourceSlice of {DRA_DRIVER}{still}",
             not node.slices,
-            (f"kubectl get resourceslices --field-selector=spec.nodeName={node.name}",),
+            (f"kubectl get resourceslices --field-selector=spec.nodeName={node.name},spec.driver={DRA_DRIVER}",),
         ),
         Step(
             f"deploy {PLUGIN} to the node",

@@ -120,10 +120,10 @@ COMMANDS = {
     ),
     "start": Command(
         "start a machine, and wait until it is ready",
-        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If `stop` "
-        "cordoned the node: with --kubeconfig, uncordons it once the machine is ready; without, exits with 1 even if "
-        "the machine is ready, and even if somebody has uncordoned the node. The node of a machine that is not ready "
-        "stays cordoned.",
+        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If the "
+        "agent cordoned the node, for example by `stop`, also uncordons it once the machine is ready, which needs "
+        "--kubeconfig. Without --kubeconfig, exits with 1 in this case, even if somebody else has uncordoned the node. "
+        "The node of a machine that is not ready stays cordoned.",
         "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
         {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
     ),

@@ -23,7 +23,8 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         # Take the GPUs from a plan, not from the record: if the service is not running, the record may be out of date.
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
-            raise ObservationError(remembered.why, "repair the record of granted GPUs first")
+            hint = "make this record of granted GPUs readable, then run the command again"
+            raise ObservationError(remembered.why, hint)
         lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
         if address:
             wanted = as_in_sysfs(address)

@@ -189,7 +189,8 @@ def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool
         again = f"see `unbounded-agent doctor`, then run `unbounded-agent start {name} --kubeconfig FILE`"
         return (f"node {node} stays cordoned, because its machine is not ready: {again}",)
     if not kubeconfig:
-        return (f"node {node} is still cordoned by this agent: repeat this with --kubeconfig FILE, which uncordons it",)
+        uncordon = f"`unbounded-agent start {name} --kubeconfig FILE`"
+        return (f"this agent cordoned node {node}, and has not uncordoned it: run {uncordon} to uncordon it",)
     reconciler.progress(f"uncordon node {node}")
     try:
         _kubectl(reconciler, kubeconfig, "uncordon", node)

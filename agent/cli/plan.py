@@ -55,7 +55,7 @@ def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator
     for name, why in planned.held.items():
         yield name, f"left unchanged: {why}"
     for name, refused in difference.refused.items():
-        yield name, f"refused: {refused.why if isinstance(refused, Unseen) else refused}"
+        yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
 
 
 def _print_json(

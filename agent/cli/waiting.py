@@ -57,7 +57,7 @@ def wait_for_servers(provisioner: Provisioner, check_all: Callable[[], Work], pr
 
 
 def _gave_up(check: Check) -> Check:
-    message = f"{check.message}, and did not for {SERVER_LIMIT / 60:.0f} minutes"
+    message = f"{check.message}; gave up after {SERVER_LIMIT / 60:.0f} minutes"
     return replace(check, message=message) if check.late else check
 
 

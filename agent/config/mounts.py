@@ -16,7 +16,7 @@ from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA,
 REFUSED_SOURCES = {
     "each machine has its own": ("/proc", "/sys"),
     "for device nodes use `devices` or `extra_devices`": ("/dev",),
-    "the service and the machine's start see different content there": (
+    "unbounded-agent.service cannot see the host's files there": (
         "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
     ),
 }  # fmt: skip

@@ -10,8 +10,8 @@ from agent.model.text import one_line
 
 HINTS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "the kubelet's certificate or token is not accepted: see `journalctl -u kubelet`",
-    HTTPStatus.FORBIDDEN: "a kubelet's own identity (system:node:NAME in group system:nodes) may do this, if the API "
-    "server has authorization mode Node and Kubernetes is 1.36 or newer",
+    HTTPStatus.FORBIDDEN: "check that the kubelet's identity is system:node:NAME in group system:nodes, that the API "
+    "server has authorization mode Node, and that Kubernetes is 1.36 or newer",
     HTTPStatus.UNPROCESSABLE_ENTITY: "report this as a bug of unbounded-agent",
 }
 NO_SUCH_KIND = "could not find the requested resource"

@@ -109,7 +109,7 @@ class NodeClaims:
                 self._save({**self._prepared, other: monitoring})
                 return
             raise AgentError(
-                f"claim {claim} cannot have {device} yet: the kubelet has not given it back for claim {other}",
+                f"claim {claim} cannot have {device} yet: the kubelet has not unprepared claim {other}, which has it",
                 "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
             )
         if self._is_allocated(other, wanted):
@@ -117,7 +117,7 @@ class NodeClaims:
                 f"claim {claim} cannot have {device}: it is allocated to claim {other} too",
                 "delete one of the claims and its pod",
             )
-        log.warning("claim %s was never given back, and is gone: claim %s gets %s", other, claim, device)
+        log.warning("claim %s is gone, but the kubelet never unprepared it: claim %s gets %s", other, claim, device)
         self._save({each: devices for each, devices in self._prepared.items() if each != other})
 
     def _with_admin_access(self, other: ClaimReference) -> tuple[PreparedDevice, ...]:

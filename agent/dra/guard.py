@@ -10,10 +10,7 @@ from typing import Any
 
 from agent.model.extended_resources import gives_gpus, is_zero
 
-STEPS = (
-    "one GPU would go to two pods: remove the device plugin from this node, and see "
-    "`unbounded-agent kube allocation dra` for the steps"
-)
+STEPS = "remove the device plugin from this node: on the host, `unbounded-agent kube allocation dra` prints the steps"
 
 
 def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[str] = ()) -> dict[str, str]:
@@ -34,7 +31,8 @@ def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[st
 def blocked_message(resources: Mapping[str, str]) -> str:
     """Return why no GPU of the vendor is offered, and what to do next."""
     listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
-    return f"the node's status has {listed} from a device plugin; {STEPS}"
+    effect = "so no GPU of this vendor is offered to claims, because one GPU could go to two pods"
+    return f"the node's status has {listed} from a device plugin, {effect}; {STEPS}"
 
 
 def _object(value: object) -> dict[str, Any]:

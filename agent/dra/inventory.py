@@ -151,7 +151,7 @@ class Inventory:
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
             self._note_failure(
-                listed.vendor, f"attributes of {names} are unknown, and left out of its ResourceSlice{why}"
+                listed.vendor, f"attributes of {names} are unknown, so the node's ResourceSlices lack them{why}"
             )
         else:
             self._failed.pop(listed.vendor, None)

@@ -67,7 +67,7 @@ class DriverPlugin:
         """
         if len(self._servers) == len(self._sockets) and all(server.healthy for server in self._servers):
             return
-        log.warning("the driver's sockets are gone or not served: serving them again")
+        log.warning("the DRA driver's sockets are gone or not served: serving them again")
         self._close()
         self._start()
 

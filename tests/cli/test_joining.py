@@ -102,7 +102,7 @@ def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: pytes
     clock.answers_at = 1e9
     assert run(host, clock) == 1
     assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
-    assert "does not answer: Connection refused, and did not for 15 minutes" in capsys.readouterr().out
+    assert "does not answer: Connection refused; gave up after 15 minutes" in capsys.readouterr().out
     assert not host.exists(machine_root(MACHINE))
 
 

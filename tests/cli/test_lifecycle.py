@@ -177,7 +177,9 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
 ) -> None:
     stop(MACHINE, agent, ADMIN, drain=True)
     assert start(MACHINE, agent, "") == 1
-    assert f"node {NODE} is still cordoned by this agent: repeat this with --kubeconfig FILE" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"this agent cordoned node {NODE}, and has not uncordoned it" in message
+    assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
 
 
 def test_the_start_of_a_masked_machine_says_what_to_do(

@@ -145,7 +145,7 @@ def test_a_monitor_in_the_kubelets_record_keeps_no_device(node: Node) -> None:
     assert set(restarted.prepared) == {reference("a")}
     assert restarted.prepare(reference("b"))
     node.kubelet_has(reference("a"), reference("b"))
-    with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/b"):
+    with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/b"):
         node.restarted().prepare(reference("c"))
     assert set(node.restarted().prepared) == {reference("a"), reference("b")}
 
@@ -160,7 +160,7 @@ def test_a_claim_in_the_kubelets_record_is_a_monitor_only_by_its_own_word(
         node.api["a"] = now
     node.api["b"] = claim("b", GPUS[0])
     node.kubelet_has(reference("a"))
-    with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/a"):
+    with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
         node.restarted().prepare(reference("b"))
 
 
@@ -206,7 +206,7 @@ def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
     del node.api["a"]
     node.api["b"] = claim("b", GPUS[0])
     for claims in (node.claims, node.restarted()):
-        with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/a"):
+        with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
             claims.prepare(reference("b"))
     node.claims.unprepare(reference("a"))
     assert node.claims.prepare(reference("b"))

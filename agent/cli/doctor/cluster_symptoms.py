@@ -31,7 +31,7 @@ EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
         "a pod asks for a CDI device that no specification has",
         (
             "unbounded-agent status --wide  # on the host: CDISpecCurrent",
-            "kubectl -n {namespace} delete pod POD  # then; its controller makes it again",
+            "kubectl -n {namespace} delete pod POD  # once CDISpecCurrent is True; its controller makes it again",
         ),
     ),
 )
