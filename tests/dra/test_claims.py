@@ -265,7 +265,7 @@ def test_a_record_of_the_kubelet_that_is_not_readable_gives_nothing_away(node: N
     node.claims.prepare(reference("a"))
     del node.api["a"]
     (node.tree / KUBELET[1:] / RECORD_NAME).mkdir()
-    with pytest.raises(AgentError, match="has not given it back"):
+    with pytest.raises(AgentError, match="has not unprepared claim"):
         node.claims.prepare(reference("b"))
 
 

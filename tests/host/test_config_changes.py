@@ -180,4 +180,4 @@ def test_the_command_for_a_masked_machine_that_was_removed_unmasks_it_first(two_
     process(two_machines, NEW).reconcile()
     two_machines.bus.unit(unit, "inactive", load="masked", stopped_at=1)
     _, planned, _ = process(two_machines, OLD).preview()
-    assert f"until `systemctl unmask {unit} && machinectl disable {SECOND}`" in planned.held[SECOND]
+    assert f"`systemctl unmask {unit} && machinectl disable {SECOND}` ends that" in planned.held[SECOND]
