@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import posixpath
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,7 @@ from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
+WANTS = posixpath.dirname(wanted(UNITS[0]))
 ENABLED = (wanted(UNITS[0]), wanted("machines.target"))
 
 
@@ -469,6 +471,7 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert not host.exists(AS_FOUND[0])
     assert not host.exists(node_record(MACHINE))
     assert not host.exists(f"/run/unbounded-agent/machines/{MACHINE}")
+    assert not host.exists(WANTS), "systemd made this directory"
     printed = capsys.readouterr().out
     assert "machine gpu-node is removed; the host is as it was found" in printed
     assert f"kubectl delete node {NODE}" in printed
@@ -486,6 +489,7 @@ def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture
     host.bus.unit(UNITS[0], "inactive", load="masked", stopped_at=1)
     assert undo(host) == 0
     assert tree(host).keys() - before.keys() == {mask.lstrip("/")}
+    assert not host.exists(WANTS)
     assert f"note: {UNITS[0]} is still masked: `systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
 
 

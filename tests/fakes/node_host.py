@@ -5,6 +5,7 @@ Synthetic: the image's content (its init alone), the registry's answers, systemd
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,9 +100,10 @@ class HostTools(ScriptedRunner):
             case ("systemctl", "enable", unit):
                 host.symlink(wanted(unit), f"/usr/lib/systemd/system/{unit}")
             case ("systemctl", "disable", unit):
-                # systemd 252 ignores a masked unit, and succeeds.
-                if not host.exists(f"/etc/systemd/system/{unit}"):
+                # systemd 252 ignores a masked unit, and succeeds. It removes the directory only with its last link.
+                if host.exists(wanted(unit)) and not host.exists(f"/etc/systemd/system/{unit}"):
                     host.remove(wanted(unit))
+                    host.remove_empty_directory(posixpath.dirname(wanted(unit)))
             case ("systemctl", "start", "--no-block", unit):
                 assert unit == UNITS[0]
                 host.boot()

@@ -1,6 +1,7 @@
 """Runs the steps of `up` and `reset`. Wherever a step is interrupted, the same command can be run again."""
 
 import dataclasses
+import posixpath
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -169,9 +170,10 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
         case EnableUnit(unit):
             system.run("systemctl", "enable", unit, timeout=UNIT_LIMIT)
         case DisableUnit(unit):
-            # systemd ignores a masked unit, although the command succeeds.
-            system.remove(enabling_link(unit))
             system.run("systemctl", "disable", unit, timeout=UNIT_LIMIT)
+            # systemd ignores a masked unit, although the command succeeds. Otherwise it has removed both of these.
+            system.remove(link := enabling_link(unit))
+            system.remove_empty_directory(posixpath.dirname(link))
         case RemoveLeftover(leftover):
             if isinstance(leftover, Chains):
                 remove_chains(leftover, system)
