@@ -1,16 +1,16 @@
 """`unbounded-agent gpus attach`: gives a detached GPU back, and lets machines open a GPU again that was repaired."""
 
-from agent.cli.detach import Ending, Removal, Timing
+from agent.cli.detach import Ending, Removal, Timing, has_reported
 from agent.cli.granted_gpus import granted_to
 from agent.cli.holders import find_gpu
 from agent.host.apply.steps import perform
-from agent.host.outcome import MachineOutcome
+from agent.host.observe.machine_report import Report, read_report
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import pass_lock
 from agent.model.actions import WriteFile
 from agent.model.conditions import ConditionType, Status
-from agent.model.facts import Gpu
+from agent.model.facts import Gpu, MachineFacts
 from agent.model.paths import granted_file, handoff_file
 
 
@@ -48,7 +48,8 @@ def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, timing: Timing) -> Ending:
     """Let the machines try again that have the GPU and fail to open a GPU: nothing else tells them of a reset."""
     address, outcome = gpu.pci_address, reconciler.reconcile()
-    names = tuple(each.name for each in outcome.machines if address in each.gpus and _fails(each))
+    have = {each.name for each in outcome.machines if address in each.gpus}
+    names = tuple(each.name for each in outcome.facts.machines if each.name in have and _fails(each))
     if not names:
         return Ending(True, recovered or (f"{address} is not detached: nothing to do",))
     removal = Removal(gpu, names, (), reconciler, timing)
@@ -61,7 +62,12 @@ def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, ti
     return Ending(not removal.remarks, (*recovered, f"{address} {what}", *removal.remarks))
 
 
-def _fails(machine: MachineOutcome) -> bool:
-    """Return whether the machine reports that it cannot open, or serve, all its GPUs."""
-    kinds = (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
-    return any(each.type in kinds and each.status is Status.FALSE for each in machine.conditions)
+def _fails(machine: MachineFacts) -> bool:
+    """Return whether a running machine reports of its present handoff that it cannot open, or serve, all its GPUs.
+
+    The host's own conditions do not count: a machine with a foreign settings file, for example, has no handoff.
+    """
+    report, kinds = read_report(machine), (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
+    if machine.ended or not isinstance(report, Report) or not has_reported(machine):
+        return False
+    return any(each.type in kinds and each.status is Status.FALSE for each in report.conditions)

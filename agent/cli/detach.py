@@ -249,7 +249,7 @@ class Removal(Struct):
         return [machine for machine in affected if not machine.ended]
 
     def not_reported(self, outcome: Outcome) -> list[str]:
-        return [machine.name for machine in self._running(outcome) if not _has_reported(machine)]
+        return [machine.name for machine in self._running(outcome) if not has_reported(machine)]
 
     def _permitted(self, outcome: Outcome) -> list[str]:
         """Return the machines that may still open the GPU."""
@@ -263,7 +263,8 @@ class Removal(Struct):
         return Ending(False, (f"{self.gpu.pci_address} {what}", *describe(held, self.gpu), *self.remarks))
 
 
-def _has_reported(machine: MachineFacts) -> bool:
+def has_reported(machine: MachineFacts) -> bool:
+    """Return whether the machine has reported on its present handoff."""
     report = read_report(machine)
     granted = machine.granted
     if not isinstance(report, Report) or not isinstance(granted, Granted):

@@ -462,6 +462,22 @@ def test_attach_lets_a_machine_open_a_gpu_again_that_was_reset(site: Site, kind:
     assert site.publication() == published
 
 
+def test_attach_asks_no_machine_that_has_no_handoff(tmp_path: Path) -> None:
+    """The agent publishes nothing for a machine with somebody else's settings. `attach` ended with an error."""
+    site = Site(tmp_path / "host")
+    site.host.write(nspawn_file(MACHINE), b"[Exec]\n")
+    for state in ("inactive", "active"):
+        units(site.host, state)
+        assert site.conditions()[ConditionType.DEVICES_ALLOWED] == (Status.FALSE, "ForeignFile")
+        assert text(attach(SECOND, site.agent, FAST)) == f"{SECOND} is not detached: nothing to do"
+
+
+def test_attach_asks_no_machine_that_only_needs_a_restart(site: Site) -> None:
+    site.host.remove(live_file(MACHINE))
+    assert site.conditions()[ConditionType.DEVICES_ALLOWED] == (Status.FALSE, "MachineRestartNeeded")
+    assert text(attach(SECOND, site.agent, FAST)) == f"{SECOND} is not detached: nothing to do"
+
+
 def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:
     """The GPU is granted even if no pass ran while it was unplugged."""
     assert detach(SECOND, site.agent, FAST).done
