@@ -1,10 +1,11 @@
 """Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
+import re
 from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
-from agent.cli.doctor.remedies import AS_ROOT, DRAIN, REMARKS, UNCORDON, remedy
+from agent.cli.doctor.remedies import AS_ROOT, BY_HAND, REMARKS, remedy
 from agent.cli.summary import causes, prevents_ready
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
@@ -146,8 +147,8 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     replaced = special and all(special) and (kind in REPLACED or reason in REPLACED)
     general = () if replaced else remedy(kind, reason, offers_gpus=environment.offers_gpus)
     fix = dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
-    if not environment.made_by_up:
-        fix = dict.fromkeys(each.replace(*DRAIN).replace(*UNCORDON) for each in fix)
+    for end, other in () if environment.made_by_up else BY_HAND:
+        fix = dict.fromkeys(each.replace(end, other) for each in fix)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", environment.node)
         for each in fix
@@ -157,7 +158,10 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
 
 def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
     """Return whether the message names one of the vendor's nodes: then it is about that vendor's GPUs."""
-    return isinstance(vendor.devices, tuple) and any(node.path in condition.message for node in vendor.devices)
+    # A name may be the beginning of another vendor's: /dev/dri/card1 of /dev/dri/card10.
+    return isinstance(vendor.devices, tuple) and any(
+        re.search(rf"{re.escape(node.path)}(?!\w)", condition.message) for node in vendor.devices
+    )
 
 
 REPLACED: Set[str] = frozenset(

@@ -14,11 +14,14 @@ REBOOT = (
     "systemctl reboot  # ends all machines of the host: stop the others first too",
     "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again: after the boot",
 )
-DRAIN = (" --kubeconfig FILE  # moves its pods away", "  # drain its node with kubectl")
-UNCORDON = (" --kubeconfig FILE  # lets pods run there again", "  # uncordon its node with kubectl")
-"""Ends of commands, and what replaces them if `up` did not make the node: `stop` and `restart` refuse --kubeconfig
-then."""
 START = "unbounded-agent start {machine}  # if its node was drained, with --kubeconfig FILE: lets pods run there again"
+BY_HAND = (
+    (" --kubeconfig FILE  # moves its pods away", "  # drain its node with kubectl"),
+    (" --kubeconfig FILE  # lets pods run there again", "  # uncordon its node with kubectl"),
+    ("drained, with --kubeconfig FILE: lets pods run there again", "drained, uncordon it with kubectl"),
+)
+"""Ends of commands, and what replaces them if `up` did not make the node: `stop` and `restart` refuse --kubeconfig
+then, and `start` uncordons no node that they did not drain."""
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"

@@ -151,6 +151,7 @@ def test_a_failed_gpu_gets_the_commands_of_its_vendor() -> None:
     failed = (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)
     assert fix(*failed, both, f"{mine} does not open") == fix(*failed)
     assert fix(*failed, both, f"{other} does not open") == fix(*failed, replace(AROUND, vendors=(amd,)))
+    assert fix(*failed, both, f"{mine}0 does not open") == fix(*failed, both, "nothing is named")
     for message in (f"{mine} does not open; {other} does not open", "nothing is named"):
         assert {*fix(*failed, both, message)} >= {*fix(*failed), KERNEL_LOG}
     assert "modprobe DRIVER, as named above" in fix(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, both)
@@ -184,15 +185,16 @@ def test_a_machine_that_hangs_is_not_only_sent_commands_that_hang_too() -> None:
 
 
 def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
-    """`stop` and `restart` do not know such a node, and refuse --kubeconfig."""
+    """`stop` and `restart` do not know such a node, and refuse --kubeconfig. `start` does not uncordon it."""
     faults = [false(kind, Reason(reason), reason) for kind, reason in (*REMEDIES, *FIXED) if kind]
     around = replace(AROUND, made_by_up=False)
     lines = {line for fault in faults for line in fix(fault.type, fault.reason, around)}
-    refused = re.compile("unbounded-agent (stop|restart) gpu-node --kubeconfig")
+    refused = re.compile("unbounded-agent (start|stop|restart) gpu-node .*--kubeconfig")
     assert {line for line in lines if refused.match(line)} == set()
     assert "unbounded-agent restart gpu-node  # drain its node with kubectl first" in lines
     assert "unbounded-agent stop gpu-node  # drain its node with kubectl" in lines
     assert "unbounded-agent start gpu-node  # uncordon its node with kubectl" in lines
+    assert "unbounded-agent start gpu-node  # if its node was drained, uncordon it with kubectl" in lines
 
 
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
