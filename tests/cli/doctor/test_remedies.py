@@ -1,13 +1,17 @@
 """Every fault comes with the command that fixes it, and with no command of another vendor."""
 
 import re
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from agent.cli.doctor.command import examine
+from agent.cli.doctor.host import SERVICE
 from agent.cli.doctor.machines import Environment, diagnose, environment_of
-from agent.cli.doctor.remedies import AS_ROOT, KERNEL_LOG, REMEDIES, remedy
+from agent.cli.doctor.remedies import AS_ROOT, KERNEL_LOG, REMEDIES, START, remedy
 from agent.host.outcome import MachineOutcome
+from agent.host.reconcile import Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, true, unknown
 from agent.model.device import DeviceKind, DeviceNumber
@@ -16,7 +20,11 @@ from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.remedies import FIXED
+from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes import facts
+from tests.fakes.gpu_host import reconciler
+from tests.fakes.host import Host
+from tests.fakes.node_host import node_host, node_reconciler
 from tests.fakes.reconciler import conditions
 from tests.project.test_docs import DOCUMENT, rows
 
@@ -195,6 +203,18 @@ def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
     assert "unbounded-agent stop gpu-node  # drain its node with kubectl" in lines
     assert "unbounded-agent start gpu-node  # uncordon its node with kubectl" in lines
     assert "unbounded-agent start gpu-node  # if its node was drained, uncordon it with kubectl" in lines
+
+
+def test_doctor_knows_from_the_configuration_who_makes_the_node(gpu_host: Host, tmp_path: Path) -> None:
+    gpu_host.bus.unit(SERVICE)
+    answer_of_libcuda(gpu_host, "12040\n")
+    settings = node_reconciler(node_host(tmp_path / "node")).config
+    by_hand, of_up = (
+        {line for each in examine(agent).machines for found in each.findings for line in found.fix}
+        for agent in (reconciler(gpu_host), Reconciler(settings, gpu_host, gpu_host))
+    )
+    assert "unbounded-agent start gpu-node  # if its node was drained, uncordon it with kubectl" in by_hand
+    assert START.replace("{machine}", "gpu-node") in of_up
 
 
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
