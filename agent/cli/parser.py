@@ -125,9 +125,8 @@ def _add_up(up: argparse.ArgumentParser) -> None:
 def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
     command.add_argument("machine", metavar="MACHINE", help="the machine's name")
     if name != "reset":
-        _add_kubeconfig(
-            command, "kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made"
-        )
+        drain = "kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made"
+        _add_kubeconfig(command, "kubeconfig of a user who may uncordon nodes" if name == "start" else drain)
     if name in ("stop", "restart"):
         command.add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
 
