@@ -98,11 +98,6 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def bed_modules() -> list[Path]:
-    integration = PACKAGE.parent / "integration"
-    return sorted(path for room in ("bed", "faults_suite") for path in (integration / room).rglob("*.py"))
-
-
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -226,14 +221,6 @@ def test_integration_imports_only_fakes_from_the_tests() -> None:
 def test_packages_are_empty(path: Path) -> None:
     """Each import of a module runs its packages' files, and the machine half has a dozen of them at every boot."""
     assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), "more than a docstring"
-
-
-@pytest.mark.parametrize(
-    "path", [*modules(), *bed_modules()], ids=lambda path: path.relative_to(PACKAGE.parent).as_posix()
-)
-def test_modules_stay_small(path: Path) -> None:
-    """A module that needs long scrolling has two subjects."""
-    assert len(path.read_text().splitlines()) <= 300
 
 
 def test_only_the_lists_of_vendors_import_a_vendor() -> None:
