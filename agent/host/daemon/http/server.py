@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import socket
 import threading
 import time
@@ -15,11 +16,14 @@ from msgspec import Struct, field
 
 from agent.host.daemon.http.peers import Peers
 from agent.model.errors import AgentError
-from agent.system.sockets import listening_user
+from agent.system.sockets import listening_user, peer_user
 
 CONNECTIONS = 8
-"""How many connections are served at a time. A further connection does not wait: it takes the slot of an idle
-connection, or is closed."""
+"""How many connections are served at a time. A further connection does not wait: it takes another one's slot, or is
+closed (Peers)."""
+HEAD_BYTES = 16 * 1024
+"""How long a request's head may be: the request line and the headers. http.server alone would read 100 lines of 64 KiB
+each, and its parser takes 15 times that memory."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 POLL = 3600.0
@@ -83,7 +87,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        # The base class sets these only after it has read the request line, and an answer needs them.
+        self.command, self.requestline, self.request_version = "", "", "HTTP/1.0"
         self._hang_up_after(self.server.limits.headers)
+
+    def handle_one_request(self) -> None:
+        """Read the head within its limit, and answer the request. Nothing reads the body."""
+        lines, left = list[bytes](), HEAD_BYTES
+        while left:
+            lines.append(self.rfile.readline(left))
+            left -= len(lines[-1])
+            if lines[-1] in (b"\r\n", b"\n", b""):
+                self.rfile = io.BytesIO(b"".join(lines))
+                super().handle_one_request()
+                return
+        first = len(lines) == 1
+        self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG if first else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def finish(self) -> None:
         self._timer.cancel()
@@ -231,7 +250,7 @@ class Server(ThreadingMixIn, TCPServer):
             raise
 
     def process_request(self, request: Request, client_address: object) -> None:
-        if not self.peers.admit(_stream(request), self.limits.headers):
+        if not self.peers.admit(_stream(request), peer_user(_stream(request)), self.limits.headers):
             self.shutdown_request(request)
             return
         try:

@@ -7,9 +7,12 @@ import os
 import select
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -19,7 +22,17 @@ import pytest
 
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.peers import Peers
-from agent.host.daemon.http.server import CONNECTIONS, OPENMETRICS, POLICY, VERBOSE, Limits, Page, Server, Site
+from agent.host.daemon.http.server import (
+    CONNECTIONS,
+    HEAD_BYTES,
+    OPENMETRICS,
+    POLICY,
+    VERBOSE,
+    Limits,
+    Page,
+    Server,
+    Site,
+)
 from agent.model.errors import AgentError
 from tests.fakes.waiting import wait_for
 
@@ -94,6 +107,111 @@ def test_garbage_is_answered_and_survived(server: Server) -> None:
             answer = peer.recv(65536)
             assert len(answer) < 500
     assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def answers(port: int, *parts: bytes) -> bytes:
+    """Send the parts, as far as the server takes them, and return the whole answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as peer, contextlib.suppress(ConnectionError):
+        for part in parts:
+            peer.sendall(part)
+        with peer.makefile("rb") as answer:
+            return answer.read()
+    return b""
+
+
+FIELD = b"X: " + b"x" * 95 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /livez HTTP/1.0\r\n" + FIELD * 90 + b"\r\n", 200),
+        (b"GET /livez HTTP/1.0\r\n" + b"X: ".ljust(HEAD_BYTES - 25, b"x") + b"\r\n\r\n", 200),
+        (b"GET /livez HTTP/1.0\r\n" + b"X: ".ljust(HEAD_BYTES - 24, b"x") + b"\r\n\r\n", 431),
+        (b"GET /livez HTTP/1.0\r\nCookie: " + b"x" * 16_384, 431),
+        (b"GET /livez HTTP/1.0\r\n" + b"X:\r\n" * 101 + b"\r\n", 431),
+        (b"GET /" + b"x" * 16_384, 414),
+    ],
+    ids=["a browser's", "16 KiB", "one byte more", "one long field", "many fields", "a long path"],
+)
+def test_the_whole_head_has_a_limit(server: Server, head: bytes, status: int) -> None:
+    assert answers(server.port, head).startswith(b"HTTP/1.0 %d " % status)
+
+
+@pytest.mark.parametrize("kind", [b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"])
+def test_a_body_is_not_waited_for(server: Server, kind: bytes) -> None:
+    """The peer announces it and sends nothing: the answer comes before any time limit."""
+    server.limits = Limits(headers=60.0, whole=120.0)
+    started = time.monotonic()
+    answer = answers(server.port, b"GET /livez HTTP/1.1\r\nExpect: 100-continue\r\n" + kind + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.0 200 ")
+    assert time.monotonic() - started < 30
+
+
+SERVE_TCP = """
+import sys, time
+from agent.host.daemon.http.server import Limits, Server
+server = Server("127.0.0.1:0", Limits(headers=60.0, whole=120.0))
+print(server.port, flush=True)
+time.sleep(600)
+"""
+SERVE_LOCALLY = """
+import sys, time
+from agent.host.daemon.http.local_server import LocalServer
+server = LocalServer(sys.argv[1], "statusz.sock")
+server.limits = type(server.limits)(headers=60.0, whole=120.0)
+print(0, flush=True)
+time.sleep(600)
+"""
+LONG_FIELD = b"X: " + b"x" * 65_000 + b"\r\n"
+ATTACKS = {
+    "long fields": [b"GET /livez HTTP/1.0\r\n", *[LONG_FIELD] * 98, b"\r\n"],
+    "one line": [b"GET /" + b"x" * 60_000] * 20,
+    "a body": [b"POST / HTTP/1.0\r\nContent-Length: 6500000\r\n\r\n", *[LONG_FIELD] * 100],
+    "many short fields": [b"GET /livez HTTP/1.0\r\n", b"a:\r\n" * 1_000_000],
+}
+
+
+def peak_memory(process: int) -> int:
+    """Return the most memory that a process has ever had, in bytes."""
+    (line,) = [each for each in Path(f"/proc/{process}/status").read_text().splitlines() if each.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def attack(connect: Callable[[], socket.socket], parts: list[bytes]) -> None:
+    """Send all parts, unless the server ends the connection."""
+    with connect() as peer, contextlib.suppress(ConnectionError):
+        peer.settimeout(30)
+        for part in parts:
+            peer.sendall(part)
+        peer.recv(4096)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["TCP", "Unix"])
+@pytest.mark.parametrize("parts", ATTACKS.values(), ids=ATTACKS)
+def test_attack_requests_cost_little_memory(tmp_path: Path, parts: list[bytes], local: bool) -> None:
+    """A client with 98 header lines of 65,000 bytes once took the service to 715 MiB."""
+    command = [sys.executable, "-c", SERVE_LOCALLY if local else SERVE_TCP, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[4]) as process:
+        try:
+            assert process.stdout
+            port = int(process.stdout.readline())
+
+            def reach() -> socket.socket:
+                if not local:
+                    return socket.create_connection(("127.0.0.1", port), timeout=30)
+                peer = socket.socket(socket.AF_UNIX)
+                peer.connect(str(tmp_path / "statusz.sock"))
+                return peer
+
+            attack(reach, [b"GET /livez HTTP/1.0\r\n\r\n"])
+            before = peak_memory(process.pid)
+            with ThreadPoolExecutor(CONNECTIONS) as threads:
+                for each in [threads.submit(attack, reach, parts) for _ in range(3 * CONNECTIONS)]:
+                    each.result()
+            assert peak_memory(process.pid) - before < 8 * 1024 * 1024
+        finally:
+            process.kill()
 
 
 def test_stale_pages_take_over_by_themselves(server: Server) -> None:
@@ -186,15 +304,45 @@ def test_a_peer_with_a_fresh_request_keeps_its_place() -> None:
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(socket.socket()) for _ in range(3))
         peers = Peers(2)
-        assert peers.admit(first, 60.0)
+        assert peers.admit(first, 0, 60.0)
         peers.request_complete(first)
-        assert peers.admit(second, 60.0)
-        assert peers.admit(third, 60.0), "the second one has not asked"
+        assert peers.admit(second, 0, 60.0)
+        assert peers.admit(third, 0, 60.0), "the second one has not asked"
         peers.request_complete(second)
         peers.request_complete(third)
-        assert not peers.admit(second, 60.0)
+        assert not peers.admit(second, 0, 60.0)
         peers.leave(first)
-        assert peers.admit(second, 60.0)
+        assert peers.admit(second, 0, 60.0)
+
+
+def test_attack_a_peer_that_asks_again_and_again_leaves_slots_to_others() -> None:
+    with ExitStack() as stack:
+        peers = Peers(4)
+
+        def ask(peer: int | str) -> bool:
+            connection = stack.enter_context(socket.socket())
+            admitted = peers.admit(connection, peer, 60.0)
+            peers.request_complete(connection)
+            return admitted
+
+        assert [ask(65534) for _ in range(5)] == [True, True, True, True, False]
+        assert [ask(0) for _ in range(3)] == [True, True, False], "until each has half of them"
+        assert not ask(65534), "it gets none of them back"
+        assert ask("192.0.2.1")
+
+
+def test_attack_idle_connections_of_one_peer_do_not_end_those_of_another() -> None:
+    """The connection of the other peer may be older, and its request under way."""
+    with ExitStack() as stack:
+        pairs = [socket.socketpair() for _ in range(4)]
+        for each in pairs:
+            stack.enter_context(each[0])
+            stack.enter_context(each[1]).setblocking(False)
+        peers = Peers(3)
+        assert all(peers.admit(pair[0], user, 60.0) for pair, user in zip(pairs, (0, 1, 1, 1), strict=True))
+        assert pairs[1][1].recv(1) == b""
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(1)
 
 
 def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +354,7 @@ def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypa
         for _ in range(CONNECTIONS + 1):
             assert connect(server, stack, 1)[0].recv(1) == b""
     # A closed connection in a place makes way for a new one, so an answer alone shows nothing.
-    assert not server.peers._completed
+    assert not server.peers._slots
     assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
