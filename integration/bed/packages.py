@@ -20,7 +20,7 @@ TOOLS = ("python3-venv", "gpg", "gpg-agent")
 INPUTS = (
     *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
     *("docs", "systemd"),
-    *("requirements.lock", "LICENSE", "README.md", "CHANGELOG.md"),
+    *("requirements.lock", "requirements-dev.lock", "LICENSE", "README.md", "CHANGELOG.md"),
 )
 EPOCH = "1700000000"
 """The time of the packages' files, in the past. With the commit's time, each commit would change the packages."""
