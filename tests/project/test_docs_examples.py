@@ -4,11 +4,11 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import yaml
 from pydantic import ValidationError
 
@@ -58,12 +58,15 @@ class Block(NamedTuple):
         return self.text.split(maxsplit=1)[0]
 
 
-def blocks() -> Iterator[Block]:
+@cache
+def blocks() -> list[Block]:
+    found = []
     pages = [*REPOSITORY.glob("*.md"), REPOSITORY / "integration/README.md", *(REPOSITORY / "docs").rglob("*.md")]
     for page in sorted(pages):
-        for found in BLOCK.finditer(page.read_text()):
-            text = re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
-            yield Block(page.relative_to(REPOSITORY).as_posix(), found["language"], text)
+        for each in BLOCK.finditer(page.read_text()):
+            text = re.sub(f"^{each['indent']}", "", each["text"], flags=re.MULTILINE)
+            found.append(Block(page.relative_to(REPOSITORY).as_posix(), each["language"], text))
+    return found
 
 
 def in_language(name: str) -> list[Block]:
@@ -74,20 +77,26 @@ def named(block: Block) -> str:
     return f"{block.page}: {block.text.splitlines()[0]}"
 
 
-@pytest.mark.parametrize("block", in_language("toml"), ids=named)
-def test_configurations_are_valid(block: Block) -> None:
-    faults = []
+def faults(configuration: str) -> list[str]:
     try:
-        Config.validated(tomllib.loads(block.text.replace("...", 64 * "0")))
+        Config.validated(tomllib.loads(configuration.replace("...", 64 * "0")))
+    except tomllib.TOMLDecodeError as error:
+        return [str(error)]
     except ValidationError as error:
         # A page shows only the tables that it explains.
-        faults = [each for each in error.errors() if each["type"] != "missing"]
-    assert faults == []
+        return [str(each) for each in error.errors() if each["type"] != "missing"]
+    return []
 
 
-@pytest.mark.parametrize("block", in_language("yaml"), ids=named)
-def test_yaml_is_valid(block: Block) -> None:
-    assert list(yaml.safe_load_all(block.text))
+def test_configurations_are_valid() -> None:
+    assert {named(block): found for block in in_language("toml") if (found := faults(block.text))} == {}
+    assert faults("machines.a.speed = 9")
+    assert faults("machines.a = ")
+
+
+def test_yaml_is_valid() -> None:
+    for block in in_language("yaml"):
+        assert list(yaml.safe_load_all(block.text)), named(block)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -110,20 +119,28 @@ def shell_blocks() -> list[Block]:
     return [block for block in found if block.first_word not in OTHER_TEXT]
 
 
-@pytest.mark.parametrize("block", shell_blocks(), ids=named)
-def test_commands_are_known(block: Block) -> None:
+def unknown(program: str, arguments: list[str]) -> list[str]:
+    """Return what of a command does not exist: the program, a target of make, or an option of our program."""
+    if program == "make":
+        targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        return sorted(set(arguments) - set(targets))
+    if "/" not in program:
+        return [] if program in PROGRAMS else [program]
+    path = REPOSITORY / program
+    if program.startswith(("~", "/")):
+        return []
+    if not (path.is_file() and path.stat().st_mode & 0o100):
+        return [program]
+    options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    return [each for each in options if not re.search(rf"{each}\b(?!-)", path.read_text() + PARSERS)]
+
+
+def test_commands_are_known() -> None:
     """Programs of the repository exist, and have the options that the page gives them."""
-    for program, *arguments in commands(block):
-        if "/" not in program:
-            assert program in PROGRAMS, program
-        elif not program.startswith(("~", "/")):
-            path = REPOSITORY / program
-            assert path.stat().st_mode & 0o100, f"{program} is not a program"
-            options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
-            assert [each for each in options if not re.search(rf"{each}\b(?!-)", path.read_text() + PARSERS)] == []
-        if program == "make":
-            targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-            assert set(arguments) <= set(targets)
+    found = [(named(block), command) for block in shell_blocks() for command in commands(block)]
+    assert [(where, wrong) for where, command in found if (wrong := unknown(command[0], command[1:]))] == []
+    for command in (["gerp"], ["make", "dbe"], ["integration/tset"], ["integration/faults", "--quik"]):
+        assert unknown(command[0], command[1:]) == command[-1:]
 
 
 def test_the_checks_see_the_blocks() -> None:
