@@ -59,6 +59,11 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
+BUILD = {"VERSION": "0.1.0+bed"}
+"""Environment of the programs that build the agent. By default its version would change with each commit, and nothing
+that was built before could be used again."""
+
+
 def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
     """Return the directory that `build` fills from `inputs`. It is built once, and published by one rename.
 

@@ -19,7 +19,7 @@ TOOLS = ("python3-venv", "gpg", "gpg-agent")
 """What some tests need in addition: venv to install from a checkout, and gpg to sign a package source."""
 INPUTS = (
     *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
-    *("docs", "systemd"),
+    *("deploy/version", "docs", "systemd"),
     *("requirements.lock", "requirements-dev.lock", "LICENSE", "README.md", "CHANGELOG.md"),
 )
 EPOCH = "1700000000"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from integration.bed.cache import REPOSITORY, cached
+from integration.bed.cache import BUILD, REPOSITORY, cached
 from integration.bed.process import CommandError
 
 PYTHON = "3.13"
@@ -15,7 +15,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 
 def pip(*arguments: str, modules: Path | None = None) -> None:
     """Run pip. It and the build backends that it starts import from the directory `modules`."""
-    environment = os.environ | ({"PYTHONPATH": str(modules)} if modules else {})
+    environment = os.environ | BUILD | ({"PYTHONPATH": str(modules)} if modules else {})
     argv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     if subprocess.run(argv, env=environment).returncode:
         raise CommandError(f"pip {arguments[0]} failed; see the lines above")
@@ -54,6 +54,8 @@ def agent() -> Path:
 
     sources: list[Path | str] = [
         REPOSITORY / "agent",
+        REPOSITORY / "deploy" / "version",
+        REPOSITORY / "deploy" / "wheel.py",
         REPOSITORY / "pyproject.toml",
         REPOSITORY / "README.md",
         REPOSITORY / "LICENSE",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from integration.bed.cache import REPOSITORY, cache_root, locked
+from integration.bed.cache import BUILD, REPOSITORY, cache_root, locked
 from integration.bed.process import Argument, CommandError, run
 
 
@@ -21,7 +21,7 @@ def build(name: str, base: str, *options: Argument) -> str:
     # the prune would remove that layer, or fail because it is in use.
     with locked("buildah"):
         # --build-toolkit: the toolkit is compiled, because not every computer can reach NVIDIA's packages.
-        run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
+        run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment() | BUILD)
         # Remove layers of earlier builds that no image uses now.
         buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"

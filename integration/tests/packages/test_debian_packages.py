@@ -32,7 +32,8 @@ def test_installation_upgrade_downgrade_removal(root: Root) -> None:
     before = root.files()
     printed = root.install(packages(VERSION)[HOST])
     assert "error" not in printed.lower()
-    assert re.fullmatch(r"unbounded-agent \S+ \(Python 3\.1[123]\.\d+\)", root.run("unbounded-agent", "--version"))
+    shown = root.run("unbounded-agent", "--version")
+    assert re.fullmatch(rf"unbounded-agent {re.escape(VERSION)} \(Python 3\.1[123]\.\d+\)", shown)
     with pytest.raises(CommandError, match=r"exit code 2:\n.*no such file"):
         root.run("unbounded-agent", "status")
     (root.path / "etc/unbounded-agent/config.toml").write_text("[machines.gpu-node]\n")
@@ -145,6 +146,7 @@ def test_machine_half(root: Root) -> None:
     before = root.files()
     root.install(packages(VERSION)[MACHINE])
     assert not [path for path in root.files() if "unbounded-agent-dra" in path or "/agent/dra" in path]
+    assert f'__version__ = "{VERSION}"' in (root.path / "usr/lib/unbounded-agent/agent/__init__.py").read_text()
     root.install(packages(VERSION)[DRA])
     wanted = {path.rpartition("/")[2] for path in root.files() - before if ".wants/" in path}
     units = REPOSITORY / "systemd" / "machine"

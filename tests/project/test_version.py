@@ -1,0 +1,100 @@
+"""deploy/version: the version that packages, wheels and images get from a checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent import __version__
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IDENTITY = {
+    **{f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+}
+PUBLIC = re.compile(r"\d+\.\d+\.\d+(\.dev\d{14})?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")
+"""A version of PEP 440 in its normal form, as pip and dpkg keep it."""
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with what is needed, and one commit."""
+    directory = tmp_path / "checkout"
+    for name in ("deploy/version", "agent/__init__.py"):
+        (directory / name).parent.mkdir(parents=True)
+        shutil.copy(REPOSITORY / name, directory / name)
+    git(directory, "init", "--quiet")
+    commit(directory, "2026-01-02T03:04:05+01:00")
+    return directory
+
+
+def git(directory: Path, *arguments: str, **variables: str) -> str:
+    environment = {**os.environ, **IDENTITY, **variables}
+    done = subprocess.run(["git", "-C", directory, *arguments], env=environment, check=True, stdout=subprocess.PIPE)
+    return done.stdout.decode().strip()
+
+
+def commit(directory: Path, time: str) -> None:
+    git(directory, "add", "--all")
+    times = {"GIT_AUTHOR_DATE": time, "GIT_COMMITTER_DATE": time}
+    git(directory, "commit", "--quiet", "--allow-empty", "--message=c", **times)
+
+
+def version(directory: Path, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "VERSION"} | variables
+    command = [directory / "deploy/version"]
+    done = subprocess.run(command, cwd="/", env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found = done.stdout.strip()
+    assert PUBLIC.fullmatch(found)
+    return found
+
+
+def test_each_commit_and_each_change_has_its_own(checkout: Path) -> None:
+    first = version(checkout)
+    name = git(checkout, "rev-parse", "--short=8", "HEAD")
+    assert first == version(checkout, TZ="Asia/Tokyo") == f"0.1.0.dev20260102020405+g{name}"
+    (checkout / "agent/other.py").touch()
+    assert version(checkout) == first, "an editor's file changes nothing"
+    with (checkout / "agent/__init__.py").open("a") as file:
+        file.write("# changed\n")
+        file.flush()
+        changed = version(checkout)
+        file.write("# again\n")
+    again = version(checkout)
+    assert changed.startswith(f"{first}.d")
+    (settings := checkout.parent / "gitconfig").write_text("[diff]\nnoprefix = true\n")
+    assert again == version(checkout, GIT_CONFIG_GLOBAL=str(settings))
+    commit(checkout, "2026-01-02T03:04:06+01:00")
+    assert len({first, changed, again, version(checkout)}) == 4
+
+
+def test_the_tag_is_the_release(checkout: Path) -> None:
+    git(checkout, "tag", "v0.1.0")
+    assert version(checkout) == "0.1.0"
+    with (checkout / "agent/__init__.py").open("a") as file:
+        file.write("# changed\n")
+    assert version(checkout) != "0.1.0"
+
+
+def test_an_archive_says_that_it_is_one(checkout: Path) -> None:
+    """Also inside of another repository."""
+    inner = checkout / "unpacked"
+    for name in ("deploy", "agent"):
+        shutil.copytree(checkout / name, inner / name)
+    assert version(inner) == "0.1.0+source"
+
+
+def test_it_can_be_chosen(checkout: Path) -> None:
+    assert version(checkout, VERSION="2.0.0") == "2.0.0"
+
+
+def test_a_checkout_says_that_it_is_one() -> None:
+    """Each build replaces this line."""
+    assert __version__ == "0.1.0+checkout"
+    assert PUBLIC.fullmatch(__version__)
+    assert re.search('^__version__ = "', (REPOSITORY / "agent/__init__.py").read_text(), re.MULTILINE)
