@@ -15,12 +15,13 @@ class Once:
     """Results that are computed once and used by several steps, some of which run in threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
         self._results: dict[str, Any] = {}
 
     def get(self, name: str, compute: Callable[[], T]) -> T:
         """Return the result with this name. The first caller computes it; if `compute` raises, the next one does."""
-        with self._lock:
+        # A lock for each name: who waits for one result must not wait for another.
+        with self._locks.setdefault(name, threading.Lock()):
             if name not in self._results:
                 self._results[name] = compute()
             result: T = self._results[name]

@@ -125,6 +125,8 @@ class Reason(StrEnum):
 
     # RuntimeActive:
     OTHER_CONFIGURATION = "OtherConfiguration"
+    CRI_FAILED = "CRIFailed"
+    NO_ANSWER = "NoAnswer"
     NOT_CONFIGURED = "NotConfigured"
     RESTART_PENDING = "RestartPending"
     """Makes the machine half restart containerd at the end of its run."""

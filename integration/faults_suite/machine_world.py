@@ -18,7 +18,7 @@ from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, Machine
 
 RUNS = 3
 """Runs of the machine half: one that the path unit starts, and two that the timer starts."""
-READS = ("-p", "show", "--version", "dump", "list", "get")
+READS = ("-p", "show", "--version", "dump", "list", "get", "plugins")
 READERS = ("nvidia-smi", "open_nodes")
 COMPARED = ("granted-", "char-links-", "withdrawn")
 """How the names of the compared notes begin. Other notes only save work, and contain times and inode numbers."""

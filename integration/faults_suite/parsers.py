@@ -16,7 +16,7 @@ from agent.host.state.driver_roots import parse_handed, parse_manifest
 from agent.host.state.granted import GRANTED
 from agent.host.state.owned_files import OWNED_FILES
 from agent.machine.containerd import files, tables
-from agent.machine.containerd.active import config_argument
+from agent.machine.containerd.active import argument, plugin_errors
 from agent.machine.kubelet.device_plugin import parse_checkpoint
 from agent.model.allocatable import parse_allocatable
 from agent.model.dra_status import parse_dra_status
@@ -87,10 +87,11 @@ PARSERS: dict[str, Parser] = {
     "cdi-spec": _spec,
     "cdi-yaml": _of_text(yaml_names.parse),
     "claims": parse_claims,
-    "command-line": config_argument,
+    "command-line": lambda data: argument(data, "config"),
     "conditions": parse_host_status,
     "config": _config,
     "containerd-config": _toml,
+    "containerd-plugins": _of_text(plugin_errors),
     "containerd-version": _of_text(tables.parse_version),
     "dra-status": parse_dra_status,
     "gpu-states": parse_gpu_states,

@@ -9,7 +9,7 @@ import pytest
 from agent.config.load import load_config
 from agent.host.observe.loader_cache import parse_listing
 from agent.host.observe.units import observe_version, parse_device_allow
-from agent.machine.containerd.active import config_argument
+from agent.machine.containerd.active import argument
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.facts import Broken
 from agent.model.paths import CONFIG_FILE
@@ -83,7 +83,7 @@ def test_parsing_time_grows_linearly(host: Host) -> None:
     calls: dict[str, Callable[[], object]] = {
         "entries": lambda: parse_device_allow("[Service]\n" + entry * (MIB // len(entry))),
         "joined lines": lambda: parse_device_allow("[Service]\n" + joined * (MIB // len(joined))),
-        "arguments": lambda: config_argument(b"containerd\0" + b"-c\0" * (MIB // 3)),
+        "arguments": lambda: argument(b"containerd\0" + b"-c\0" * (MIB // 3), "config"),
         "digits": lambda: observe_module(host),
     }
     for what, call in calls.items():

@@ -63,6 +63,9 @@ def recorded_spec() -> dict[str, Any]:
     return loaded
 
 
+SERVES_CRI = "Type:          io.containerd.grpc.v1\nID:            cri\nPlatforms:     linux/amd64\n"
+"""What `ctr plugins ls --detailed` prints of a containerd 1.7 that serves the kubelet."""
+
 Answer = Callable[[tuple[str, ...]], Completed]
 
 
@@ -212,12 +215,13 @@ def gpu_machine(tree: Path) -> Machine:
             machine.put(path)
     machine.put("/sys/module/nvidia/version", f"{VERSION}\n")
     machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}\n")
-    for tool in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime", "containerd"):
+    for tool in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime", "containerd", "ctr"):
         machine.put(f"/usr/bin/{tool}", tool)
     machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     machine.program("containerd", lambda argv: containerd(machine, argv))
+    machine.program("ctr", SERVES_CRI)
     machine.program("systemctl", systemctl("active", 10))
     machine.program("nvidia-smi", smi_rows(Disabled=GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))

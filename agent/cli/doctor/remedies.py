@@ -177,6 +177,16 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "systemctl daemon-reload && systemctl restart containerd",
     ),
     (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.CRI_FAILED): (
+        SHELL,
+        "journalctl -b -u containerd -g 'failed to load plugin'",
+        "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NO_ANSWER): (
+        SHELL,
+        "ctr plugins ls  # does containerd answer?",
+        "journalctl -b -u containerd -n 50",
+    ),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (
         SHELL,

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from agent.machine.containerd.spec_directories import noted_directories
+from agent.machine.containerd.effective import noted_directories
 from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.digest import sha256

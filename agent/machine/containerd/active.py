@@ -1,16 +1,19 @@
-"""Checks whether containerd runs with its current configuration, and restarts it if it does not."""
+"""Checks whether containerd runs with its current configuration and serves the kubelet, and restarts it if needed."""
 
 import posixpath
 import re
 import time
 from itertools import pairwise
 
-from agent.machine.containerd.formats import MAIN
+from agent.machine.containerd.effective import noted_address
+from agent.machine.containerd.formats import CRI_2, MAIN
 from agent.machine.context import Context
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, true, unknown
 from agent.model.digits import whole_number
+from agent.model.errors import CommandError
 from agent.model.reasons import Reason
+from agent.model.text import one_line
 from agent.system.files import System
 
 ACTIVE = ConditionType.RUNTIME_ACTIVE
@@ -30,8 +33,13 @@ REPLACED = "containerd-replaced"
 specifications: the path of the running program in /proc, and that program's identity."""
 PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID"
 COMMAND_LINE_LIMIT = 1 << 20
-CONFIG_OPTION = re.compile(r"--?c(?:onfig)?(?:=(.*))?", re.DOTALL)
-"""Matches containerd's global option for its main configuration file. The file's name may be the next argument."""
+ANSWER_SHOWN = 200
+"""Characters that a condition shows of an answer that is none."""
+OPTIONS = {name: re.compile(rf"--?{name[0]}(?:{name[1:]})?(?:=(.*))?", re.DOTALL) for name in ("config", "address")}
+"""Match containerd's global options for its main configuration file and its socket. The value may be the next
+argument."""
+CRI_PLUGINS = ("type==io.containerd.grpc.v1,id==cri", "type==io.containerd.cri.v1")
+"""Filters of `ctr plugins ls` for the plugin that serves the kubelet, and for those that it needs (containerd 2)."""
 
 
 def note_change(notes: Notes, *, written: bool) -> None:
@@ -63,7 +71,7 @@ def writing_was_interrupted(notes: Notes) -> bool:
 
 
 def check_active(context: Context, configured: Condition) -> Condition:
-    """Return RuntimeActive: whether containerd runs with the agent's last change to its configuration.
+    """Return RuntimeActive: whether containerd runs with the agent's last change to its configuration, and serves CRI.
 
     If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
     """
@@ -84,7 +92,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
     # containerd's unit itself may have started this run, with an ExecStartPost= from the agent's drop-in for the unit.
     # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
     running = state == "active" or unit.get("SubState") == "start-post"
-    config_path = _config_path(context.system, unit.get("MainPID", "0")) if running else ""
+    command_line = _command_line(context.system, unit.get("MainPID", "0")) if running else b""
+    config_path = _normal(argument(command_line, "config"))
     if config_path not in ("", MAIN):
         return false(
             ACTIVE,
@@ -96,7 +105,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
     # configuration. That is so if the change only restored a file that somebody had edited.
     if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
         notes.save(LOADED, loaded)
-        return true(ACTIVE, Reason.RUNNING, f"{UNIT} runs with this configuration")
+        address = argument(command_line, "address")
+        return context.once.get("cri", lambda: _check_cri(context.system, address or noted_address(notes)))
     if running:
         return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
     if state == "failed":
@@ -110,28 +120,75 @@ def check_active(context: Context, configured: Condition) -> Condition:
     return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
 
 
-def _config_path(system: System, process: str) -> str:
-    """Return the main configuration file that containerd's process was started with; empty if no argument names one.
+def _check_cri(system: System, address: str) -> Condition:
+    """Return RuntimeActive for a containerd that runs with its configuration: whether it serves CRI to the kubelet.
 
-    The unit's ExecStart= does not always show this: it may have variables, or name a script that executes containerd.
+    If one of its plugins fails, containerd and its unit stay active without it. Each run asks: ctr takes as long as
+    systemctl, and nobody would notice a containerd that hangs otherwise. At boot, nothing waits for the answer, because
+    containerd does not run yet.
+    """
+    running = f"{UNIT} runs with this configuration"
+    if system.find_program("ctr") is None:
+        remark = "ctr is not in the image, so that it serves the kubelet (CRI) is inferred"
+        return true(ACTIVE, Reason.RUNNING, f"{running}; {remark}")
+    options = ("--address", address) if address else ()
+    try:
+        output = system.run("ctr", *options, "plugins", "ls", "--detailed", *CRI_PLUGINS, timeout=20)
+    except CommandError as error:
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"{running}, but did not say whether it serves the kubelet: {error}")
+    plugins = plugin_errors(output)
+    if output.strip() and not plugins:
+        answer = one_line(output)[:ANSWER_SHOWN]
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"{running}, but `ctr plugins ls` printed no plugin: {answer}")
+    errors = [error for error in plugins.values() if error]
+    if CRI_2 not in plugins:
+        errors.append(f"it has no plugin {CRI_2}")
+    if not errors:
+        return true(ACTIVE, Reason.RUNNING, f"{running} and serves the kubelet")
+    # A plugin's error quotes that of the plugin that it needs.
+    said = "; ".join(each for each in errors if not any(each != other and each in other for other in errors))
+    advice = f"correct what it names, then run `systemctl restart {UNIT}` in the machine"
+    return false(ACTIVE, Reason.CRI_FAILED, f"{UNIT} runs, but does not serve the kubelet (CRI): {said}: {advice}")
+
+
+def plugin_errors(output: str) -> dict[str, str]:
+    """Return the error of each plugin in the output of `ctr plugins ls --detailed`, by name; empty if it has none."""
+    found = {}
+    for block in f"\n{output}".split("\nType:")[1:]:
+        kind, _, rest = block.partition("\nID:")
+        name, _, details = rest.partition("\n")
+        _, failed, error = f"\n{details}".partition("\nError:")
+        message = one_line(error.partition("Message:")[2]) or one_line(error)
+        found[f"{kind.strip()}.{name.strip()}"] = (message or "it failed") if failed else ""
+    return found
+
+
+def _command_line(system: System, process: str) -> bytes:
+    """Return the command line of containerd's process; empty if it cannot be read.
+
+    The unit's ExecStart= does not always show it: it may have variables, or name a script that executes containerd.
     """
     try:
-        return config_argument(system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT))
+        return system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
     except OSError:
-        return ""
+        return b""
 
 
-def config_argument(command_line: bytes) -> str:
-    """Return containerd's --config argument; empty if it has none, or if the command line is another program's.
+def argument(command_line: bytes, name: str) -> str:
+    """Return containerd's argument for one of OPTIONS; empty if it has none, or if the command is another program's.
 
     The unit's main process may be another program, such as a shell that waits for containerd.
     """
     program, *arguments = command_line.decode(errors="surrogateescape").split("\0")
-    path = ""
+    value = ""
     if posixpath.basename(program) == "containerd":
-        for argument, following in pairwise(arguments):
-            if option := CONFIG_OPTION.fullmatch(argument):
-                path = following if option[1] is None else option[1]
+        for each, following in pairwise(arguments):
+            if option := OPTIONS[name].fullmatch(each):
+                value = following if option[1] is None else option[1]
+    return value
+
+
+def _normal(path: str) -> str:
     # normpath keeps two slashes at the start.
     return posixpath.normpath(path).replace("//", "/") if path else ""
 

@@ -12,9 +12,9 @@ from agent.machine.containerd.active import (
     note_result,
     writing_was_interrupted,
 )
+from agent.machine.containerd.effective import note_effective
 from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.nested import Table
-from agent.machine.containerd.spec_directories import note_directories
 from agent.machine.context import Context
 from agent.model.digest import sha256
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
@@ -146,7 +146,7 @@ def _attempt(
         resulting = files.effective_config(context.system, MAIN, planned.version)
     except (ExitCodeError, DocumentError) as error:
         return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
-    note_directories(context.notes, resulting)
+    note_effective(context.notes, resulting)
     default = context.handoff.default_runtime
     faults = "; ".join(tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default))
     if faults and planned.loaded_later:

@@ -7,10 +7,10 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
+from agent.machine.containerd.effective import effective_is_noted, note_effective
 from agent.machine.containerd.formats import MAIN, Configuration, new_version
 from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
 from agent.machine.containerd.nested import Table
-from agent.machine.containerd.spec_directories import directories_are_noted, note_directories
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
@@ -67,7 +67,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     noted = notes.load(name)
     # If nothing that the result depends on has changed, no program is started.
     state = _inputs_digest(context, program, vendor, drop_in)
-    known = noted.get("problem") or directories_are_noted(notes)
+    known = noted.get("problem") or effective_is_noted(notes)
     if noted.get("state") == state and not change_was_interrupted(notes) and known:
         return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
     # Imported here: most runs do not need containerd's version.
@@ -141,7 +141,7 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
     try:
         version = known_version(context, program)
         effective = files.effective_config(system, MAIN, version)
-        note_directories(context.notes, effective)
+        note_effective(context.notes, effective)
         return not list(tables.cdi_problems(effective))
     except (ExitCodeError, DocumentError):
         # The following steps report what is wrong.

@@ -8,7 +8,7 @@ from integration.bed.cache import REPOSITORY, cached
 from integration.bed.tools import compile_go
 
 MODULE = REPOSITORY / "integration" / "go" / "containerd"
-UPSTREAM = "github.com/containerd/containerd/v2/cmd/containerd"
+UPSTREAM = "github.com/containerd/containerd/v2/cmd"
 # base-files has the links /lib and /lib64, without which no program finds its loader.
 PACKAGES = ("base-files", "containerd", "runc", "crun")
 
@@ -28,14 +28,15 @@ def debian_root(suite: str) -> Path:
 
 
 def upstream_root() -> Path:
-    """Return a root with only the containerd of integration/go/containerd/go.mod, and an empty /etc as a mount point.
+    """Return a root with only containerd and ctr of integration/go/containerd/go.mod, and an empty /etc as mount point.
 
     Its configuration is of version 4.
     """
 
     def build(target: Path) -> None:
         # Static, because the root has no C library.
-        compile_go(MODULE, UPSTREAM, target / "root/usr/bin/containerd", "-s -w")
+        for name in ("containerd", "ctr"):
+            compile_go(MODULE, f"{UPSTREAM}/{name}", target / "root/usr/bin" / name, "-s -w")
         (target / "root/etc").mkdir()
 
     return cached("containerd-upstream", [MODULE, Path(__file__)], build) / "root"

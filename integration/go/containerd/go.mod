@@ -2,7 +2,10 @@ module unbounded-agent/integration/go/containerd
 
 go 1.26.6
 
-tool github.com/containerd/containerd/v2/cmd/containerd
+tool (
+	github.com/containerd/containerd/v2/cmd/containerd
+	github.com/containerd/containerd/v2/cmd/ctr
+)
 
 require (
 	cyphar.com/go-pathrs v0.2.5 // indirect

@@ -1,10 +1,14 @@
 """The agent's settings in containerd 1.7, 2.1 and 2.4: checked by the real programs' own `config dump`.
 
 There is no virtual machine: the machine half's step runs on a root file system, and containerd inside it by chroot(1).
+One test starts containerd; its unit is simulated.
 """
 
+import contextlib
 import re
 import shutil
+import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +16,20 @@ from typing import Any
 
 import pytest
 
+from agent.machine.containerd.active import check_active
 from agent.machine.containerd.configure import configure_vendor
 from agent.machine.context import Context
 from agent.machine.vendors import machine_vendor
-from agent.model.conditions import Condition, Status
+from agent.model.conditions import Condition, ConditionType, Status, unknown
 from agent.model.errors import AgentError
 from agent.model.handoff import Handoff
+from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.process import Completed
 from agent.system.spawn_runner import MachineRunner
 from integration.bed.machine.containerds import debian_root, upstream_root
 from integration.bed.process import run
+from integration.bed.waiting import wait
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -139,10 +146,31 @@ class ContainerdMachine:
     def settle(self, vendor: str = "nvidia", *, default: bool = False, drop_in: str = "") -> Condition:
         """Run the step once, with notes and ownership as a new process reads them."""
         self.spawned.clear()
-        system, half = System(self._runner, str(self.root)), machine_vendor(vendor)
+        half = machine_vendor(vendor)
         assert half
         handoff = Handoff("node", "x86_64", (), default_runtime=default, containerd_drop_in=drop_in)
-        return configure_vendor(Context.of(system, handoff), half)
+        return configure_vendor(self.context(handoff), half)
+
+    def context(self, handoff: Handoff) -> Context:
+        return Context.of(System(self._runner, str(self.root)), handoff)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run containerd in the block, in a mount namespace with the file systems that it needs.
+
+        The root must be a mount, because containerd looks up the mount on which it stores images.
+        """
+        mounts = 'for each in proc sys dev; do mkdir -p "$0/$each" && mount --rbind "/$each" "$0/$each"; done'
+        script = f'mount --bind "$0" "$0" && {mounts} && exec chroot "$0" containerd'
+        with (self.root.parent / "containerd.log").open("w") as log:
+            argv = ["unshare", "--mount", "sh", "-ec", script, str(self.root)]
+            process = subprocess.Popen(argv, stdout=log, stderr=log)
+        try:
+            wait("containerd listens", (self.root / "run/containerd/containerd.sock").exists, 60)
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Return inode and text of each file below /etc/containerd; a rewritten file has another inode."""
@@ -156,6 +184,9 @@ class ContainerdMachine:
 
     def _runner(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.spawned.append(argv)
+        if argv[0] == "systemctl":
+            started = f"ExecMainStartTimestampMonotonic={time.monotonic_ns() // 1000}\n"
+            return Completed(0, f"LoadState=loaded\nActiveState=active\nSubState=running\n{started}".encode(), b"")
         return MachineRunner()(("chroot", str(self.root), *argv), timeout)
 
 
@@ -258,6 +289,25 @@ def test_registry_mirrors_survive(machine: ContainerdMachine) -> None:
     """containerd 2 has the image service's settings in a table of their own."""
     machine.reset({MAIN: f"version = 2\n{MIRRORS}"})
     assert "https://mirror.example" in texts(expect_configured(machine))
+
+
+BOTH = f'[{CRI_2}.registry]\nconfig_path = "/etc/containerd/certs.d"\n{MIRRORS}'
+REFUSED = "`mirrors` cannot be set when `config_path` is provided"
+
+
+def test_containerd_says_whether_it_serves_the_kubelet(machine: ContainerdMachine) -> None:
+    """Its CRI plugin refuses some settings that `containerd config dump` prints without a word."""
+    configured, handoff = unknown(ConditionType.RUNTIME_CONFIGURED, Reason.NOT_TRIED, ""), Handoff("node", "x86_64", ())
+    for settings, status, said in ((MIRRORS, "True", "serves the kubelet"), (BOTH, "False", REFUSED), ("", "True", "")):
+        machine.reset({MAIN: f"version = 2\n{settings}"})
+        configured = machine.settle()
+        assert configured.status is Status.TRUE, configured.message
+        with machine.running():
+            active = check_active(machine.context(handoff), configured)
+        assert active.status == status, active.message
+        assert said in active.message
+    silent = check_active(machine.context(handoff), configured)
+    assert (silent.status, silent.reason) == (Status.UNKNOWN, "NoAnswer"), silent.message
 
 
 @pytest.mark.parametrize(

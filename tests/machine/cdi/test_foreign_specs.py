@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from agent.machine.containerd.effective import NOTE
 from agent.machine.containerd.formats import CRI_2, MAIN
-from agent.machine.containerd.spec_directories import NOTE
 from agent.machine.notes import Notes
 from agent.machine.run import run
 from tests.fakes.machine import Machine, nvidia_ctk, recorded_spec

@@ -80,6 +80,11 @@ def nodes(edits: dict[str, Any]) -> list[str]:
     return [each["path"] for each in edits["deviceNodes"]]
 
 
+def changes(machine: Machine) -> list[tuple[str, ...]]:
+    """Return the calls of programs that do more than answer a question."""
+    return [call for call in machine.calls if call[0] not in ("systemctl", "ctr")]
+
+
 def settled(machine: Machine) -> None:
     run(machine)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
@@ -100,7 +105,7 @@ def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
     names = ("card0", FIRST, "card1", SECOND, "all")
     assert machine.report()["cdi_devices"] == [f"intel.com/gpu={name}" for name in names]
     run(machine)
-    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+    assert not changes(machine), "nothing is started where nothing changed"
 
 
 def test_the_spec_has_the_format_of_intels_tool(machine: Machine) -> None:
@@ -152,7 +157,7 @@ def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, ver
     why = f"containerd {version[1:]} does not support additionalGids (added in 1.7.16)"
     assert why in machine.message("CDISpecCurrent")
     run(machine)
-    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+    assert not changes(machine), "nothing is started where nothing changed"
     machine.put("/usr/bin/containerd", "another build")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.16"))
     run(machine)
@@ -172,7 +177,7 @@ def test_the_version_is_read_from_the_containerd_that_would_start(machine: Machi
 def spawns_nothing(machine: Machine) -> None:
     machine.calls.clear()
     run(machine)
-    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+    assert not changes(machine), "nothing is started where nothing changed"
 
 
 def replace_containerd(machine: Machine, before: str, after: str) -> None:

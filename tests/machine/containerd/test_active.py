@@ -1,0 +1,166 @@
+"""Whether containerd serves the kubelet (CRI): containerd itself says so, and its unit does not."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.machine.containerd.active import plugin_errors
+from agent.machine.containerd.formats import CRI_2, MAIN
+from agent.machine.context import Once
+from agent.machine.run import run
+from agent.system.process import Completed
+from tests.fakes.containerd_files import MAIN_2
+from tests.fakes.machine import SERVES_CRI, Machine, hang, systemctl
+
+OUTPUTS = Path(__file__).parents[2] / "data" / "fuzz_corpus" / "containerd-plugins"
+FAILED_17, SERVES_21, FAILED_21 = ((OUTPUTS / str(number)).read_text() for number in range(3))
+"""What the real ctr printed of containerd 1.7.24 and 2.1.9. In two cases, a registry had two settings."""
+SAID = "invalid cri image config: `mirrors` cannot be set when `config_path` is provided"
+
+
+def restarted(machine: Machine, *, main_process: int = 0) -> None:
+    """Run until containerd was restarted with the agent's settings, and once more."""
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=main_process))
+    machine.calls.clear()
+    run(machine)
+
+
+def asked(machine: Machine) -> list[tuple[str, ...]]:
+    return [call for call in machine.calls if call[0] == "ctr"]
+
+
+@pytest.mark.parametrize("output", [SERVES_CRI, SERVES_21], ids=["1.7", "2.1"])
+def test_a_containerd_that_serves_the_kubelet(machine: Machine, output: str) -> None:
+    machine.program("ctr", output)
+    restarted(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.message("RuntimeActive") == "containerd.service runs with this configuration and serves the kubelet"
+    assert len(asked(machine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (FAILED_17, SAID.replace("cri image", "plugin")),
+        (FAILED_21, f"unable to load CRI image service plugin dependency: {SAID}"),
+        (SERVES_21.replace("io.containerd.grpc.v1", "io.containerd.grpc.v9"), f"it has no plugin {CRI_2}"),
+        ("", f"it has no plugin {CRI_2}"),
+        (f"{SERVES_CRI}Error:        \n               Code:        Unknown\n", "Code: Unknown"),
+        (f"{SERVES_CRI}Error:        \n", "it failed"),
+    ],
+    ids=["1.7", "2.1", "no plugin", "nothing", "no message", "no code"],
+)
+def test_a_plugin_that_failed_is_reported_in_containerds_words(machine: Machine, output: str, said: str) -> None:
+    """containerd and its unit stay active then, and `containerd config dump` shows the settings without a word."""
+    machine.program("ctr", output)
+    restarted(machine)
+    assert machine.conditions()["RuntimeActive"] == ("False", "CRIFailed")
+    message = machine.message("RuntimeActive")
+    assert message.startswith(f"containerd.service runs, but does not serve the kubelet (CRI): {said}: correct ")
+    assert message.count("cannot be set") <= 1
+    machine.program("ctr", SERVES_CRI)
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_an_error_on_several_lines() -> None:
+    text = (
+        f"{SERVES_CRI}Error:\n\tCode:\tUnknown\n\tMessage:\tone\n\ttwo\n\nType:\tio.containerd.cri.v1\nID:\truntime\n"
+    )
+    assert plugin_errors(text) == {CRI_2: "one two", "io.containerd.cri.v1.runtime": ""}
+
+
+def test_a_containerd_that_does_not_answer(machine: Machine) -> None:
+    """It may hang, or refuse the connection: nobody knows then, and the next run asks again."""
+    restarted(machine)
+    for answer, said in (
+        (hang, "stopped after its time limit of 20 s"),
+        (lambda argv: Completed(1, b"", b"ctr: failed to dial"), "failed to dial"),
+        (lambda argv: Completed(-9, b"", b""), "killed by signal 9"),
+        (lambda argv: Completed(0, b"\xff what?\n", b""), "printed no plugin: "),
+    ):
+        machine.program("ctr", answer)
+        run(machine)
+        assert machine.conditions()["RuntimeActive"] == ("Unknown", "NoAnswer")
+        assert said in machine.message("RuntimeActive")
+    machine.program("ctr", SERVES_CRI)
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_an_image_without_ctr(machine: Machine) -> None:
+    """A node works without ctr."""
+    machine.drop("/usr/bin/ctr")
+    restarted(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert "inferred" in machine.message("RuntimeActive")
+    assert asked(machine) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "substate"),
+    [("inactive", "dead"), ("activating", "start"), ("deactivating", "stop"), ("failed", "failed")],
+)
+def test_only_a_containerd_that_runs_is_asked(machine: Machine, state: str, substate: str) -> None:
+    """At boot, this run comes before containerd, which waits for it: it must not wait for containerd."""
+    machine.program("ctr", hang)
+    machine.program("systemctl", systemctl(state, 0, substate))
+    run(machine)
+    assert asked(machine) == []
+    assert machine.conditions()["RuntimeActive"][0] != "True"
+
+
+def test_a_containerd_that_is_restarted_is_not_asked(machine: Machine) -> None:
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    assert asked(machine) == []
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "expected"),
+    [
+        (MAIN_2, "/usr/bin/containerd", ()),
+        (f'{MAIN_2}[grpc]\naddress = "/run/a.sock"\n', "/usr/bin/containerd", ("--address", "/run/a.sock")),
+        (
+            f'{MAIN_2}[plugins."io.containerd.server.v1.grpc"]\naddress = "/run/a.sock"\n',
+            "/usr/bin/containerd --log-level debug",
+            ("--address", "/run/a.sock"),
+        ),
+        (
+            f'{MAIN_2}[grpc]\naddress = "/run/a.sock"\n',
+            f"containerd -a /run/b.sock -c {MAIN}",
+            ("--address", "/run/b.sock"),
+        ),
+    ],
+    ids=["default", "version 2", "version 4", "argument"],
+)
+def test_containerd_is_asked_at_its_own_socket(
+    machine: Machine, main: str, command: str, expected: tuple[str, ...]
+) -> None:
+    machine.put(MAIN, main)
+    machine.put("/proc/52/cmdline", command.replace(" ", "\0") + "\0")
+    restarted(machine, main_process=52)
+    (call,) = asked(machine)
+    assert call[: len(expected) + 2] == ("ctr", *expected, "plugins")
+
+
+def test_who_waits_for_one_result_does_not_wait_for_another() -> None:
+    """A containerd that hangs must not delay other questions."""
+    once, release, began = Once(), threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        began.set()
+        return release.wait(10)
+
+    thread = threading.Thread(target=once.get, args=("slow", slow))
+    thread.start()
+    assert began.wait(10)
+    try:
+        assert once.get("other", lambda: "result") == "result"
+        assert thread.is_alive()
+    finally:
+        release.set()
+        thread.join()
