@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
-from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.reasons import Reason
 from agent.model.text import counted, first_of, printable
 
@@ -73,7 +73,7 @@ def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Co
     If a group has Ready's status and reason, Ready joins that group; otherwise Ready is a group of its own.
     """
     same_status = [group for group in groups if group[0].status is ready.status]
-    if any(prevents_ready(each.type for each in group) for group in same_status):
+    if any(map(prevents_ready, same_status)):
         return groups
     # Two cases need this: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs are lost; and only
     # Ready can have the reason Settling.
@@ -81,14 +81,14 @@ def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Co
     return [*(group for group in groups if group is not cause), [*(cause or ()), ready]]
 
 
-def prevents_ready(kinds: Iterable[ConditionType]) -> bool:
+def prevents_ready(group: Iterable[Condition]) -> bool:
     """Return whether a group of conditions that are not True keeps the machine from being ready."""
-    return any(each is ConditionType.READY or each not in NOT_NEEDED_FOR_READY for each in kinds)
+    return any(each.type is ConditionType.READY or each.needed_for_ready for each in group)
 
 
 def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
     """Return the key to sort by: groups that prevent Ready come first; among equals, False comes before Unknown."""
-    return not prevents_ready(each.type for each in group), group[0].status is Status.UNKNOWN
+    return not prevents_ready(group), group[0].status is Status.UNKNOWN
 
 
 def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
@@ -106,7 +106,7 @@ def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
 
 def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
     first = group[0]
-    aside = "" if prevents_ready(each.type for each in group) else " (not needed for Ready)"
+    aside = "" if prevents_ready(group) else " (not needed for Ready)"
     end = f": {first.status}, {first.reason}{aside}"
     names = [each.type for each in group]
     wordings = [f"  {first_of(names, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]

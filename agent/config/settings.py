@@ -81,9 +81,13 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all GPUs, detached ones included, gets
     these nodes.
     """
-    require_gpus: bool = False
-    """Whether the machine counts as not ready while it gets no GPU, because the host has no GPU, an administrator
-    detached the GPUs, or they have another kernel driver or none (docs/conditions.md#ready)."""
+    require_gpus: bool | None = None
+    """Whether the machine counts as not ready while it gets no GPU (docs/conditions.md#ready): because the host has no
+    GPU, an administrator detached the GPUs, or they have another kernel driver or none.
+
+    Without this key, the machine counts as not ready only if the host has no GPU and something says that it is meant to
+    have one: `gpus`, `mig_config`, `mig_monitor`, `imex_channels` or `sockets` is set, or NVIDIA's driver is installed.
+    """
     driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 

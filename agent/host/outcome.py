@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 
 from agent.model.actions import Done
-from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status, unknown
+from agent.model.conditions import Condition, ConditionType, Status, unknown
 from agent.model.facts import Facts
 from agent.model.faults import Fault
 from agent.model.handoff import Repair
@@ -76,10 +76,10 @@ class MachineOutcome(Struct, frozen=True):
         """What the machine still needs, in words, for a command that waits for the machine.
 
         If Ready is not True, the text is Ready's message. If Ready is True, the text is the message of the first
-        condition that is not True and not in NOT_NEEDED_FOR_READY, or NO_ANSWER if there is none. Only a machine
+        needed condition that is not True, or NO_ANSWER if there is none. Only a machine
         without a GPU can be Ready and have such a condition.
         """
-        needed = (each for each in self.conditions if each.type not in NOT_NEEDED_FOR_READY)
+        needed = (each for each in self.conditions if each.needed_for_ready)
         missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)
         return missing if self.ready.status is Status.TRUE else self.ready.message
 

@@ -32,7 +32,6 @@ from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.ignored_conditions import with_ignored
 from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
-from agent.host.verify.no_gpus import without_gpus
 from agent.host.verify.unseen_machine import with_unseen_machine
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
@@ -210,7 +209,7 @@ class Reconciler(Struct):
     def _conditions_without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
         if machine.name in planned.held:
             return readiness.held(machine, planned.held[machine.name])
-        return without_gpus(self.config.machines[machine.name], facts, machine)
+        return readiness.without_gpus(self.config.machines[machine.name], facts, machine)
 
     def _outcome_of_goal(
         self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference

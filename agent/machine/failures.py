@@ -49,7 +49,7 @@ class Failure(NamedTuple):
             return {}
         return details if isinstance(details, dict) else {}
 
-    def save(self, **details: str) -> None:
+    def save(self, **details: str | tuple[str, ...]) -> None:
         """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted.
 
         If that cannot be noted, the next run tries again.

@@ -84,6 +84,13 @@ class Condition(NamedTuple):
     """Only for Ready: when all conditions that it needs were first met after the last loss; 0 until then."""
     advertised: int | None = None
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
+    gpus: tuple[str, ...] = ()
+    """PCI addresses of the only GPUs that a fault concerns: the others serve pods. Empty if it concerns all."""
+
+    @property
+    def needed_for_ready(self) -> bool:
+        """Whether Ready follows from this condition. One bad GPU must not take the node from the others."""
+        return self.type not in NOT_NEEDED_FOR_READY and not self.gpus
 
     def to_kubernetes(self) -> dict[str, str | None]:
         """Return the condition as Kubernetes' API writes it (metav1.Condition). An unknown time is null."""
@@ -100,8 +107,9 @@ def true(kind: ConditionType, reason: Reason, message: str) -> Condition:
     return Condition(kind, Status.TRUE, reason, printable(message))
 
 
-def false(kind: ConditionType, reason: Reason, message: str) -> Condition:
-    return Condition(kind, Status.FALSE, reason, printable(message))
+def false(kind: ConditionType, reason: Reason, message: str, gpus: Iterable[str] = ()) -> Condition:
+    """Return a condition that is False. `gpus` is as in Condition."""
+    return Condition(kind, Status.FALSE, reason, printable(message), gpus=tuple(gpus))
 
 
 def unknown(kind: ConditionType, reason: Reason, message: str) -> Condition:
@@ -116,16 +124,17 @@ def not_applicable(kind: ConditionType, message: str) -> Condition:
 def summarize(conditions: Iterable[Condition]) -> Condition:
     """Return Ready, with status and reason of the first condition that is False, or else of the first that is Unknown.
 
-    Ready is True if there is neither. Conditions in NOT_NEEDED_FOR_READY do not count.
+    Ready is True if there is neither. Only conditions that are `needed_for_ready` count.
     """
-    relevant = sorted(
-        (each for each in conditions if each.type not in NOT_NEEDED_FOR_READY),
-        key=lambda each: list(ConditionType).index(each.type),
-    )
+    ordered = sorted(conditions, key=lambda each: list(ConditionType).index(each.type))
     for status in (Status.FALSE, Status.UNKNOWN):
-        for each in relevant:
-            if each.status is status:
+        for each in ordered:
+            if each.needed_for_ready and each.status is status:
                 return Condition(ConditionType.READY, status, each.reason, f"{each.type}: {each.message}")
+    if unusable := sorted({gpu for each in ordered for gpu in each.gpus}):
+        first = next(each for each in ordered if each.gpus)
+        why = f"pods cannot use {', '.join(unusable)}, but all other GPUs; {first.type}: {first.message}"
+        return true(ConditionType.READY, Reason.SOME_GPUS_UNUSABLE, why)
     return true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 
 
@@ -134,6 +143,7 @@ def worst(conditions: Iterable[Condition]) -> Condition:
 
     The result has the worst status, the reason of the first condition with that status, and the messages of all
     conditions with that status. Conditions that do not apply are ignored. If none applies, the first one is returned.
+    If each of the conditions with that status concerns only some GPUs, so does the result.
     """
     found = list(conditions)
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
@@ -141,7 +151,8 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     same = [each for each in applying if each.status is status]
     counts = [each.advertised for each in applying if each.advertised is not None]
     message = "; ".join(dict.fromkeys(each.message for each in same))
-    return same[0]._replace(message=message, advertised=sum(counts) if counts else None)
+    gpus = tuple(dict.fromkeys(gpu for each in same for gpu in each.gpus)) if all(each.gpus for each in same) else ()
+    return same[0]._replace(message=message, gpus=gpus, advertised=sum(counts) if counts else None)
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:

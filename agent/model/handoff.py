@@ -9,6 +9,8 @@ unknown keys; if the handoff has that key, the report also has:
 - `publication`: the Publication that the report answers, as a list
 - `advertised_gpus`: how many granted GPUs the node offers to pods; left out if that is unknown
 - `changed_files`: paths of files that differ from what `up` put into the machine; left out if there are none
+
+and each of its conditions that concerns only some GPUs has a key `gpus` with their PCI addresses.
 """
 
 import json
@@ -237,6 +239,7 @@ def render_report(
         "agent_version": agent_version,
         "conditions": [
             {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
+            | ({} if repairs is None or not each.gpus else {"gpus": each.gpus})
             for each in conditions
         ],
         "cdi_devices": list(cdi_devices),

@@ -54,6 +54,7 @@ class Reason(StrEnum):
     RECORD_DAMAGED = "RecordDamaged"
 
     # LibrariesPresent:
+    ONLY_STAGED = "OnlyStaged"
     PARTLY_OTHER_VERSION = "PartlyOtherVersion"
     RELOAD_NEEDED = "ReloadNeeded"
     VERSION_MISMATCH = "VersionMismatch"
@@ -165,6 +166,7 @@ class Reason(StrEnum):
 
     # Ready:
     ALL_CONDITIONS_TRUE = "AllConditionsTrue"
+    SOME_GPUS_UNUSABLE = "SomeGPUsUnusable"
     SETTLING = "Settling"
     NO_GPU = "NoGPU"
     NO_GPU_GRANTED = "NoGPUGranted"

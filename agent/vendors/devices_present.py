@@ -11,11 +11,10 @@ from agent.model.reasons import Reason
 KIND = ConditionType.DEVICES_PRESENT
 
 
-def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent as Unknown or False for a fault that GPUs of every vendor can have.
+def unusable(facts: VendorFacts, grant: Grant) -> Condition | None:
+    """Return DevicesPresent as Unknown or False if nothing is known of the nodes, or the settings ask for too much.
 
     Return None if there is no such fault.
-    `advice` returns what to do about GPUs without a driver, given their PCI addresses.
     """
     if isinstance(facts.devices, Unseen):
         return unknown(KIND, Reason.OBSERVATION_FAILED, facts.devices.why)
@@ -23,21 +22,37 @@ def common_fault(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, 
         return false(KIND, Reason.NODES_MISSING, facts.devices.why)
     if grant.problems:
         return false(KIND, Reason.GPU_NOT_FOUND, "; ".join(grant.problems))
-    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
-    unbound = tuple(address for address in grant.gpus if not drivers.get(address))
-    if unbound:
-        return false(KIND, Reason.GPU_WITHOUT_DRIVER, f"no driver is bound to {', '.join(unbound)}; {advice(unbound)}")
     return None
 
 
-def nodes_missing(facts: VendorFacts, grant: Grant, kind: DeviceKind, node: str, advice: str) -> Condition | None:
-    """Return DevicesPresent with the status False if a granted GPU has no node of this kind; otherwise None.
+def faulty_gpus(
+    facts: VendorFacts,
+    grant: Grant,
+    kind: DeviceKind,
+    node: str,
+    advice: str,
+    driver_advice: Callable[[tuple[str, ...]], str],
+) -> tuple[Condition, ...]:
+    """Return DevicesPresent with the status False for each kind of fault that granted GPUs have. Each names its GPUs.
 
-    Two arguments are only for the message: `node` is the form of the node's path, and `advice` says what to do next.
+    A GPU must have a driver, must answer, and must have a node of this `kind`. The other arguments are only for the
+    messages: `node` is the form of the node's path, and `advice` and `driver_advice` say what to do about GPUs without
+    a node and, given their PCI addresses, about GPUs without a driver.
     """
+    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
+    unbound = tuple(address for address in grant.gpus if not drivers.get(address))
+    lost = {gpu.pci_address: gpu.why_lost for gpu in facts.gpus if gpu.why_lost and gpu.pci_address in grant.gpus}
     with_node = {each.pci_address for each in grant.nodes if each.kind is kind}
-    missing = [address for address in grant.gpus if address not in with_node]
-    if not missing:
-        return None
-    problems = "".join(f"; {problem}" for problem in facts.problems)
-    return false(KIND, Reason.NODES_MISSING, f"no usable {node} for {', '.join(missing)}; {advice}{problems}")
+    missing = [address for address in grant.gpus if address not in {*unbound, *lost, *with_node}]
+    faults = []
+    if unbound:
+        message = f"no driver is bound to {', '.join(unbound)}; {driver_advice(unbound)}"
+        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, message, unbound))
+    if lost:
+        sentences = [f"{address}: {why}" for address, why in lost.items()]
+        faults.append(false(KIND, Reason.GPU_FALLEN_OFF_BUS, "; ".join(sentences), lost))
+    if missing:
+        problems = "".join(f"; {problem}" for problem in facts.problems)
+        message = f"no usable {node} for {', '.join(missing)}; {advice}{problems}"
+        faults.append(false(KIND, Reason.NODES_MISSING, message, missing))
+    return tuple(faults)

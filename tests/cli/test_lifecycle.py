@@ -82,6 +82,7 @@ def test_a_machine_without_settings_is_neither_started_nor_stopped(tmp_path: Pat
     for gpu in ("0000:01:00.0", "0000:02:00.0"):
         host.unplug(gpu)
     host.pci = ()
+    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     agent = reconciler(host)
     with pytest.raises(AgentError, match=f"{MACHINE} was not started: no GPU on this host") as error:
         start(MACHINE, agent, "")
@@ -339,6 +340,7 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
     for gpu in ("0000:01:00.0", "0000:02:00.0"):
         host.unplug(gpu)
     host.pci = ()
+    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     assert up(agent, "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
     stop(MACHINE, agent, "", drain=False)
     host.bus.unit(UNITS[0], "inactive", "masked")

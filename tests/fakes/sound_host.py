@@ -1,10 +1,18 @@
-"""A host without any fault, for tests that seed one."""
+"""A host without any fault, and a machine on it that reports none, for tests that seed one."""
 
 from agent.cli.doctor.host import SERVICE
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import render_live
+from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
+from agent.model.reasons import Reason
+from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
 
 SOCKETS = "  sl  local_address rem_address   st tx_queue\n   0: 0100007F:{port:04X} 00000000:0000 {state} 0:0\n"
 KERNEL = "6.12.0-1-amd64"
+ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 
 
 def make_sound(host: Host) -> None:
@@ -16,3 +24,22 @@ def make_sound(host: Host) -> None:
     host.file("/proc/sys/kernel/osrelease", f"{KERNEL}\n")
     host.file(f"/lib/modules/{KERNEL}/modules.dep", "updates/dkms/nvidia-current.ko.xz:\nkernel/i915.ko:\n")
     host.file(f"/lib/modules/{KERNEL}/modules.builtin", "kernel/drivers/gpu/drm/simpledrm.ko\n")
+
+
+def start(host: Host, agent: Reconciler) -> None:
+    """Let the machine run with its settings, and report that everything is as it should be."""
+    (machine,) = agent.reconcile().machines
+    assert machine.start_settings
+    host.write(live_file(MACHINE), render_live(machine.start_settings))
+    units(host, "active")
+    report(host, ALL_OPEN)
+    agent.reconcile()
+
+
+def report(host: Host, *found: Condition) -> None:
+    """Let the machine report these conditions; the others are True."""
+    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
+    given = {each.type for each in found}
+    fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
+    path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
+    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2))

@@ -105,7 +105,8 @@ def test_the_loss_of_all_is_not_a_host_without_gpus(gpu_host: Host) -> None:
     assert machine.lost == (FIRST, SECOND)
     assert "for each GPU that was removed on purpose" in message(machine)
     assert len(forget("", agent)) == 2
-    assert ready(evaluate(agent)) == (Status.TRUE, "NoGPU")
+    assert ready(evaluate(agent)) == (Status.FALSE, "NoGPU"), "a driver is installed"
+    assert ready(evaluate(reconciler(gpu_host, require_gpus=False))) == (Status.TRUE, "NoGPU")
 
 
 def test_a_reboot_of_the_host_forgets_nothing(gpu_host: Host) -> None:
@@ -337,5 +338,5 @@ def test_a_machine_that_gets_nothing_has_no_gpu_of_an_earlier_configuration(gpu_
         gpu_host.unplug(address)
     Reconciler(config, gpu_host, gpu_host).reconcile()
     machine = evaluate(reconciler(gpu_host))
-    assert ready(machine) == (Status.TRUE, "NoGPU")
+    assert ready(machine) == (Status.FALSE, "NoGPU"), "it is not GPULost"
     assert (machine.gpus, machine.expected) == ((), 0)

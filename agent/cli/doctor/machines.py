@@ -16,6 +16,7 @@ from agent.model.reasons import Reason
 NOTABLE = frozenset(
     {
         Reason.RELOAD_NEEDED,
+        Reason.ONLY_STAGED,
         Reason.PARTLY_OTHER_VERSION,
         Reason.PLAIN_COPY,
         Reason.LAST_GOOD_SETTINGS,
@@ -39,10 +40,7 @@ class MachineFinding(Struct, frozen=True):
     """The symptoms that users see; empty if unknown."""
     fix: tuple[str, ...] = ()
     """Commands that fix the fault, or sentences; empty if there is nothing to do but wait."""
-
-    @property
-    def prevents_ready(self) -> bool:
-        return self.status is not Status.TRUE and prevents_ready(self.conditions)
+    prevents_ready: bool = False
 
 
 class Diagnosis(Struct, frozen=True):
@@ -120,6 +118,7 @@ def _finding(group: Sequence[Condition], machine: str, environment: Environment)
         # An Unknown condition has no known symptoms.
         _symptoms(kinds, first.reason, environment) if first.status is Status.FALSE else "",
         _fix(first, machine, environment),
+        first.status is not Status.TRUE and prevents_ready(group),
     )
 
 

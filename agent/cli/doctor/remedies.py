@@ -75,7 +75,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
     (None, Reason.NO_GPU): (
         "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
-        "if {machine} needs no GPU: remove machines.{machine}.require_gpus, then: systemctl reload unbounded-agent",
+        "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
     ),
     (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
     (None, Reason.SETTLING): (SERVICE_LOG,),

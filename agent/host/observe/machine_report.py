@@ -12,6 +12,7 @@ from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Re
 from agent.model.json_document import accept_version
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
+from agent.model.pci_address import PCI_ADDRESS
 from agent.model.text import printable
 from agent.model.typed_json import decode, to_builtins
 from agent.model.versions import REPORT_VERSION
@@ -19,6 +20,10 @@ from agent.model.versions import REPORT_VERSION
 TYPES = frozenset(ConditionType)
 CONDITIONS_LIMIT = 64
 """The largest number of conditions in a report: a newer machine half may report more than this release knows."""
+
+
+GPUS_LIMIT = 256
+"""The largest number of GPUs that a condition may name."""
 
 
 class Report(Struct, frozen=True):
@@ -44,6 +49,7 @@ class Report(Struct, frozen=True):
 # `$` instead of \Z, a text with a final newline would be accepted too.)
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
 Name = Annotated[str, Meta(max_length=255)]
+Address = Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -54,6 +60,7 @@ class _Condition(Struct, frozen=True):
     status: Status
     reason: Word
     message: Annotated[str, Meta(max_length=2000)]
+    gpus: Annotated[tuple[Address, ...], Meta(max_length=GPUS_LIMIT)] = ()
 
 
 class _Repairs(Struct, frozen=True):
@@ -103,13 +110,19 @@ def parse_report(data: bytes) -> Report:
     return Report(
         document.generation,
         printable(document.agent_version),
-        tuple(Condition(ConditionType(each.type), each.status, each.reason, printable(each.message)) for each in known),
+        tuple(map(_condition, known)),
         {Repair(name): count for name, count in to_builtins(document.repairs).items()},
         document.advertised_gpus,
         document.changed_files,
         document.publication,
         tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
     )
+
+
+def _condition(found: _Condition) -> Condition:
+    # Only a fault can concern some GPUs.
+    gpus = found.gpus if found.status is Status.FALSE else ()
+    return Condition(ConditionType(found.type), found.status, found.reason, printable(found.message), gpus=gpus)
 
 
 def _check(document: _Document) -> None:

@@ -28,7 +28,7 @@ Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
 
 
 class _Condition(Struct, frozen=True):
-    """A Condition without `advertised`. Unknown keys are ignored: another release may have written them."""
+    """A Condition up to `good_since`. Unknown keys are ignored: another release may have written them."""
 
     type: ConditionType
     status: Status
@@ -98,6 +98,6 @@ def _read(found: _Condition, booted: float) -> Condition:
 
 def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
     return {
-        machine: tuple(_Condition(*each[:-1], booted=booted) for each in conditions)
+        machine: tuple(_Condition(*each[:-2], booted=booted) for each in conditions)
         for machine, conditions in history.items()
     }

@@ -1,7 +1,7 @@
 """Decides whether a machine's report answers its current handoff. Pure."""
 
 from agent.host.observe.machine_report import Report
-from agent.model.conditions import NOT_NEEDED_FOR_READY, ConditionType, Status
+from agent.model.conditions import ConditionType, Status
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.granted import Granted
@@ -20,7 +20,7 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
     """Return whether the machine has not answered this handoff yet, or reports a condition of Ready as Unknown."""
     if not isinstance(report, Report) or not answers(report, machine, goal):
         return True
-    return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
+    return any(each.status is Status.UNKNOWN and each.needed_for_ready for each in report.conditions)
 
 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:

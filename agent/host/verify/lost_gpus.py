@@ -35,7 +35,8 @@ def with_lost_gpus(
     all_lost = complete.status is Status.FALSE and not remaining
 
     by_type = {each.type: each for each in conditions} | {KIND: complete}
-    if all_lost and by_type[ConditionType.READY].status is not Status.FALSE:
+    ready = by_type[ConditionType.READY]
+    if all_lost and (ready.status is not Status.FALSE or ready.reason == Reason.NO_GPU):
         by_type[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
     return tuple(by_type[kind] for kind in ConditionType)
 

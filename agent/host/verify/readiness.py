@@ -1,12 +1,11 @@
 """Evaluates the conditions of one machine, from what both halves observe. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, answers, why_unanswered
-from agent.host.verify.no_gpus import without_gpus
 from agent.model.conditions import (
     IN_MACHINE,
     Condition,
@@ -90,14 +89,84 @@ def evaluate(
     for kind, key in IF_CONFIGURED.items():
         if not getattr(settings, key):
             inside[kind] = not_applicable(kind, f"machines.{goal.name}.{key} is not set")
-    conditions = [
-        *from_vendors,
-        _driver_root_staged(goal, facts),
-        _machine_running(machine),
-        _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
-        *(inside[kind] for kind in IN_MACHINE),
-    ]
+    conditions = _limited(
+        [
+            *from_vendors,
+            _driver_root_staged(goal, facts),
+            _machine_running(machine),
+            _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
+            *(inside[kind] for kind in IN_MACHINE),
+        ],
+        {gpu for grant in goal.grants for gpu in grant.gpus},
+    )
     return _with_missing_extras((*conditions, summarize(conditions)), machine, goal)
+
+
+def without_gpus(settings: MachineSettings, facts: Facts, machine: MachineFacts) -> tuple[Condition, ...]:
+    """Return the conditions of a machine that gets no GPU.
+
+    Such a machine may be Ready even if it does not run, because the agent may have nothing to do for it. So, if it
+    does not run, the message of Ready says that.
+    """
+    reason, message, expected = Reason.NO_GPU, "this host has no GPU", _why_expected(settings, facts)
+    if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
+        reason, expected = Reason.GPU_DETACHED, ""
+        message = f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
+    elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
+        reason, expected = Reason.NO_GPU_GRANTED, ""
+        message = f"no GPU of this host has a driver that machines can use (drivers: {', '.join(drivers)})"
+    running = ConditionType.MACHINE_RUNNING
+    conditions = [
+        _machine_running(machine) if kind is running else not_applicable(kind, message)
+        for kind in ConditionType
+        if kind is not ConditionType.READY
+    ]
+    aside = _unless_it_runs(machine)
+    if settings.require_gpus:
+        ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine{aside}")
+    elif settings.require_gpus is None and expected:
+        key = f"machines.{machine.name}.require_gpus"
+        advice = f"see `lspci` and `dmesg`; if it is meant to have none, set {key} = false"
+        ready = false(ConditionType.READY, reason, f"{message}, but {expected}: {advice}{aside}")
+    else:
+        ready = true(ConditionType.READY, reason, f"{message}: no GPU is set up{aside}")
+    return (*conditions, ready)
+
+
+def _why_expected(settings: MachineSettings, facts: Facts) -> str:
+    """Return what says that a host is meant to have GPUs, for a host whose buses show none; empty if nothing says so.
+
+    If all GPUs are dead when a host boots for the first time, it looks like a host without GPUs.
+    """
+    keys = [key for key in ("mig_config", "mig_monitor", "imex_channels", "sockets") if getattr(settings, key)]
+    if settings.gpus != "all":
+        return "the machine's setting `gpus` asks for some"
+    if keys:
+        return f"the machine's setting `{keys[0]}` needs some"
+    for vendor in facts.vendors:
+        if vendor.driver and isinstance(version := vendor.driver.user_space.version, str):
+            return f"driver {version} is installed"
+    return ""
+
+
+def _unless_it_runs(machine: MachineFacts) -> str:
+    """Return the end of a message: the machine starts, does not run, or was not observed; empty if it runs."""
+    match machine.unit_state:
+        case "active":
+            return ""
+        case "activating" | "reloading":
+            return f"; machine {machine.name} is starting"
+        case Unseen(why) | Broken(why) | Absent(why):
+            return f"; whether machine {machine.name} runs is unknown: {why}"
+        case _:
+            return f"; machine {machine.name} does not run: see `systemctl status {machine_unit(machine.name)}`"
+
+
+def _limited(conditions: list[Condition], gpus: Set[str]) -> list[Condition]:
+    """Return the conditions. If no GPU of the machine is without a fault, no fault concerns only some GPUs."""
+    if {gpu for each in conditions for gpu in each.gpus} < gpus:
+        return conditions
+    return [each._replace(gpus=()) for each in conditions]
 
 
 def _extras_only(
@@ -240,11 +309,16 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
     if machine.live is None or machine.live.fixed != goal.live.fixed:
         why = f"machine {machine.name} was started with other settings; when its pods allow it, run {restart}"
         return false(kind, Reason.MACHINE_RESTART_NEEDED, why)
-    missing = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
-    missing += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
+    missing = {path: path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number}
+    missing |= {entry.node: str(entry) for entry in goal.live.allow if entry not in machine.live.allow}
     if missing:
-        why = f"could not give {', '.join(missing)} to the running machine: the agent tries again; or run {restart}"
-        return false(kind, Reason.NOT_GIVEN, why)
+        gpus: dict[str, str] = {}
+        for node in (node for grant in goal.grants for node in grant.nodes):
+            gpus |= dict.fromkeys((node.path, f"/dev/char/{node.number.major}:{node.number.minor}"), node.pci_address)
+        concerned = dict.fromkeys(gpus.get(each, "") for each in missing)
+        names = ", ".join(missing.values())
+        why = f"could not give {names} to the running machine: the agent tries again; or run {restart}"
+        return false(kind, Reason.NOT_GIVEN, why, concerned if all(concerned) else ())
     return inside
 
 
@@ -253,6 +327,9 @@ def _from_machine(
 ) -> Mapping[ConditionType, Condition]:
     """Return the conditions that the machine half reports. Without a current report, they are Unknown."""
     kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+    if isinstance(machine.unit_state, Unseen):
+        # While systemd does not answer, the machine most likely goes on running.
+        return {kind: unknown(kind, Reason.OBSERVATION_FAILED, machine.unit_state.why) for kind in kinds}
     if machine.unit_state != "active":
         return {
             kind: unknown(kind, Reason.MACHINE_NOT_RUNNING, f"machine {machine.name} is not running") for kind in kinds

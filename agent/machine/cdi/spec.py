@@ -122,7 +122,9 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         return Published(refused)
     if failed := _failure(context, vendor, inputs, current).noted():
         devices = current.verdict.devices if current and not current.verdict.problems else ()
-        return Published(Condition(KIND, Status.FALSE, str(failed["reason"]), str(failed["message"])), devices)
+        gpus = tuple(map(str, failed.get("gpus", ())))
+        condition = Condition(KIND, Status.FALSE, str(failed["reason"]), str(failed["message"]), gpus=gpus)
+        return Published(condition, devices)
     try:
         published = _attempt(context, vendor, request, foreign, current, inputs)
     except (AgentError, OSError) as error:
@@ -131,7 +133,9 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     condition = published.condition
     if condition.status is Status.FALSE and condition.reason != Reason.NAMES_COLLIDE:
         found = published_candidate(system, vendor, request, live)
-        _failure(context, vendor, inputs, found).save(reason=condition.reason, message=condition.message)
+        _failure(context, vendor, inputs, found).save(
+            reason=condition.reason, message=condition.message, gpus=condition.gpus
+        )
     return published
 
 
@@ -193,7 +197,8 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
             f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}: see DevicesAllowed, and "
             "the driver's lines (NVRM, Xid) in `dmesg` on the host"
         )
-        return false(KIND, Reason.GPU_MISSING, "; ".join((message, "the others are served", *remarks)))
+        message = "; ".join((message, "the others are served", *remarks))
+        return false(KIND, Reason.GPU_MISSING, message, verdict.missing_gpus)
     if verdict.missing_partitions:
         message = f"{_generator_name(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
         return false(KIND, Reason.PARTITION_MISSING, "; ".join((message, "the others are served", *remarks)))

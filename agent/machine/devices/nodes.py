@@ -79,11 +79,9 @@ def check_devices(context: Context, request: Request) -> Condition:
     system, notes, name = context.system, context.notes, f"opened-{request.vendor}"
     live = live_numbers(system, request.devices)
     wrong = wrong_numbers(system, request.devices, live)
-    if wrong:
-        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     published = publications(context)
-    codes = _still_valid(notes.load(name), live, published)
-    due = tuple(device.path for device in request.devices if device.path not in codes)
+    codes = _still_valid(notes.load(name), {path: live[path] for path in live if path not in wrong}, published)
+    due = tuple(device.path for device in request.devices if device.path not in codes and device.path not in wrong)
     if due:
         codes |= _open(system, due)
     # The results are saved even if nothing was opened now, because this drops the results of nodes that are gone. If a
@@ -92,7 +90,7 @@ def check_devices(context: Context, request: Request) -> Condition:
     notes.save(name, {"published": published, "nodes": nodes} if nodes else {})
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
-    return _condition(codes)
+    return _condition(wrong, codes, {device.path: device.pci_address for device in request.devices})
 
 
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
@@ -202,9 +200,9 @@ def _withdraw(system: System, path: str) -> None:
 
 def wrong_numbers(
     system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
-) -> tuple[str, ...]:
-    """Return a sentence for each node that is missing in this machine or has the wrong numbers."""
-    wrong = []
+) -> dict[str, str]:
+    """Return a sentence for each node that is missing in this machine or has the wrong numbers, by path."""
+    wrong = {}
     for device in devices:
         number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
         if number is None:
@@ -214,10 +212,10 @@ def wrong_numbers(
             found = f"{number.major}:{number.minor}"
         else:
             continue
-        wrong.append(
+        wrong[device.path] = (
             f"{device.path} must be {wanted}, found {found}: the host binds it; see `unbounded-agent status` there"
         )
-    return tuple(wrong)
+    return wrong
 
 
 def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], published: object) -> dict[str, int]:
@@ -255,11 +253,17 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
     return codes
 
 
-def _condition(codes: Mapping[str, int]) -> Condition:
+def _condition(wrong: Mapping[str, str], codes: Mapping[str, int], gpus: Mapping[str, str]) -> Condition:
+    """Return DevicesAllowed. `gpus` maps each node to its GPU, or to an empty text if all GPUs share the node."""
     failed = [(path, code, *OPEN_ERRORS.get(code, OTHER_ERROR)) for path, code in sorted(codes.items()) if code]
-    if not failed:
+    if not wrong and not failed:
         return true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, f"all {len(codes)} granted device nodes open")
-    sentences = [
+    # WrongNode comes first, because it makes the host bind nodes.
+    reason = Reason.WRONG_NODE if wrong else failed[0][2]
+    sentences = list(wrong.values())
+    sentences += [
         f"{path} does not open ({errno.errorcode.get(code, code)}): {advice}" for path, code, _, advice in failed
     ]
-    return false(ConditionType.DEVICES_ALLOWED, failed[0][2], "; ".join(sentences))
+    concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
+    limited = concerned if all(concerned) else ()
+    return false(ConditionType.DEVICES_ALLOWED, reason, "; ".join(sentences), limited)

@@ -36,5 +36,5 @@ def _present(system: System, request: Request) -> Condition:
         return not_applicable(KIND, "no device is granted to this machine")
     wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
     if wrong:
-        return false(KIND, Reason.WRONG_NODE, "; ".join(wrong))
+        return false(KIND, Reason.WRONG_NODE, "; ".join(wrong.values()))
     return true(KIND, Reason.NODES_PRESENT, f"other devices: {counted(len(request.devices), 'node')}")

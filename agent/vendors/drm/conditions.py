@@ -1,12 +1,12 @@
 """Evaluates the host's conditions for GPUs that need only their nodes. Messages say what to do next. Pure."""
 
-from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
 from agent.model.facts import Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.model.text import counted
-from agent.vendors.devices_present import common_fault, nodes_missing
+from agent.vendors.devices_present import faulty_gpus, unusable
 from agent.vendors.drm.description import Description
 
 
@@ -46,11 +46,13 @@ def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if fault := common_fault(facts, grant, lambda unbound: _load(vendor, unbound)):
+    if fault := unusable(facts, grant):
         return fault
     advice = "see `dmesg`; if the GPU has just appeared, run `udevadm settle`"
-    if fault := nodes_missing(facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice):
-        return fault
+    if faults := faulty_gpus(
+        facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice, lambda unbound: _load(vendor, unbound)
+    ):
+        return worst(faults)
     present_kinds = {node.kind for node in grant.nodes}
     missing_extras = "".join(
         f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds

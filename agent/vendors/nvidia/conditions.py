@@ -1,14 +1,14 @@
 """Evaluates the host's conditions for NVIDIA's GPUs and driver. Messages say what to do next. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.model.text import counted
-from agent.vendors.devices_present import common_fault, nodes_missing
+from agent.vendors.devices_present import faulty_gpus, unusable
 from agent.vendors.nvidia.grant import misbound_gpus
 from agent.vendors.nvidia.remedies import bind
 
@@ -72,30 +72,36 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     kind = ConditionType.DEVICES_PRESENT
     loaded = isinstance(driver.module_version, str)
     # If the module is loaded already, modprobe does nothing, so the advice is to bind the driver to the GPUs.
-    if fault := common_fault(
-        facts, grant, lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`"
-    ):
+    if fault := unusable(facts, grant):
         return fault
-    lost = [
-        f"{gpu.pci_address}: {gpu.why_lost}" for gpu in facts.gpus if gpu.why_lost and gpu.pci_address in grant.gpus
-    ]
-    if lost:
-        return false(kind, Reason.GPU_FALLEN_OFF_BUS, "; ".join(lost))
-    advice = "run `nvidia-smi` or `nvidia-modprobe -c N`"
-    if fault := nodes_missing(facts, grant, DeviceKind.GPU, "/dev/nvidiaN", advice):
-        return fault
+    faults = faulty_gpus(
+        facts,
+        grant,
+        DeviceKind.GPU,
+        "/dev/nvidiaN",
+        "run `nvidia-smi` or `nvidia-modprobe -c N`",
+        lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`",
+    )
+    # If no GPU works, that may be why the nodes that all need are missing.
+    if {gpu for each in faults for gpu in each.gpus} != set(grant.gpus):
+        faults = (*_shared_nodes_missing(facts, grant), *faults)
+    if faults:
+        return worst(faults)
+    incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
+    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), 'GPU')}{incomplete}"
+    if grant.detached:
+        return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
+    return true(kind, Reason.PRESENT, present)
+
+
+def _shared_nodes_missing(facts: VendorFacts, grant: Grant) -> Iterator[Condition]:
     present_kinds = {node.kind for node in grant.nodes}
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if needed not in present_kinds:
             # The node may exist and yet be unusable: it may have the number from a module that was loaded before.
             wrong = [problem for problem in facts.problems if problem.startswith(f"{path}: ")]
             what = "; ".join(wrong) or f"{path} is missing"
-            return false(kind, Reason.NODES_MISSING, f"{what}; run `{command}`")
-    incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
-    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), 'GPU')}{incomplete}"
-    if grant.detached:
-        return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
-    return true(kind, Reason.PRESENT, present)
+            yield false(ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING, f"{what}; run `{command}`")
 
 
 def _libraries_present(driver: Driver, grant: Grant) -> Condition:
@@ -105,26 +111,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     if isinstance(library, Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, library.why)
     serving = grant.driver_root.version if grant.driver_root else ""
-    if user_space.place_key and isinstance(library, Absent | Broken):
-        return false(
-            kind,
-            Reason.NOT_IN_CONFIGURED_PLACE,
-            f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
-            f"{user_space.place_key}, or remove it to let the agent search",
-        )
-    if isinstance(library, Absent):
-        wanted = f" {module}" if isinstance(module, str) else ""
-        return false(
-            kind,
-            Reason.NOT_INSTALLED,
-            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
-            f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
-            "libnvidia-compute) and run ldconfig, or name their place in driver.root or driver.library_directories"
-            f"{_other_drivers(user_space)}",
-        )
-    if isinstance(library, Broken):
-        where = f"{user_space.place}: " if user_space.place else ""
-        return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_other_drivers(user_space)}")
+    if isinstance(library, Absent | Broken):
+        return _unless_staged(_libraries_fault(user_space, library, module), serving, module)
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(
@@ -141,7 +129,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             f"libraries {module} are installed too, choose those as `doctor` says{_other_drivers(user_space)}",
         )
     if isinstance(user_space.files, Absent | Broken | Unseen):
-        return false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
+        fault = false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
+        return _unless_staged(fault, serving, module)
     where = f" from {user_space.place}" if user_space.place else ""
     parts = [f"{len(user_space.files)} files of driver {library}{where}{_not_used(user_space)}"]
     if user_space.not_installed:
@@ -151,6 +140,38 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         parts.append(f"left out, because their version differs: {left_out}; {REINSTALL}")
         return true(kind, Reason.PARTLY_OTHER_VERSION, "; ".join(parts))
     return true(kind, Reason.PRESENT, "; ".join(parts))
+
+
+def _libraries_fault(user_space: UserSpace, library: Absent | Broken, module: Seen[str]) -> Condition:
+    """Return LibrariesPresent for a host on which no usable libraries were found."""
+    kind = ConditionType.LIBRARIES_PRESENT
+    if user_space.place_key:
+        return false(
+            kind,
+            Reason.NOT_IN_CONFIGURED_PLACE,
+            f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
+            f"{user_space.place_key}, or remove it to let the agent search",
+        )
+    if isinstance(library, Absent):
+        wanted = f" {module}" if isinstance(module, str) else ""
+        return false(
+            kind,
+            Reason.NOT_INSTALLED,
+            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
+            f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
+            "libnvidia-compute) and run ldconfig, or name their place in driver.root or driver.library_directories"
+            f"{_other_drivers(user_space)}",
+        )
+    where = f"{user_space.place}: " if user_space.place else ""
+    return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_other_drivers(user_space)}")
+
+
+def _unless_staged(fault: Condition, serving: str, module: Seen[str]) -> Condition:
+    """Return the fault, or OnlyStaged if the driver root that the machine uses is in the kernel module's version."""
+    if not serving or serving != module:
+        return fault
+    staged = f"machines use the staged copy of driver {serving}, because the host's own files are unusable"
+    return true(fault.type, Reason.ONLY_STAGED, f"{staged}: {fault.message}")
 
 
 def _other_drivers(user_space: UserSpace) -> str:

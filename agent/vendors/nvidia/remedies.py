@@ -45,6 +45,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
+    (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REINSTALL,),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
         "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
         "or set driver.root or driver.library_directories: docs/drivers/roots.md",

@@ -45,8 +45,9 @@ def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) 
     assert f"[+]gpu {FIRST} Xid {PAGE_FAULT}: " in ready.page("/readyz?verbose")
     assert ready.wait_ready()["DevicesPresent"]["reason"] == "Present", "an application's fault is not the GPU's"
     raise_xid(ready, 1, OFF_THE_BUS)
-    pass_until(ready, lambda: ready.last_conditions()["Ready"]["status"] == "False")
+    pass_until(ready, lambda: ready.last_conditions()["DevicesPresent"]["status"] == "False")
     lost = ready.conditions()["DevicesPresent"]
+    assert ready.conditions()["Ready"]["reason"] == "SomeGPUsUnusable", "the other GPUs serve pods"
     assert lost["reason"] == "GPUFallenOffBus"
     assert SECOND in lost["message"]
     # As if a GPU had been repaired: the kernel binds its driver again.

@@ -296,4 +296,4 @@ def test_a_machine_that_is_not_ready_by_a_reason_of_its_own() -> None:
     ready = false(ConditionType.READY, Reason.NO_GPU, "this host has no GPU, and require_gpus is set")
     (finding,) = diagnose(MachineOutcome("m", (ready,))).findings
     assert finding.conditions == (ConditionType.READY,)
-    assert any("remove machines.m.require_gpus, then: systemctl reload" in each for each in finding.fix)
+    assert any("set machines.m.require_gpus = false, then: systemctl reload" in each for each in finding.fix)

@@ -9,42 +9,19 @@ import pytest
 from agent.cli.doctor.command import examine
 from agent.cli.doctor.machines import MachineFinding
 from agent.cli.doctor.remedies import OFFERED, SERVICE_LOG
-from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.conditions import ConditionType, Status, false, true
 from agent.model.facts import PciDevice
-from agent.model.handoff import parse_handoff, render_report
-from agent.model.live import render_live
-from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
+from agent.model.paths import REPORT_NAME, live_file, report_directory
 from agent.model.reasons import Reason
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
-from tests.fakes.sound_host import make_sound
+from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
 from tests.host.test_driver_generations import upgrade
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/troubleshooting.md"
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 FABRIC = "nvidia-fabricmanager.service"
-ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
-
-
-def start(host: Host, agent: Reconciler) -> None:
-    """Let the machine run with its settings, and report that everything is as it should be."""
-    (machine,) = agent.reconcile().machines
-    assert machine.start_settings
-    host.write(live_file(MACHINE), render_live(machine.start_settings))
-    units(host, "active")
-    report(host, ALL_OPEN)
-    agent.reconcile()
-
-
-def report(host: Host, *found: Condition) -> None:
-    """Let the machine report these conditions; the others are True."""
-    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
-    given = {each.type for each in found}
-    fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
-    path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2))
 
 
 def module(version: str) -> Callable[[Host], None]:
@@ -63,6 +40,12 @@ def nouveau(host: Host) -> None:
 
 def not_installed(host: Host) -> None:
     host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+
+
+def never_installed(host: Host) -> None:
+    """A module without libraries: the staged copy has another version."""
+    not_installed(host)
+    module("535.261.03")(host)
 
 
 def fabric(state: str, load: str = "loaded") -> Callable[[Host], None]:
@@ -87,7 +70,8 @@ SEEDS: dict[tuple[ConditionType, Reason], Callable[[Host], None]] = {
     (KIND.DEVICES_PRESENT, Reason.NODES_MISSING): unused_node,
     (KIND.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): module("535.261.03"),
     (KIND.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED): upgrade,
-    (KIND.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): not_installed,
+    (KIND.LIBRARIES_PRESENT, Reason.ONLY_STAGED): not_installed,
+    (KIND.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): never_installed,
     (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): fabric("inactive"),
     (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING): fabric("inactive", "not-found"),
     (KIND.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): lambda host: host.bus.unit(UNITS[1], "inactive"),

@@ -330,3 +330,42 @@ def test_the_service_may_inspect_every_process() -> None:
     (line,) = (each for each in unit.read_text().splitlines() if each.startswith("CapabilityBoundingSet="))
     # CAP_SYS_ADMIN is for the links in /proc/PID/map_files (proc_map_files_get_link in the kernel's fs/proc/base.c).
     assert {"CAP_SYS_PTRACE", "CAP_SYS_ADMIN"} <= set(line.partition("=")[2].split())
+
+
+def gpus_of(machine: Machine, kind: str) -> list[str]:
+    """Return the only GPUs that a reported condition concerns."""
+    return next(each.get("gpus", []) for each in machine.report()["conditions"] if each["type"] == kind)
+
+
+def opens(*failing: str) -> Callable[[tuple[str, ...]], Completed]:
+    """Return a program that opens all nodes but these."""
+    return lambda argv: Completed(
+        0, "".join(f"{errno.EIO if path in failing else 0} {path}\n" for path in argv[5:]).encode(), b""
+    )
+
+
+def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(tmp_path: Path) -> None:
+    machine = gpu_machine(tmp_path)
+    machine.program("open_nodes", opens("/dev/nvidia1"))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    assert gpus_of(machine, "DevicesAllowed") == [GPUS[1]]
+
+
+def test_a_shared_node_that_does_not_open_concerns_all_gpus(tmp_path: Path) -> None:
+    machine = gpu_machine(tmp_path)
+    machine.program("open_nodes", opens("/dev/nvidia1", "/dev/nvidiactl"))
+    run(machine)
+    assert gpus_of(machine, "DevicesAllowed") == []
+
+
+def test_a_missing_node_does_not_keep_the_others_from_being_tried(tmp_path: Path) -> None:
+    """Nothing was known of the other GPUs until the host had bound the node."""
+    machine = gpu_machine(tmp_path)
+    machine.drop("/dev/nvidia1")
+    del machine.nodes["/dev/nvidia1"]
+    machine.program("open_nodes", opens("/dev/nvidia0"))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert "/dev/nvidia0 does not open (EIO)" in machine.message("DevicesAllowed")
+    assert gpus_of(machine, "DevicesAllowed") == [GPUS[1], GPUS[0]]

@@ -12,7 +12,7 @@ from agent.host.daemon.http.server import Page
 from agent.host.daemon.http.view import View
 from agent.host.outcome import NO_MACHINES, MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_list import listed_gpus
-from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.reasons import Reason
 from agent.model.text import one_line, rfc3339
 
@@ -111,7 +111,7 @@ def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
         key=lambda each: (
             each.type is not ConditionType.READY,
             each.status is Status.TRUE,
-            each.type in NOT_NEEDED_FOR_READY,
+            not each.needed_for_ready,
         ),
     )
 

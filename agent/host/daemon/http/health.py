@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from agent.host.daemon.http.server import VERBOSE, Page
 from agent.host.outcome import NO_MACHINES, STEP_FAILED, MachineOutcome
-from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.text import one_line
 
 NOT_EVALUATED = "not evaluated"
@@ -34,7 +34,7 @@ def _in_words(machine: MachineOutcome) -> str:
     # Use the same words as `unbounded-agent status`.
     state = "unknown" if ready.status is Status.UNKNOWN else "not ready"
     for each in machine.conditions:
-        if each.type not in NOT_NEEDED_FOR_READY and each.status is ready.status:
+        if each.needed_for_ready and each.status is ready.status:
             return f"{state}: {each.type} {each.reason}"
     return f"{state}: {ready.reason}"
 

@@ -73,6 +73,9 @@ def test_a_failed_gpu_does_not_keep_the_others_from_pods(tmp_path: Path) -> None
     run(machine)
     assert programs.asked == [smi_uuid(GPUS[0])]
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+    run(machine)
+    (condition,) = (each for each in machine.report()["conditions"] if each["type"] == "CDISpecCurrent")
+    assert condition["gpus"] == [GPUS[1]], "also in a run that does not try again"
     assert f"so it ran again without {GPUS[1]}, which nvidia-smi cannot query" in machine.message("CDISpecCurrent")
     assert published(machine) == {"0", smi_uuid(GPUS[0]), "all", "none"}
 
