@@ -47,7 +47,11 @@ COMMANDS = {
         "print what apply would do",
         "Prints each step that `apply` would take. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
-        {0: "the plan is printed, or there is nothing to do", 1: "`apply` could not write a machine's settings"},
+        {
+            0: "the plan is printed, or there is nothing to do",
+            1: "`apply` could not write a machine's settings",
+            2: "the configuration or an argument is wrong, or a machine does not exist",
+        },
         root=False,
     ),
     "apply": Command(

@@ -7,17 +7,19 @@ from agent.cli.differences import difference as file_difference
 from agent.cli.documents import document
 from agent.cli.output import print_no_machines, report_problems
 from agent.cli.printing import say
+from agent.config.settings import Config
 from agent.host.plan.diff import Difference
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.model.actions import Action
-from agent.model.facts import Facts, Unseen
+from agent.model.facts import Absent, Broken, Facts, Unseen
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
     """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
 
-    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read.
+    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read; 2 if
+    a machine does not exist and `up` does not make it: its name may be wrong.
     """
     facts, planned, difference = reconciler.preview()
     stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
@@ -26,10 +28,20 @@ def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs
         _print_json(difference, stopped, exceptions, facts)
     else:
         say(f"{name}: {why}" for name, why in exceptions)
-        say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
+        if difference.actions or stopped or not any(isinstance(each.root, Absent) for each in facts.machines):
+            say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
         print_no_machines(reconciler)
         report_problems(facts)
-    return 0 if isinstance(facts.template_device_allow, tuple) and not difference.refused else 1
+    return _exit_code(reconciler.config, difference, facts)
+
+
+def _exit_code(config: Config, difference: Difference, facts: Facts) -> int:
+    configured = [each for each in facts.machines if each.name in config.machines]
+    broken = any(isinstance(each.root, Broken) for each in configured)
+    if broken or difference.refused or not isinstance(facts.template_device_allow, tuple):
+        return 1
+    missing = (each.name for each in configured if isinstance(each.root, Absent))
+    return 0 if all(config.machines[name].node for name in missing) else 2
 
 
 def _steps(

@@ -44,6 +44,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
+    nodes = [name for name, settings in config.machines.items() if settings.node]
     states = {service: units[service].state for service in services}
     sources = _sources(config, system, devices, memory, states, detached.gpus)
     template = observe_template(system)
@@ -59,7 +60,9 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         systemd_version=observe_version(system),
         template_device_allow=template,
         vendors=vendors,
-        machines=tuple(_machine(name, unit, system, memory.ages) for name, unit in machine_units.items()),
+        machines=tuple(
+            _machine(name, unit, system, memory.ages, is_node=name in nodes) for name, unit in machine_units.items()
+        ),
         staged=roots,
         next_driver_root_index=staged.next_index,
         corrupt_roots=staged.corrupt,
@@ -107,10 +110,10 @@ def _sources(
     )
 
 
-def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
+def _machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
     """Return the machine's facts. If an unexpected error occurs, return only the facts about its unit."""
     try:
-        return observe_machine(name, unit, system, ages)
+        return observe_machine(name, unit, system, ages, is_node=is_node)
     except Exception as error:
         return unseen_machine(name, unit, fault("observe it", error))
 

@@ -33,8 +33,8 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 
-def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
-    """Return the machine's facts. The report is not parsed here."""
+def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
+    """Return the machine's facts. The report is not parsed here. `is_node` is whether `up` makes the machine."""
     report_file = f"{report_directory(name)}/{REPORT_NAME}"
     report = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), report_file)
     content, age = (report[0], ages.of(report_file, report[1])) if isinstance(report, tuple) else (report, 0.0)
@@ -44,7 +44,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
     live, live_age = _live(name, system, ages)
     return MachineFacts(
         name=name,
-        root=_root(name, system),
+        root=_root(name, system, is_node=is_node),
         unit_state=unit.state,
         kept_from_boot_by=_kept_from_boot_by(name, unit, system),
         masked=unit.masked,
@@ -104,7 +104,7 @@ def _reset(name: str) -> str:
     return f"unbounded-agent reset {name}"
 
 
-def _root(name: str, system: System) -> Seen[str]:
+def _root(name: str, system: System, *, is_node: bool) -> Seen[str]:
     """Return the machine's root directory; Broken if a symbolic link or a file is in its place.
 
     A link is refused, because nspawn might resolve it differently from the agent.
@@ -122,10 +122,28 @@ def _root(name: str, system: System) -> Seen[str]:
             return Absent(f"{path} was deleted since `up` made it; run `unbounded-agent up {name}`")
         case False if read_seen(system.exists, path) is True:
             return Broken(f"{path} is not a directory; move it away and unpack the machine's image into that directory")
+        case False if is_node:
+            return Absent(f"{path} does not exist; run `unbounded-agent up {name}`, which makes it")
         case False:
-            return Absent(f"{path} does not exist; unpack the machine's image into that directory")
+            advice = "correct the name, or unpack the machine's image into that directory"
+            return Absent(f"{path} does not exist; {advice} (machines in {MACHINE_ROOTS}: {_existing(system)})")
         case unseen:
             return unseen
+
+
+def _existing(system: System) -> str:
+    """Return the names of the machines that exist, as text."""
+    names = read_seen(system.entries, MACHINE_ROOTS)
+    if isinstance(names, Unseen):
+        return f"unknown, {names.why}"
+    if not isinstance(names, tuple):
+        return "none"
+    machines = [
+        name
+        for name in names
+        if not name.startswith(".") and read_seen(system.is_directory, f"{MACHINE_ROOTS}/{name}") is True
+    ]
+    return ", ".join(machines) or "none"
 
 
 def ignored_settings(name: str, system: System) -> tuple[str, ...]:
