@@ -436,8 +436,11 @@ def test_one_command_at_a_time_works_on_a_machine(
 
 def test_commands_work_on_several_machines(host: NodeHost) -> None:
     with machine_locks(host, ("b", "a"), "up"), machine_locks(host, (MACHINE,), "start"):
-        pass
-    with machine_locks(host, ("a", MACHINE), "up"):
+        for machine, command in (("a", "up"), ("b", "up"), (MACHINE, "start")):
+            busy = pytest.raises(AgentError, match=f"is working on machine {machine}: `unbounded-agent {command}`")
+            with busy, machine_locks(host, (machine,), "stop"):
+                pass
+    with machine_locks(host, ("a", MACHINE), "up"), machine_locks(host, ("b",), "stop"):
         pass
 
 

@@ -123,7 +123,7 @@ def test_copies_share_no_data(system: System, tmp_path: Path) -> None:
     system.write("/source", b"driver" * 1000)
     with (tmp_path / "source").open("rb") as reading, Copies(lambda: None) as copies:
         system.copy(reading, "/copy", 0o644, copies)
-    (tmp_path / "copy").write_bytes(b"spoiled")
+    (tmp_path / "copy").write_bytes(b"changed")
     assert system.read("/source") == b"driver" * 1000
 
 
@@ -132,6 +132,7 @@ def test_a_directory_that_several_make_at_once(system: System) -> None:
     with ThreadPoolExecutor(8) as pool:
         for number in range(50):
             list(pool.map(system.make_directory, [f"/{number}/a/b/c"] * 8))
+            assert system.is_directory(f"/{number}/a/b/c")
 
 
 def test_a_system_without_a_bus_says_so(system: System) -> None:
