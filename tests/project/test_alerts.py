@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ URL = "https://docs.example.com/unbounded-agent/runbooks.md"
 """Stands for the place where an installation has its documentation."""
 
 
+@cache
 def alerts() -> dict[str, dict[str, Any]]:
     """Return the alerts by name."""
     groups = yaml.safe_load((RULES / "unbounded-agent.rules.yml").read_text())["groups"]
@@ -142,17 +144,21 @@ def test_a_lost_scrape_neither_delays_nor_ends_an_alert(tmp_path: Path) -> None:
         pytest.skip("promtool is not installed (apt install prometheus)")
     # Not a loader that knows numbers: `0x29` is no hexadecimal number here.
     document = yaml.load((RULES / "unbounded-agent.rules.test.yml").read_text(), yaml.BaseLoader)
-    document["rule_files"] = [str(RULES / each) for each in document["rule_files"]]
-    document["tests"] = [each for each in document["tests"] if each["interval"] == "1m"]
-    for test in document["tests"]:
+    changed = []
+    for number, test in enumerate(each for each in document["tests"] if each["interval"] == "1m"):
         test.pop("promql_expr_test", None)
         checks = [each for each in test["alert_rule_test"] if each.get("exp_alerts")]
         minutes = {int(each["eval_time"].removesuffix("m")) for each in checks}
         for series in test["input_series"]:
             lose_scrapes(series, {minute - before for minute in minutes for before in (0, 1, 4)})
-    changed = tmp_path / "lost.yml"
-    changed.write_text(yaml.safe_dump(document))
-    finished = subprocess.run([promtool, "test", "rules", changed], capture_output=True, text=True, timeout=600)
+        # Only the alerts that the test names: promtool would evaluate all others too, for each minute.
+        rules = [alerts()[name] for name in {check["alertname"]: None for check in test["alert_rule_test"]}]
+        (tmp_path / f"rules-{number}.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+        files = [f"rules-{number}.yml", str(RULES / "unbounded-agent.recording.yml")]
+        changed.append(tmp_path / f"lost-{number}.yml")
+        changed[-1].write_text(yaml.safe_dump({**document, "rule_files": files, "tests": [test]}))
+    assert len(changed) > 20
+    finished = subprocess.run([promtool, "test", "rules", *changed], capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 

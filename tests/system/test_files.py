@@ -11,6 +11,7 @@ from agent.model.errors import BusError
 from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.host_runner import host_runner
+from agent.system.opening import new_file
 from tests.fakes.no_process import no_process
 
 
@@ -71,6 +72,37 @@ def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) 
     assert (tmp_path / "etc/new/file").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "etc/new").stat().st_mode & 0o777 == 0o755
     assert system.entries("/etc/new") == ("file",)
+
+
+def test_a_new_file_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> None:
+    """Until its content is complete and its mode is set, nobody else may read it, and no link may lead it elsewhere."""
+    (tmp_path / "there").write_text("another program's")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    old = os.umask(0)
+    try:
+        new_file(str(tmp_path / "new")).close()
+        for name in ("there", "link", "new"):
+            with pytest.raises(FileExistsError):
+                new_file(str(tmp_path / name))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "there").read_text() == "another program's"
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_lock_is_its_owners_alone_and_no_link_is_followed(system: System, tmp_path: Path) -> None:
+    """Whoever can open the file can hold the lock forever."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    old = os.umask(0)
+    try:
+        os.close(system.open_lock("/lock"))
+        with pytest.raises(OSError, match="symbolic links"):
+            system.open_lock("/link")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "target").exists()
 
 
 def test_a_failed_write_leaves_only_the_old_file(system: System, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,45 @@ def test_a_file_replaces_another_with_its_mode(writer: RootWriter, root: Path) -
     assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"two", 0o640)
     assert [each.stat().st_mode & 0o777 for each in (file.parent, root / "etc")] == [0o755, 0o755]
     assert os.listdir(file.parent) == ["ca.crt"]
+
+
+def test_nobody_else_can_read_a_file_that_is_being_written(writer: RootWriter, root: Path) -> None:
+    modes = []
+
+    def chunks() -> Iterator[bytes]:
+        yield b"the key of "
+        modes.append((root / "etc/.key.unbounded-agent-new").stat().st_mode & 0o777)
+        yield b"a kubelet"
+
+    old = os.umask(0)
+    try:
+        writer.stream("/etc/key", chunks(), 0o644)
+    finally:
+        os.umask(old)
+    assert modes == [0o600]
+    assert (root / "etc/key").read_bytes() == b"the key of a kubelet"
+    assert (root / "etc/key").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("to_a_file", [False, True])
+def test_a_link_that_appears_meanwhile_is_not_followed(
+    writer: RootWriter, root: Path, host: Path, monkeypatch: pytest.MonkeyPatch, to_a_file: bool
+) -> None:
+    """Nobody should change the root while it is written; whoever does gets an error and no file of the host."""
+    (root / "etc").mkdir()
+    place = root / "etc/.file.unbounded-agent-new"
+    unlink = os.unlink
+
+    def unlink_and_link(name: str, *, dir_fd: int | None = None) -> None:
+        with suppress(FileNotFoundError):
+            unlink(name, dir_fd=dir_fd)
+        if not place.is_symlink():
+            place.symlink_to(host / ("secret" if to_a_file else "new"))
+
+    monkeypatch.setattr(os, "unlink", unlink_and_link)
+    with pytest.raises(FileExistsError):
+        writer.write("/etc/file", b"ours")
+    assert not (root / "etc/file").exists()
 
 
 def test_a_program_is_copied(writer: RootWriter, root: Path, tmp_path: Path) -> None:
