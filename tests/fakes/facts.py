@@ -2,12 +2,18 @@
 
 from msgspec.structs import replace
 
+from agent.config.settings import Config, MachineSettings
+from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
 from agent.model.driver_root import Library, StagedRoot
 from agent.model.facts import Absent, DeviceNode, Driver, Facts, FileState, Gpu, MachineFacts, UserSpace, VendorFacts
+from agent.model.goal import MachineGoal
+from agent.model.live import LiveSettings
 from agent.model.paths import machine_files
 
+MACHINE = "gpu-node"
+CONFIG = Config(machines={MACHINE: MachineSettings()})
 VERSION = "550.163.01"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 FILES = tuple(
@@ -65,7 +71,7 @@ def nvidia(gpus: int = 2) -> VendorFacts:
 TEMPLATE = (DeviceAllow("/dev/net/tun", "rwm"), DeviceAllow("char-pts", "rw"))
 
 
-def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts:
+def facts(vendor: VendorFacts | None = None, machine: str = MACHINE) -> Facts:
     """Return a host with one stopped machine, and none of our files on disk."""
     return Facts(
         architecture="x86_64",
@@ -79,3 +85,29 @@ def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts
 
 def staged(root: StagedRoot, seen: Facts) -> Facts:
     return replace(seen, staged=(*seen.staged, root), next_driver_root_index=root.index + 1)
+
+
+def running(seen: Facts, live: LiveSettings | None) -> Facts:
+    """Return the facts with the machine running, with these settings."""
+    return replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
+
+
+def without_second_gpu() -> VendorFacts:
+    """Return nvidia() after the GPU of /dev/nvidia1 was unplugged."""
+    vendor = nvidia()
+    assert isinstance(vendor.devices, tuple)
+    left = tuple(node for node in vendor.devices if node.pci_address != vendor.gpus[1].pci_address)
+    return replace(vendor, gpus=vendor.gpus[:1], devices=left)
+
+
+def at_rest(seen: Facts, config: Config = CONFIG) -> tuple[Facts, MachineGoal]:
+    """Return the facts after a pass has done everything, with the machine running, and the machine's goal."""
+    goal = plan(config, seen).goal
+    (machine,) = goal.machines
+    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
+    done = replace(seen, files=files)
+    for root in goal.driver_roots:
+        done = staged(root, done)
+    left = {"live": machine.live, "granted": machine.granted, "handed_roots": (0,)}
+    done = replace(done, machines=(replace(done.machines[0], unit_state="active", **left),))
+    return done, plan(config, done).goal.machines[0]

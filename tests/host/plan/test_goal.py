@@ -27,9 +27,7 @@ from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
 from agent.model.goal import Share
 from agent.model.live import LiveSettings
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
-from tests.fakes.facts import TEMPLATE, facts, node, nvidia, staged
-
-CONFIG = Config(machines={"gpu-node": MachineSettings()})
+from tests.fakes.facts import CONFIG, TEMPLATE, facts, node, nvidia, staged
 
 
 def configured(**settings: object) -> Config:

@@ -28,11 +28,9 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from agent.system.files import System
-from tests.fakes.facts import facts, nvidia
+from tests.fakes.facts import CONFIG, MACHINE, facts, nvidia, running, without_second_gpu
 from tests.fakes.host import Host
-from tests.host.plan.test_goal import CONFIG
 
-MACHINE = "gpu-node"
 BEFORE = LiveSettings(
     "0" * 64, (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")), {"/dev/nvidia0": "195:0"}
 )
@@ -252,21 +250,9 @@ RELEASED = Acknowledged(released=frozenset([MACHINE]))
 LACKING = Acknowledged(missing_nodes=frozenset([MACHINE]))
 
 
-def running(seen: Facts, live: LiveSettings | None) -> Facts:
-    return replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
-
-
 def changes(seen: Facts, acknowledged: Acknowledged = NOTHING) -> list[ChangeDevices]:
     actions = diff(plan(CONFIG, seen), seen, acknowledged).actions
     return [action for action in actions if isinstance(action, ChangeDevices)]
-
-
-def without_second_gpu() -> VendorFacts:
-    """Return nvidia() after the GPU of /dev/nvidia1 was unplugged."""
-    vendor = nvidia()
-    assert isinstance(vendor.devices, tuple)
-    nodes = tuple(node for node in vendor.devices if node.pci_address != vendor.gpus[1].pci_address)
-    return replace(vendor, gpus=vendor.gpus[:1], devices=nodes)
 
 
 def test_a_new_gpu_is_permitted_and_bound_before_the_handoff() -> None:
