@@ -19,7 +19,7 @@ from agent.host.vendors import host_vendor
 from agent.model.device_allow import DeviceAllow
 from agent.model.digest import sha256
 from agent.model.driver_root import UNSTAGED, StagedRoot
-from agent.model.facts import Absent, Broken, DeviceNode, Facts, VendorFacts
+from agent.model.facts import Absent, Broken, DeviceNode, Facts, Unseen, VendorFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
 from agent.model.granted import Granted
@@ -72,6 +72,9 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
             held[name] = unseen_live[name]
         elif not isinstance(template, tuple):
             held[name] = template.why
+        elif isinstance(facts.systemd_version, Unseen):
+            # The settings file depends on the version, and must not change only because systemd does not answer.
+            held[name] = facts.systemd_version.why
         elif (
             not any(vendor.gpus for vendor in facts.vendors)
             and not settings.has_extras
@@ -158,7 +161,14 @@ def _machine_goal(
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
     dns = _resolv_conf(settings, facts)
     nspawn = render_nspawn(
-        name, settings.nspawn, nodes, directories, mounts.possible, read_only=gpu_nodes(grants), dns=dns
+        name,
+        settings.nspawn,
+        nodes,
+        directories,
+        mounts.possible,
+        read_only=gpu_nodes(grants),
+        dns=dns,
+        systemd=facts.systemd_version if isinstance(facts.systemd_version, int) else 0,
     )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)

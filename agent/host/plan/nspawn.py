@@ -24,6 +24,12 @@ TRUE = ("yes", "y", "true", "t", "on", "1")
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
 """Settings of [Network] that imply Private=yes."""
 
+ADDRESS_FAMILIES = "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET"
+"""What a node needs: CNI plugins, kube-proxy and the kubelet configure the network by netlink; DHCP clients, ARP and
+tcpdump use packet sockets. systemd 261 announces that nspawn will allow only the first three by default (its NEWS)."""
+KNOWS_ADDRESS_FAMILIES = 261
+"""The first systemd whose .nspawn files have RestrictAddressFamilies=. Earlier ones warn about an unknown key."""
+
 HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
 
 
@@ -46,11 +52,12 @@ def render_nspawn(
     *,
     read_only: Collection[str] = (),
     dns: str = "",
+    systemd: int = 0,
 ) -> bytes:
     """Return the machine's .nspawn file.
 
     `read_only` has the paths of nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own
-    choice.
+    choice. `systemd` is the host's version of systemd; 0 if it is unknown.
     """
     sections: dict[str, list[str]] = {
         "Exec": [
@@ -59,6 +66,7 @@ def render_nspawn(
             f"Capability={settings.capability}",
             f"SystemCallFilter={settings.system_call_filter}",
             *([f"ResolvConf={dns}"] if dns else []),
+            *([f"RestrictAddressFamilies={ADDRESS_FAMILIES}"] if systemd >= KNOWS_ADDRESS_FAMILIES else []),
         ],
         "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
         "Files": [

@@ -223,6 +223,23 @@ def test_a_missing_machine_is_left_alone() -> None:
     assert diff(planned, seen).actions == ()
 
 
+@pytest.mark.parametrize(("systemd", "restricted"), [(257, False), (260, False), (261, True), (262, True)])
+def test_the_address_families_of_a_node_are_allowed_where_nspawn_knows_the_setting(
+    systemd: int, restricted: bool
+) -> None:
+    """systemd 261 announces a default without netlink, in which no node could work."""
+    machine = plan(CONFIG, replace(facts(), systemd_version=systemd)).goal.machines[0]
+    line = b"\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET\n"
+    assert (line in machine.nspawn.content) == restricted
+    older = plan(CONFIG, replace(facts(), systemd_version=257)).goal.machines[0]
+    assert machine.live.fixed == older.live.fixed, "an upgrade of systemd asks for no restart"
+
+
+def test_settings_do_not_change_while_the_version_of_systemd_is_unknown() -> None:
+    planned = plan(CONFIG, replace(facts(), systemd_version=Unseen("time limit")))
+    assert planned.held == {"gpu-node": "time limit"}
+
+
 def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
     """vfio-pci has a GPU on purpose; nouveau was only faster."""
     vendor = nvidia()

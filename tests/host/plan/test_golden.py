@@ -119,6 +119,7 @@ def observed(case: Case) -> Facts:
         facts(machine=case.machine),
         vendors=case.vendors,
         template_device_allow=parse_device_allow(template),
+        systemd_version=case.systemd,
         mount_sources=sources | real,
         stub_resolver=case.stub_resolver,
     )
