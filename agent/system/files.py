@@ -227,13 +227,16 @@ class System(Rooted):
             opening.sync_directory(os.path.dirname(place))
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory of the agent with its content, or a file or link in its place. Follows no links."""
+        """Remove a directory of the agent with its content, or a file or link in its place. Follows no links.
+
+        Raises OSError, for example if anything is mounted there (agent.system.removal).
+        """
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
-            # Imported here: the machine half seldom needs it, and the import takes as long as reading twenty files.
-            import shutil
+            # Imported here: the machine half seldom needs it.
+            from agent.system import removal
 
-            shutil.rmtree(place)
+            removal.remove(place)
         else:
             self.remove(path)
 

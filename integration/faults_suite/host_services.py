@@ -1,12 +1,12 @@
 """The systemd, machined and commands of a simulated host. They are simulated, and survive a kill of the agent."""
 
-import subprocess
 from pathlib import Path
 from typing import Protocol
 
 from agent.model.errors import BusAnswerError, BusError
 from agent.system.process import Completed
 from integration.faults_suite.interception import Watch
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.host import CHANGES, JOB_VERBS, Host, ScriptedBus, ScriptedRunner
 
 
@@ -57,7 +57,7 @@ class Bus(ScriptedBus):
 
 
 class Runner(ScriptedRunner):
-    """systemctl, mount, umount and rm."""
+    """systemctl, mount and umount, and the removal of trees."""
 
     def __init__(self, world: Site) -> None:
         super().__init__()
@@ -79,9 +79,8 @@ class Runner(ScriptedRunner):
                     self.world.mounts.add(argv[-1])
                 case ("umount", *_):
                     self.world.mounts.discard(argv[-1])
-                case ("rm", *_):
-                    below = [f"{self.world.tree}{word}" if word.startswith("/") else word for word in argv]
-                    subprocess.run(below, check=True)
+                case _ if clears(argv):
+                    return clear_below(self.world.tree, argv)
                 case _:
                     return super().__call__(argv, timeout)
             return Completed(0, b"", b"")

@@ -4,9 +4,11 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import posixpath
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -479,6 +481,87 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert undo(host) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert run(host) == 0
+
+
+@pytest.fixture
+def mounted(host: NodeHost, tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Yield a function that mounts a directory with data somewhere in the host."""
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    places: list[str] = []
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/kept").touch()
+
+    def mount(path: str) -> None:
+        host.make_directory(path)
+        subprocess.run(["mount", "--bind", tmp_path / "data", host.full_path(path)], check=True)
+        places.append(host.full_path(path))
+
+    yield mount
+    for place in places:
+        # What was renamed has its mount at another path, as the test would show.
+        subprocess.run(["umount", place], check=True)
+    assert (tmp_path / "data/kept").exists()
+
+
+DATA = f"{machine_root(MACHINE)}/srv/data"
+
+
+def test_reset_removes_nothing_while_something_is_mounted_in_the_machine(
+    host: NodeHost, mounted: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bind mount of the same file system lost its data. The machine runs on."""
+    run(host)
+    mounted(DATA)
+    before = tree(host)
+    with pytest.raises(AgentError, match=r"something is mounted there.*/srv/data; unmount it: `umount ") as error:
+        undo(host)
+    assert "run the same command again" in error.value.hint
+    assert tree(host) == before
+    assert ("systemctl", "stop", UNITS[0]) not in host.tools.calls
+
+
+def test_a_rebuild_removes_nothing_while_something_is_mounted_in_the_machine(
+    host: NodeHost, mounted: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(host)
+    mounted(DATA)
+    before, calls = tree(host), len(host.tools.calls)
+    assert run(host, rebuild=True) == 1
+    assert "something is mounted there" in capsys.readouterr().out
+    assert tree(host) == before
+    assert "skopeo copy" not in " ".join(" ".join(argv) for argv in host.tools.calls[calls:]), "nor is it pulled"
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_what_is_mounted_while_the_machine_stops_stays(
+    host: NodeHost, mounted: Callable[[str], None], rebuild: bool
+) -> None:
+    run(host)
+
+    def mount(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "stop", UNITS[0]):
+            mounted(DATA)
+
+    host.tools.before = mount
+    if rebuild:
+        assert run(host, rebuild=True) == 1
+    else:
+        with pytest.raises(AgentError, match="something is mounted there"):
+            undo(host)
+    assert host.exists(f"{DATA}/kept")
+    assert host.is_file(f"{machine_root(MACHINE)}/usr/lib/systemd/systemd")
+
+
+def test_reset_removes_what_root_in_the_machine_made_unremovable(host: NodeHost) -> None:
+    before = tree(host)
+    run(host)
+    root = Path(host.full_path(machine_root(MACHINE)))
+    for path in (root / "usr/bin/kubelet", root / "usr/bin", root):
+        if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
+            pytest.skip("no such flags here")
+    assert undo(host) == 0
+    assert tree(host) == before
 
 
 def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ Synthetic: PID 1, machined and the machines do what their sources say, as far as
 """
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from agent.model.paths import (
 )
 from agent.system.process import Completed
 from agent.system.systemd import SYSTEMD_MANAGER
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.faults import FaultyHost
 from tests.fakes.host import CHANGES, JOB_VERBS, ScriptedBus, ScriptedRunner
 
@@ -75,15 +75,14 @@ class LivelyBus(ScriptedBus):
 
 
 class LivelyRunner(ScriptedRunner):
-    """Runs rm(1) below the tree, and lets PID 1 read its units."""
+    """Removes trees below the tree, and lets PID 1 read its units."""
 
     host: "LivelyHost"
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         match argv:
-            case ("rm", *words):
-                below = [f"{self.host.root}{each}" if each.startswith("/") else each for each in words]
-                return Completed(self.host.step(lambda: subprocess.call(["rm", *below])), b"", b"")
+            case _ if clears(argv):
+                return self.host.step(lambda: clear_below(self.host.root, argv))
             case ("systemctl", "daemon-reload"):
                 self.host.step(self.host.reload)
                 return Completed(0, b"", b"")

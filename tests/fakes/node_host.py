@@ -20,6 +20,7 @@ from agent.model.network import Link, Network, Route, Rule
 from agent.model.paths import handoff_file, joined_file, live_file, machine_root, report_directory
 from agent.system.https import Answer
 from agent.system.process import Completed
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
 from tests.fakes.host import Host, ScriptedRunner
 
@@ -61,6 +62,8 @@ class HostTools(ScriptedRunner):
         self.calls.append(argv)
         if argv in self.answers:
             return self.answers[argv]
+        if clears(argv):
+            return clear_below(self.host.root, argv)
         return Completed(0, self._run(argv).encode(), b"")
 
     def _run(self, argv: tuple[str, ...]) -> str:  # noqa: C901
@@ -80,9 +83,6 @@ class HostTools(ScriptedRunner):
                     program.parent.mkdir(parents=True)
                     program.write_bytes(b"")
                     program.chmod(0o755)
-            case ("rm", "--recursive", "--force", "--one-file-system", "--", *paths):
-                for path in paths:
-                    host.remove_tree(path)
             case ("sync", *_) | ("systemctl", "daemon-reload"):
                 pass
             case ("modprobe", "--use-blacklist", module):

@@ -23,6 +23,7 @@ from agent.model.conditions import Condition
 from agent.model.paths import REPORT_NAME, conditions_file, handoff_file, report_directory
 from agent.system.files import temporary_path
 from agent.system.process import Completed
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.dead_links import TARGET
 from tests.fakes.gpu_host import MACHINE, set_up
 from tests.fakes.host import Host, ScriptedRunner
@@ -44,16 +45,12 @@ PATHS = {
 
 
 class Clearing(ScriptedRunner):
-    """Runs rm(1) below the host's tree, and scripts everything else."""
+    """Removes trees below the host's tree, and scripts everything else."""
 
     tree = ""
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[0] != "rm":
-            return super().__call__(argv, timeout)
-        options = argv[: argv.index("--") + 1]
-        places = [f"{self.tree}{path}" for path in argv[len(options) :]]
-        return Completed(subprocess.run([*options, *places], check=False, timeout=timeout).returncode, b"", b"")
+        return clear_below(self.tree, argv) if clears(argv) else super().__call__(argv, timeout)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The host is the one of tests/fakes/gpu_host.py: recorded names and links, everyt
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,8 +37,10 @@ from agent.model.paths import (
     times_file,
 )
 from agent.model.remembered import Remembered
+from agent.system.clearing import DOOR
 from agent.system.process import Completed, TimeLimitError
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.facts import FILES, VERSION, facts, nvidia
 from tests.fakes.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
 from tests.fakes.host import HOSTS, Host, ScriptedRunner
@@ -51,30 +52,27 @@ OLD = StagedRoot(0, "nvidia", VERSION, FILES)
 NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.new") for file in FILES))
 
 
-class RunnerWithRm(ScriptedRunner):
-    """Also runs the real rm(1), below the tree."""
+class RunnerThatClears(ScriptedRunner):
+    """Also removes trees, below the host's."""
 
     def __init__(self, tree: Path) -> None:
         super().__init__()
         self.tree = tree
-        self.rm_calls = 0
-        self.rm_fails = False
+        self.clearings = 0
+        self.clearing_fails = False
         self.per_second = 0.0
-        """How many files rm removes in one second; 0 if removal takes no time."""
-        self.rm_seconds = 0.0
+        """How many files it removes in one second; 0 if removal takes no time."""
+        self.clearing_seconds = 0.0
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[0] != "rm":
+        if not clears(argv):
             return super().__call__(argv, timeout)
-        self.rm_calls += 1
-        if self.rm_fails:
-            return Completed(1, b"", b"rm: cannot remove 'libcuda.so.1': Input/output error")
+        self.clearings += 1
+        if self.clearing_fails:
+            return Completed(1, b"", b"libcuda.so.1: Input/output error")
         if self.per_second:
-            self._slow(argv[argv.index("--") + 1 :], timeout)
-        below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
-        # Not `timeout`: the real rm may take longer if this machine is busy.
-        done = subprocess.run(below, capture_output=True, timeout=600)
-        return Completed(done.returncode, done.stdout, done.stderr)
+            self._slow(argv[len(DOOR) :], timeout)
+        return clear_below(self.tree, argv)
 
     def _slow(self, paths: tuple[str, ...], timeout: float) -> None:
         files = [each for path in paths for each in Path(f"{self.tree}{path}").rglob("*") if each.is_file()]
@@ -82,13 +80,13 @@ class RunnerWithRm(ScriptedRunner):
             if (number + 1) / self.per_second > timeout:
                 raise TimeLimitError
             file.unlink()
-            self.rm_seconds += 1 / self.per_second
+            self.clearing_seconds += 1 / self.per_second
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     tree = tmp_path / "host"
-    host = set_up(Host(tree, runner=RunnerWithRm(tree)))
+    host = set_up(Host(tree, runner=RunnerThatClears(tree)))
     return host
 
 
@@ -175,7 +173,7 @@ class OpeningHost(Host):
 @pytest.mark.parametrize("content", ["the same", "another"])
 def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> None:
     """This holds even if another driver was found and cannot be staged."""
-    host = OpeningHost(tmp_path, runner=RunnerWithRm(tmp_path))
+    host = OpeningHost(tmp_path, runner=RunnerThatClears(tmp_path))
     host.opened = []
     set_up(host)
     start_machine(host)
@@ -504,22 +502,22 @@ def test_nothing_is_removed_while_the_driver_is_unseen() -> None:
 
 def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:
     """Otherwise each pass would fail and the next one retry at once; an attempt may take a minute."""
-    assert isinstance(host.runner, RunnerWithRm)
+    assert isinstance(host.runner, RunnerThatClears)
     agent = reconciler(host)
     agent.reconcile()
     host.write(f"{MANIFESTS}/0.json", b"spoiled")
-    host.runner.rm_fails = True
+    host.runner.clearing_fails = True
     first = agent.reconcile()
     assert parse_handoff(host.read(handoff_file(MACHINE))).requests[0].driver_root == "/run/host-nvidia/1"
     second = agent.reconcile()
     assert second.failures == first.failures == ()
     assert [each for each in second.facts.all_problems() if "Input/output error" in each]
-    calls = host.runner.rm_calls
+    calls = host.runner.clearings
     third = agent.reconcile()
     assert third.facts.all_problems() == second.facts.all_problems(), "told once"
-    assert host.runner.rm_calls == calls, "not tried again at once"
+    assert host.runner.clearings == calls, "not tried again at once"
     # Another process's pass does not know of the failure; nor does this one when the time is over.
-    host.runner.rm_fails = False
+    host.runner.clearing_fails = False
     agent.failed_cleanups = {
         action: replace(each, tried=each.tried - CLEANUP_INTERVAL) for action, each in agent.failed_cleanups.items()
     }
@@ -530,16 +528,16 @@ def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:
 
 def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
     """Root in a machine can put a tree of any size in our files' place. A later pass continues where one stopped."""
-    assert isinstance(host.runner, RunnerWithRm)
+    assert isinstance(host.runner, RunnerThatClears)
     agent = reconciler(host)
     agent.reconcile()
     for number in range(3):
         host.write(f"{REMOVED}/machines-{MACHINE}-handoff/{number}", b"")
     host.runner.per_second = 1.0
     for left in (2, 1, 0):
-        host.runner.rm_seconds = 0.0
+        host.runner.clearing_seconds = 0.0
         assert agent.reconcile().failures == ()
-        assert host.runner.rm_seconds <= 1.0
+        assert host.runner.clearing_seconds <= 1.0
         assert len(list(Path(f"{host.root}{REMOVED}").rglob("[0-9]"))) == left
         agent.failed_cleanups = {
             action: replace(each, tried=each.tried - STAGING_CLEANUP_INTERVAL)

@@ -42,6 +42,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from agent.model.reasons import Reason
+from agent.system.clearing import DOOR
 from agent.system.copy import Copies
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
@@ -213,7 +214,7 @@ def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -
     gpu_host.__class__ = CrashingHost
     assert isinstance(gpu_host, CrashingHost)
     # This is for a manifest whose driver root was not published; nothing else is removed.
-    gpu_host.command("rm", "--recursive", "--force", "--one-file-system", "--", f"{REMOVED}/0")
+    gpu_host.command(*DOOR, f"{REMOVED}/0")
     crashes = 0
     # Each staged file is a similar side effect: every seventh suffices.
     for survived in itertools.chain(range(1, 8), itertools.count(8, 7)):

@@ -21,6 +21,7 @@ from agent.model.paths import (
     mount_unit,
     times_file,
 )
+from agent.system.clearing import clear
 from agent.system.copy import Copies
 from agent.system.files import System, temporary_path
 from agent.system.mounts import mounted
@@ -111,7 +112,7 @@ def remove_root(index: int, system: System) -> None:
     unpublish(driver_root(index), system)
     system.make_directory(REMOVED)
     removed, tree = f"{REMOVED}/{index}", f"{TREES}/{index}"
-    clear((removed,), system)
+    clear((removed,), system, REMOVAL_LIMIT)
     if system.exists(tree):
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
@@ -121,7 +122,7 @@ def remove_root(index: int, system: System) -> None:
         system.remove(record)
     # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
-    clear((removed,), system)
+    clear((removed,), system, REMOVAL_LIMIT)
 
 
 def remove_all(system: System) -> None:
@@ -145,7 +146,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
-    clear(tuple(removed for _, removed in moves), system)
+    clear(tuple(removed for _, removed in moves), system, REMOVAL_LIMIT)
     for plain, removed in moves:
         _move(plain, removed, system)
     if not mount_parent(system):
@@ -177,9 +178,3 @@ def make_way(path: str, system: System) -> None:
         if system.is_directory(each, follow=False):
             system.make_directory(REMOVED)
             system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")
-
-
-def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
-    """Remove trees that a machine may have filled. Raises AgentError, for example if it takes over `limit` seconds."""
-    # Use rm(1), which handles any depth and can be killed. Before Python 3.13, shutil fails at a depth of 1000.
-    system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

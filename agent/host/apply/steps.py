@@ -5,7 +5,7 @@ from typing import assert_never
 
 from msgspec import Struct
 
-from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, clear, make_way, protect, remove_root, stage
+from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, make_way, protect, remove_root, stage
 from agent.host.apply.live_devices import change_devices
 from agent.host.apply.publishing import publish
 from agent.host.state.owned_files import OWNED_FILES, Owned
@@ -39,6 +39,7 @@ from agent.model.paths import (
     started_drop_in,
     started_nspawn,
 )
+from agent.system.clearing import clear
 from agent.system.files import System
 
 

@@ -113,8 +113,12 @@ class RemoveRoot(Struct, frozen=True):
 
     machine: str
 
+    @property
+    def path(self) -> str:
+        return machine_root(self.machine)
+
     def describe(self) -> str:
-        return f"remove {machine_root(self.machine)}"
+        return f"remove {self.path}"
 
 
 class RemoveEmptyDirectory(Struct, frozen=True):

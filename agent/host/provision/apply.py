@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from agent.config.node import ImageSettings
 from agent.host.apply.bootstrap_token import give_token
-from agent.host.apply.driver_roots import clear, remove_all
+from agent.host.apply.driver_roots import remove_all
 from agent.host.observe.units import enabling_link, observe_units
 from agent.host.provision.actions import (
     Action,
@@ -60,9 +60,11 @@ from agent.model.paths import (
     report_directory,
     staged_prefix,
 )
+from agent.system.clearing import clear, refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
+from agent.system.removal import allow_removal
 from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
@@ -246,7 +248,8 @@ def _publish(action: PublishRoot, system: System) -> None:
 def _remove_root(machine: str, system: System) -> None:
     """Remove a machine's root file system.
 
-    Raises ApplyError if the machine's unit runs, is about to start, or is in an unknown state.
+    Raises ApplyError if the machine's unit runs, is about to start, or is in an unknown state, or if anything is
+    mounted in the root file system.
 
     The directory is renamed first, so that the machine cannot start from what an interrupted removal leaves.
     """
@@ -256,9 +259,13 @@ def _remove_root(machine: str, system: System) -> None:
     if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
         why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
         raise ApplyError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
-    aside = f"{staged_prefix(machine)}removed"
+    root, aside = machine_root(machine), f"{staged_prefix(machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
-    system.rename(machine_root(machine), aside)
+    refuse_mounts(root, system)
+    if system.is_directory(root, follow=False):
+        # Root in the machine may have forbidden the rename with `chattr +i /`.
+        allow_removal(system.full_path(root))
+    system.rename(root, aside)
     clear((aside,), system, REMOVE_LIMIT)
 
 

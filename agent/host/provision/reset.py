@@ -6,7 +6,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from agent.host.observe.units import is_enabled, observe_units
-from agent.host.provision.actions import Action, RemoveDriverRoots
+from agent.host.provision.actions import Action, RemoveDriverRoots, RemoveRoot, RemoveTree
 from agent.host.provision.apply import Progress, Tools, run
 from agent.host.provision.chains import observe_network
 from agent.host.provision.differences import since_found
@@ -21,6 +21,7 @@ from agent.model.facts import Absent
 from agent.model.network import Network
 from agent.model.node import HostSettings, HostState, NodeFile, Problem
 from agent.model.paths import machine_unit
+from agent.system.clearing import refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 
@@ -72,6 +73,10 @@ class Reset(Struct, frozen=True):
             # Nothing is left of the node, and the host stays as it is: it has other nodes, or no record of how it was
             # found.
             return Ending("", (), (), ())
+        for each in removal:
+            # Nor may a mount: what is mounted is not removed.
+            if isinstance(each, RemoveRoot | RemoveTree):
+                refuse_mounts(each.path, self.system)
         done = self._run(removal)
         if failures := self.remove_files():
             raise AgentError(

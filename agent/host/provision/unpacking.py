@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 from agent.config.node import ImageSettings
-from agent.host.apply.driver_roots import clear
 from agent.host.provision.image import UNPACKED, access_options
 from agent.host.provision.image_errors import explained
 from agent.model.errors import AgentError, ApplyError, CommandError
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
+from agent.system.clearing import clear
 from agent.system.files import System
 from agent.system.root_writer import RootWriter
 

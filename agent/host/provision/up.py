@@ -40,6 +40,7 @@ from agent.model.goal import Grant
 from agent.model.network import Network
 from agent.model.node import HostSettings, NodeImage, Problem
 from agent.model.paths import machine_root
+from agent.system.clearing import refuse_mounts
 from agent.system.files import System
 from agent.system.https import ask
 from agent.system.network import NetworkSource
@@ -180,6 +181,8 @@ class Provisioner(Struct, frozen=True):
             return f"{image[0].name} ({image[0].architecture})"
 
         checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
+        if not isinstance(work.facts.root, Absent):
+            checks.append(checked("root", lambda: self._replaceable(name), name))
         checks += self._server_checks(work)
         checks += check_former_nodes(name, self.config, self.system)
         checks += check_network(name, self.config.machines[name], self.system)
@@ -195,6 +198,10 @@ class Provisioner(Struct, frozen=True):
             checks.append(checked("binaries", lambda: preflight.check_binaries(binaries, self.system), name))
         labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
+
+    def _replaceable(self, name: str) -> str:
+        refuse_mounts(machine_root(name), self.system)
+        return f"{machine_root(name)} can be replaced"
 
     def _with_token_checks(self, work: NodeWork) -> NodeWork:
         """Run the checks for a node that was made but has not joined, and find out whether it needs a new token."""

@@ -13,6 +13,7 @@ from agent.model.conditions import ConditionType, Status, true
 from agent.model.host_status import HostStatus, parse_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
 from agent.model.reasons import Reason
+from agent.system.clearing import DOOR
 from agent.system.files import temporary_path
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
@@ -94,7 +95,7 @@ def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
             os.mkdir("x")
             os.chdir("x")
     moved = f"{REMOVED}/machines-gpu-node-handoff-conditions.json"
-    gpu_host.command("rm", "--recursive", "--force", "--one-file-system", "--", moved)
+    gpu_host.command(*DOOR, moved)
     for ready in ({}, {MACHINE: READY}):
         assert publish_host_status(gpu_host, ready, 1.0) == ()
     assert gpu_host.is_file(FILE)

@@ -34,7 +34,7 @@ from agent.model.paths import (
 )
 from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, set_up, units
 from tests.fakes.host import Host
-from tests.host.test_driver_generations import NEWER, RunnerWithRm, condition, driver_root, start_machine, upgrade
+from tests.host.test_driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 
 PARENT, ROOT = mount_unit(HOST_NVIDIA), mount_unit(f"{HOST_NVIDIA}/0")
 WANTS = f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants"
@@ -46,7 +46,7 @@ SOURCE = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     tree = tmp_path / "host"
-    return set_up(Host(tree, runner=RunnerWithRm(tree)))
+    return set_up(Host(tree, runner=RunnerThatClears(tree)))
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ class Killed(Host):
 def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bool]:
     """Return a host on which `prepare` was killed before change number `step`, and whether it came that far."""
     tree = tmp_path / f"{prepare}-{step}"
-    host = Killed(tree, runner=RunnerWithRm(tree))
+    host = Killed(tree, runner=RunnerThatClears(tree))
     set_up(host)
     if prepare != "stage":
         host.bus.mounts.no_overlay = prepare in ("protect", "put back")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from agent.host.provision.image_errors import explained
 from agent.host.provision.unpacking import unpack
 from agent.model.errors import AgentError, ApplyError, ConfigError, ExitCodeError, ObservationError, UnsupportedError
 from agent.model.node import NodeImage
+from agent.system.clearing import DOOR
 from agent.system.files import System
 from agent.system.process import Completed
+from tests.fakes.clearing import clear_below, clears
 from tests.fakes.host import Host
 
 NODES = ImageSettings(repository="docker://registry.example.com/nodes", tag="1.2")
@@ -261,8 +262,8 @@ class Tools:
         self.calls.append(argv)
         if argv[0] == self.failing:
             return Completed(1, b"", b"no space left on device\n")
-        if argv[0] == "rm":
-            shutil.rmtree(self.tree / argv[-1].lstrip("/"), ignore_errors=True)
+        if clears(argv):
+            return clear_below(self.tree, argv)
         if argv[0] == "umoci":
             for name, mode in self.entries.items():
                 file = Path(argv[-1]) / name
@@ -291,7 +292,7 @@ def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> Non
     assert system.exists(f"{ROOT}/sbin/init")
     assert system.entries("/var/lib/machines") == (os.path.basename(ROOT),)
     assert system.mode("/var/lib/machines") == 0o700
-    assert [argv[0] for argv in tools.calls] == ["rm", "skopeo", "umoci", "sync", "rm"]
+    assert [argv[0] for argv in tools.calls] == [DOOR[0], "skopeo", "umoci", "sync", DOOR[0]]
     assert tools.calls[1][:2] == ("skopeo", "--insecure-policy")
     assert told == [f"unpacking {PINNED}"]
     with pytest.raises(ApplyError, match="exists already"):

@@ -1,0 +1,230 @@
+"""Removes trees with real mounts, in a mount namespace of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.system import removal
+from agent.system.removal import FAILED, MOUNTED
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+pytestmark = [pytest.mark.processes]
+
+DOOR = f"{sys.executable} -IS {removal.__file__}"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree to remove, next to data that must stay."""
+    for name in ("tree/a/b", "tree/empty", "data"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("tree/file", "tree/a/file", "tree/a/b/file", "data/kept"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "tree/a/link").symlink_to(tmp_path / "data")
+    os.mkfifo(tmp_path / "tree/a/fifo")
+    return tmp_path / "tree"
+
+
+def run(script: str, tree: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in the directory above the tree, in a namespace whose mounts nobody else sees."""
+    argv = ("unshare", "--mount", "--propagation", "private", "sh", "-euc", script.replace("DOOR", DOOR))
+    return subprocess.run(argv, cwd=tree.parent, capture_output=True, text=True, timeout=60)
+
+
+def test_a_tree_is_removed_and_no_link_is_followed(tree: Path) -> None:
+    removal.remove(str(tree))
+    assert [each.name for each in tree.parent.iterdir()] == ["data"]
+    assert (tree.parent / "data/kept").exists()
+
+
+def test_a_file_a_link_and_nothing_at_all(tree: Path) -> None:
+    (tree / "directory").symlink_to(tree / "a")
+    for path in ("file", "directory", "missing", "missing/below"):
+        removal.remove(str(tree / path))
+    assert sorted(os.listdir(tree)) == ["a", "empty"]
+
+
+def test_a_tree_of_any_depth_and_breadth(tmp_path: Path) -> None:
+    """More levels than Python recurses and than descriptors may be open, and more names than are read at once."""
+    (tmp_path / "tree").mkdir()
+    for number in range(removal.NAMES + 100):
+        (tmp_path / f"tree/{number}").mkdir()
+    back = os.open(".", os.O_RDONLY)
+    os.chdir(tmp_path / "tree/7")
+    for _ in range(1500):
+        os.mkdir("y")
+        os.chdir("y")
+    os.fchdir(back)
+    os.close(back)
+    removal.remove(str(tmp_path / "tree"))
+    assert os.listdir(tmp_path) == []
+
+
+MOUNTS = {
+    "bind": "mount --bind data tree/a",
+    "bind of a file": "mount --bind data/kept tree/a/file",
+    "at the tree itself": "mount --bind data tree",
+    "with a space": "mkdir 'tree/a b' && mount --bind data 'tree/a b'",
+    "tmpfs": "mount -t tmpfs none tree/a && touch tree/a/kept",
+    "overlay": "mkdir up work && mount -t tmpfs none up && mkdir up/u up/w && "
+    "mount -t overlay none -o lowerdir=data,upperdir=up/u,workdir=up/w tree/a/b",
+    "mount below a mount": "mount --bind data tree/a && mkdir -p data/x && mount -t tmpfs none tree/a/x",
+}
+
+
+@root
+@pytest.mark.parametrize("kind", MOUNTS)
+def test_nothing_is_removed_while_something_is_mounted(tree: Path, kind: str) -> None:
+    """A bind mount of the same file system has the same device number."""
+    before = sorted(tree.rglob("*"))
+    done = run(f"{MOUNTS[kind]}\nDOOR {tree}", tree)
+    assert done.returncode == MOUNTED
+    assert f"{tree}: not removed, because something is mounted there: " in done.stderr
+    assert "`umount " in done.stderr
+    assert {*before} <= {*tree.rglob("*")}
+    assert (tree.parent / "data/kept").exists()
+
+
+@root
+def test_the_advised_command_unmounts_it(tree: Path) -> None:
+    script = f"""
+        mkdir "tree/a/it's here" && mount --bind data "tree/a/it's here" && mount --bind data tree/a/b
+        advice=$(DOOR {tree} 2>&1 >/dev/null || true)
+        eval "$(echo "$advice" | sed 's/.*`\\(.*\\)`.*/\\1/')"
+        DOOR {tree}
+    """
+    done = run(script, tree)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not tree.exists()
+    assert (tree.parent / "data/kept").exists()
+
+
+@root
+def test_a_tree_behind_a_link_is_checked_too(tree: Path) -> None:
+    (tree.parent / "link").symlink_to(".")
+    done = run("mount --bind data tree/a && DOOR link/tree", tree)
+    assert done.returncode == MOUNTED
+    assert (tree.parent / "data/kept").exists()
+
+
+@root
+def test_one_refused_path_holds_up_no_other(tree: Path) -> None:
+    (tree.parent / "other").mkdir()
+    assert run("mount --bind data tree/a && DOOR tree other", tree).returncode == MOUNTED
+    assert not (tree.parent / "other").exists()
+    assert (tree / "file").exists()
+
+
+@root
+@pytest.mark.parametrize("other", ["", "touch tree/new &&"], ids=["as it is", "with a new file"])
+def test_a_check_changes_nothing(tree: Path, other: str) -> None:
+    assert run(f"mount --bind data tree/a && {other} DOOR --check tree", tree).returncode == MOUNTED
+    assert run("DOOR --check tree missing", tree).returncode == 0
+    assert (tree / "file").exists()
+
+
+STALE = """
+import os, subprocess, sys
+sys.path.insert(0, {directory!r})
+import removal
+real = removal.refuse_mounts
+def late(path):
+    real(path)
+    subprocess.run({mount!r}, shell=True, check=True)
+removal.refuse_mounts = late
+sys.exit(removal.main(sys.argv[1:]))
+"""
+
+
+@root
+@pytest.mark.parametrize("kind", [each for each in MOUNTS if each != "at the tree itself"] + ["at the tree itself"])
+def test_what_is_mounted_after_the_check_is_not_touched(tree: Path, kind: str) -> None:
+    code = STALE.format(directory=str(Path(removal.__file__).parent), mount=MOUNTS[kind])
+    (tree.parent / "late.py").write_text(code)
+    done = run(f"{sys.executable} -S late.py {tree}", tree)
+    assert done.returncode == MOUNTED, done.stderr
+    assert "was not touched; unmount it: `umount " in done.stderr
+    assert (tree.parent / "data/kept").exists()
+
+
+@root
+def test_a_race_with_mounts_that_come_and_go(tree: Path) -> None:
+    """Whatever the moment, what is mounted stays complete."""
+    for name in range(50):
+        (tree.parent / f"data/{name}").touch()
+    script = f"""
+        (while :; do
+            mkdir -p tree/a/b && mount --bind data tree/a/b && umount tree/a/b
+            mkdir -p tree/a/b && mount --bind data tree/a && umount tree/a
+        done 2>/dev/null) & pid=$!
+        end=$(( $(date +%s) + 3 ))
+        while [ "$(date +%s)" -lt $end ]; do DOOR {tree} || true; done
+        kill $pid; wait $pid || true
+        umount tree/a/b tree/a || true
+    """
+    done = run(script, tree)
+    assert "Traceback" not in done.stderr
+    assert len([*(tree.parent / "data").iterdir()]) == 51
+
+
+def flags(*words: str) -> None:
+    done = subprocess.run(["chattr", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"chattr: {done.stderr}")
+
+
+@root
+@pytest.mark.parametrize("flag", ["i", "a"])
+def test_files_and_directories_that_cannot_be_changed_are_removed(tree: Path, flag: str) -> None:
+    """Root in a machine can set these flags."""
+    for path in ("a/b/file", "a/b", "a", "a/file", "empty", "."):
+        flags(f"+{flag}", str(tree / path))
+    assert subprocess.run(["rm", "-rf", tree], capture_output=True).returncode == 1
+    removal.remove(str(tree))
+    assert not tree.exists()
+
+
+@root
+def test_another_name_of_a_file_keeps_its_flags(tree: Path) -> None:
+    os.link(tree.parent / "data/kept", tree / "a/kept")
+    flags("+i", str(tree.parent / "data/kept"))
+    try:
+        removal.remove(str(tree))
+        listed = subprocess.run(["lsattr", tree.parent / "data/kept"], capture_output=True, text=True).stdout
+    finally:
+        flags("-i", str(tree.parent / "data/kept"))
+    assert "i" in listed.split()[0]
+    assert not tree.exists()
+
+
+@root
+def test_the_directory_above_keeps_its_flags(tree: Path) -> None:
+    """It is the administrator's."""
+    flags("+i", str(tree.parent))
+    try:
+        done = run(f"DOOR {tree}", tree)
+    finally:
+        flags("-i", str(tree.parent))
+    assert done.returncode == FAILED
+    assert f"{tree}: Operation not permitted" in done.stderr
+
+
+@root
+def test_a_directory_that_cannot_be_changed_can_be_renamed_afterwards(tree: Path) -> None:
+    flags("+i", str(tree))
+    with pytest.raises(PermissionError):
+        tree.rename(tree.parent / "new")
+    removal.allow_removal(str(tree))
+    tree.rename(tree.parent / "new")
+
+
+def test_what_could_not_be_removed_is_named(tree: Path) -> None:
+    """As a user without rights."""
+    argv = [sys.executable, "-IS", removal.__file__, "/proc/self/task", "/proc/1"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == FAILED
+    assert all(line.startswith("/proc/") and "Operation not permitted" in line for line in done.stderr.splitlines())
+    assert len(done.stderr.splitlines()) == 2
