@@ -35,7 +35,7 @@ def test_an_incomplete_download_is_not_kept(tmp_path: Path) -> None:
         "pip": PIP,
         **dict.fromkeys(PROGRAMS, "#!/bin/sh\n"),
     }
-    script = SCRIPT.read_text().replace("/usr/bin/python3", f"{tmp_path}/bin/python3")
+    script = SCRIPT.read_text().replace("/usr/bin/python3 -m", f"{tmp_path}/bin/python3 -m")
     for name, text in {
         "deploy/build-packages": script,
         **{f"bin/{name}": each for name, each in programs.items()},
@@ -44,6 +44,7 @@ def test_an_incomplete_download_is_not_kept(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "requirements.lock").touch()
+    (tmp_path / "agent").symlink_to(SCRIPT.parents[1] / "agent")
     environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "deploy/build-packages"], env=environment, capture_output=True, check=False)
     assert done.returncode != 0

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
 PROGRAMS = {
     *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "echo", "eglinfo", "glxinfo", "grep", "helm"),
     *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "nvidia-smi", "promtool"),
-    *("rm", "rmmod", "sed", "skopeo", "systemctl", "systemd-run", "unbounded-agent", "vulkaninfo"),
+    *("python3", "rm", "rmmod", "sed", "skopeo", "systemctl", "systemd-run", "unbounded-agent", "vulkaninfo"),
 }
 """What the pages' commands begin with. A misspelt program, or one that no reader has heard of, is not among them."""
 OPERATORS = {"|", "||", "&&", ";"}

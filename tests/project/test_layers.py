@@ -80,9 +80,9 @@ OPENING = re.compile(r"(io\.|os\.)?open|os\.(fdopen|popen|mkfifo|mknod|walk|fwal
 OPENING_METHODS = {"read_bytes", "write_bytes", "write_text"}
 """pathlib's. Its read_text has the same name as ours, so pathlib itself is refused."""
 OPENING_MODULES = {"codecs", "fileinput", "glob", "linecache", "mmap", "pathlib", "shelve", "shutil", "tempfile"}
-DOORS = {"system/opening.py", "system/root_writer.py", "machine/devices/open_nodes.py"}
+DOORS = {"system/opening.py", "system/root_writer.py", "system/removal.py", "machine/devices/open_nodes.py"}
 """Modules that may open files. One writes into the root file systems of images, which have directories and links of
-anybody; one opens device nodes to test them, in a child that may hang."""
+anybody; one opens directories to remove them; one opens device nodes to test them, in a child that may hang."""
 
 DATA_CLASSES = {
     # Records of what `up` found and made, and what they consist of.
@@ -221,7 +221,7 @@ def test_pure_modules_touch_nothing() -> None:
     pure = [path for path in modules() if is_pure(path)]
     assert {relative_name(path): found for path in pure if (found := reaches_outside(path))} == {}
     assert len(pure) > 100
-    assert reaches_outside(PACKAGE / "system/files.py") >= {"os", "shutil"}
+    assert reaches_outside(PACKAGE / "system/files.py") >= {"os", "time"}
 
 
 def test_integration_imports_only_fakes_from_the_tests() -> None:
@@ -305,8 +305,40 @@ def opened(source: str) -> list[int]:
 def test_only_the_door_opens_files() -> None:
     """Any other way to open a file waits for whoever put a FIFO or a lease there, or acts on a device."""
     found = {relative_name(path): lines for path in modules() if (lines := opened(path.read_text()))}
-    assert set(found) - DOORS == {"system/files.py"}
-    assert len(found["system/files.py"]) == 2, "shutil's import and call, for driver roots in the making"
+    assert set(found) == DOORS
+
+
+REMOVALS = re.compile(
+    r"\brm +(-\S+ +)*(-[a-z]*[rR][a-z]*|--recursive)|[\"']rm[\"'],.*[\"'](-[a-z]*[rR]|--recursive)"
+    r"|rmtree|removedirs|[ ]-delete\b|one-file-system"
+)
+BUILT = ("containerfiles/install-", "containerfiles/agent-")
+"""What runs only in an image that is being built, on the image's own files."""
+
+
+def test_every_tree_is_removed_through_one_door() -> None:
+    """Anything else also removes the data of a bind mount of the same file system."""
+    repository = PACKAGE.parent
+    found: dict[str, list[str]] = {}
+    directories = ("agent", "deploy", "systemd", "containerfiles")
+    for path in sorted(each for name in directories for each in (repository / name).rglob("*")):
+        name = str(path.relative_to(repository))
+        if path.is_file() and path.suffix != ".pyc" and not name.startswith(BUILT):
+            lines = [line for line in path.read_text().splitlines() if REMOVALS.search(line)]
+            found |= {name: lines} if lines else {}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "finds"),
+    [
+        *((line, True) for line in ("rm -rf x", "rm --force -R x", "rm -r x", "rm --recursive x", "find x -delete")),
+        *((line, True) for line in ('run("rm", "-rf", x)', "shutil.rmtree(x)", "os.removedirs(x)")),
+        *((line, False) for line in ("rm -f x", "rm x-r", "podman build --rm -f x", 'run("rm", "-f", x)')),
+    ],
+)
+def test_the_check_of_removals_works(line: str, finds: bool) -> None:
+    assert bool(REMOVALS.search(line)) is finds
 
 
 @pytest.mark.parametrize(

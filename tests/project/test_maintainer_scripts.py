@@ -36,8 +36,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (debian / package / "usr/lib").mkdir(parents=True, exist_ok=True)
             if unit.is_file() and unit.suffix not in (".conf", ".rules"):
                 shutil.copy(unit, target)
-    for command in (["make", "-f", "debian/rules", "override_dh_installsystemd"], ["dh_installdeb"]):
-        subprocess.run(command, cwd=debian.parent, check=True, capture_output=True)
+    (debian.parent / "agent").symlink_to(REPOSITORY / "agent")
+    for rule in ("override_dh_installsystemd", "override_dh_installdeb"):
+        subprocess.run(["make", "-f", "debian/rules", rule], cwd=debian.parent, check=True, capture_output=True)
     return debian
 
 
@@ -110,3 +111,11 @@ def test_a_purge_disables_no_service_of_a_checkout(scripts: Path, tmp_path: Path
     assert "purge" in {call[0] for call in calls}
     (tmp_path / "opt/unbounded-agent/current").mkdir(parents=True)
     assert invoked(scripts, tmp_path, HOST, "postrm", "purge", logged="deb-systemd-helper") == []
+
+
+@pytest.mark.parametrize("package", [HOST, MACHINE])
+def test_the_program_that_removes_trees_is_in_the_script(scripts: Path, package: str) -> None:
+    """When a package is purged, its own files are gone."""
+    script = scripts / package / "DEBIAN/postrm"
+    assert f"<<'END'\n{(REPOSITORY / 'agent/system/removal.py').read_text()}END\n" in script.read_text()
+    subprocess.run(["sh", "-n", script], check=True)

@@ -1,5 +1,6 @@
 """What the Debian package removes when it is purged. integration/tests/packages has the rest."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "deploy/debian"
+REMOVAL = SCRIPTS.parents[1] / "agent/system/removal.py"
 SETTINGS = "etc/systemd/nspawn/gpu-node.nspawn"
 FILES = {
     SETTINGS: "# Written by unbounded-agent\n",
@@ -20,6 +22,7 @@ case "$*" in
     *) [ "$*" = daemon-reload ] ;;
 esac
 """
+OWN_MOUNTS = ("unshare", "--mount", "--propagation", "private")
 JOB = r"4711 systemd-nspawn@gpu-node.service {} waiting\n"
 
 
@@ -29,8 +32,11 @@ def write(tree: Path, *names: str) -> None:
         (tree / name).touch()
 
 
-def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agent") -> str:
-    """Run the script on files below `tree`, with these answers of systemctl. Return what it prints."""
+def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agent", mounting: str = "") -> str:
+    """Run the script on files below `tree`, with these answers of systemctl. Return what it prints.
+
+    `mounting` is run before it, in the same mount namespace, which nobody else sees.
+    """
     script = (SCRIPTS / f"{package}.postrm").read_text()
     files = {**FILES, "bin/systemctl": SYSTEMCTL.format(state=state, jobs=jobs)}
     for name, content in files.items():
@@ -38,8 +44,10 @@ def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agen
         (tree / name).write_text(content)
     (tree / "bin/systemctl").chmod(0o755)
     script = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tree}/\1", script)
+    # As debian/rules does.
+    script = script.replace("#REMOVAL#\n", REMOVAL.read_text())
     done = subprocess.run(
-        ["sh", "-c", script, "postrm", "purge"],
+        [*(OWN_MOUNTS if mounting else ()), "sh", "-c", mounting + script, "postrm", "purge"],
         env={"PATH": f"{tree}/bin:/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -133,3 +141,41 @@ def test_an_installation_from_a_checkout_keeps_its_state(tmp_path: Path) -> None
     assert "an installation from a checkout" in purge(tmp_path, "inactive")
     assert (tmp_path / configuration).exists()
     assert (tmp_path / SETTINGS).exists()
+
+
+STATE = "var/lib/unbounded-agent"
+MOUNTS = {
+    "in use": "mount --bind {data} {place}; exec 9<{place}/kept; ",
+    "in use, and a space in its path": "mkdir '{place}/a b'; mount --bind {data} '{place}/a b'; "
+    "exec 9<'{place}/a b/kept'; ",
+    "in use, an overlay": "mount -t tmpfs none {place}; mkdir {place}/u {place}/w {place}/o; "
+    "mount -t overlay none -o lowerdir={data},upperdir={place}/u,workdir={place}/w {place}/o; exec 9<{place}/o/kept; ",
+}
+
+
+@pytest.mark.parametrize("package", ["unbounded-agent", "unbounded-agent-machine"])
+@pytest.mark.parametrize("kind", MOUNTS)
+def test_what_is_mounted_in_the_state_stays(tmp_path: Path, kind: str, package: str) -> None:
+    """Data of a mount was deleted when it could not be unmounted. Its device number may be that of the state."""
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    write(tmp_path, "data/kept", f"{STATE}/own/file", "etc/unbounded-agent/config.toml")
+    place = tmp_path / STATE / "own"
+    message = purge(
+        tmp_path, "inactive", package=package, mounting=MOUNTS[kind].format(data=tmp_path / "data", place=place)
+    )
+    assert (tmp_path / "data/kept").exists()
+    assert f"{tmp_path / STATE}: not removed, because something is mounted there: " in message
+    assert f"{package}: what is named above stays" in message
+    assert (tmp_path / STATE / "own/file").exists()
+    assert (tmp_path / "etc/unbounded-agent").exists() is (package == "unbounded-agent-machine"), "the rest goes"
+
+
+def test_what_is_not_in_use_is_unmounted(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    write(tmp_path, "data/kept", f"{STATE}/own/file")
+    mounting = f"mount --bind {tmp_path}/data {tmp_path}/{STATE}/own; "
+    assert purge(tmp_path, "inactive", mounting=mounting) == ""
+    assert not (tmp_path / STATE).exists()
+    assert (tmp_path / "data/kept").exists()

@@ -73,10 +73,11 @@ class Reset(Struct, frozen=True):
             # Nothing is left of the node, and the host stays as it is: it has other nodes, or no record of how it was
             # found.
             return Ending("", (), (), ())
-        for each in removal:
+        assert not isinstance(removal, Problem), "checked above"
+        for step in removal:
             # Nor may a mount: what is mounted is not removed.
-            if isinstance(each, RemoveRoot | RemoveTree):
-                refuse_mounts(each.path, self.system)
+            if isinstance(step, RemoveRoot | RemoveTree):
+                refuse_mounts(step.path, self.system)
         done = self._run(removal)
         if failures := self.remove_files():
             raise AgentError(
