@@ -301,11 +301,17 @@ def containerd(machine: Machine, argv: tuple[str, ...], version: str = "v1.7.24"
 
 
 def systemctl(
-    state: str, started: int, substate: str = "running", load: str = "loaded", main_process: int = 0
+    state: str,
+    started: int,
+    substate: str = "running",
+    load: str = "loaded",
+    main_process: int = 0,
+    job: int = 0,
 ) -> Answer:
     """Return an Answer that acts as systemctl and knows only containerd.service."""
     text = f"LoadState={load}\nActiveState={state}\nSubState={substate}\nExecMainStartTimestampMonotonic={started}\n"
-    text += f"MainPID={main_process}\n"
+    # systemctl prints no line for a unit without a job.
+    text += f"MainPID={main_process}\n" + (f"Job={job}\n" if job else "")
     return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")
 
 

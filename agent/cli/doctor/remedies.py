@@ -188,6 +188,11 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "journalctl -b -u containerd -n 50",
     ),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.STOPPED): (
+        SHELL,
+        "systemctl unmask containerd  # if it is masked",
+        "systemctl start containerd",
+    ),
     (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (
         SHELL,
         "systemctl status containerd",

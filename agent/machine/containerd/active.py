@@ -31,7 +31,7 @@ started, and a digest of the configuration."""
 REPLACED = "containerd-replaced"
 """Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
 specifications: the path of the running program in /proc, and that program's identity."""
-PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID"
+PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID,Job"
 COMMAND_LINE_LIMIT = 1 << 20
 ANSWER_SHOWN = 200
 """Characters that a condition shows of an answer that is none."""
@@ -112,9 +112,13 @@ def check_active(context: Context, configured: Condition) -> Condition:
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
     if state == "inactive":
-        # While the machine boots, that is normal: this run comes before containerd's start.
         masked = unit.get("LoadState") == "masked"
         start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
+        # The note shows that containerd has run since the machine's boot. If it is being restarted, this run comes
+        # between its stop and its start, which is queued then.
+        if notes.load(LOADED) and not unit.get("Job"):
+            return false(ACTIVE, Reason.STOPPED, f"{UNIT} was stopped: run {start} in the machine")
+        # While the machine boots, that is normal: this run comes before containerd's start.
         advice = f"if the machine has booted, run {start} in the machine"
         return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {'masked' if masked else state}: {advice}")
     return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")

@@ -113,6 +113,18 @@ def test_only_a_containerd_that_runs_is_asked(machine: Machine, state: str, subs
     assert machine.conditions()["RuntimeActive"][0] != "True"
 
 
+def test_a_containerd_that_was_stopped_is_no_containerd_that_is_about_to_start(machine: Machine) -> None:
+    """It was Unknown, as at boot: no pod can start until somebody starts it."""
+    restarted(machine)
+    machine.program("systemctl", systemctl("inactive", 0, "dead", job=17))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotStarted"), "between the stop and the start"
+    machine.program("systemctl", systemctl("inactive", 0, "dead"))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("False", "Stopped")
+    assert "run `systemctl start containerd.service` in the machine" in machine.message("RuntimeActive")
+
+
 def test_a_containerd_that_is_restarted_is_not_asked(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
