@@ -2,13 +2,13 @@
 
 from contextlib import suppress
 
+from agent.cli.holders import named
 from agent.host.plan.remembered import remembered_files
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import pass_lock
 from agent.model.errors import ConfigError, ObservationError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import WAKE
-from agent.model.pci_address import as_in_sysfs
 from agent.model.remembered import Remembered
 from agent.system.damage import write_record
 
@@ -27,11 +27,11 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
             raise ObservationError(remembered.why, hint)
         lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
         if address:
-            wanted = as_in_sysfs(address)
-            if wanted not in lost:
+            gpu = named(address, lost.values())
+            if gpu is None:
                 hint = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
-                raise ConfigError(f"{address!a}: no lost GPU has this PCI address", hint)
-            lost = {wanted: lost[wanted]}
+                raise ConfigError(f"{address!a}: no lost GPU has this PCI address or UUID", hint)
+            lost = {gpu.pci_address: gpu}
         damage = remembered.damage if address else ""
         gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)
         for file in remembered_files(Remembered(gpus, damage)):

@@ -1,14 +1,18 @@
 """Lists the processes that use a GPU: `unbounded-agent gpus holders`."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
 from agent.model.errors import ConfigError, ObservationError
 from agent.model.facts import DeviceNode, Facts, Gpu
 from agent.model.pci_address import as_in_sysfs
+from agent.model.remembered import RememberedGpu
 from agent.system.files import System
 from agent.system.open_files import Held, Holder, find_holders
+
+T = TypeVar("T", Gpu, RememberedGpu)
 
 UNSEEN_SHOWN = 10
 """At most this many processes that could not be inspected are listed; the others are only counted."""
@@ -29,17 +33,23 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 
 
 def find_gpu(address: str, facts: Facts) -> Gpu:
-    """Return the GPU at this address.
+    """Return the GPU with this PCI address or UUID.
 
-    Raises ConfigError if no GPU has the address, and ObservationError if a vendor's devices cannot be listed.
+    Raises ConfigError if there is none, and ObservationError if a vendor's devices cannot be listed.
     """
     known = _known(facts)
-    found = known.get(as_in_sysfs(address))
+    found = named(address, known.values())
     if found is None:
         raise ConfigError(
-            f"{address!a}: no GPU has this PCI address", f"GPUs here: {', '.join(sorted(known)) or 'none'}"
+            f"{address!a}: no GPU has this PCI address or UUID", f"GPUs here: {', '.join(sorted(known)) or 'none'}"
         )
     return found
+
+
+def named(word: str, gpus: Iterable[T]) -> T | None:
+    """Return the GPU with this PCI address or UUID; None if there is none."""
+    address = as_in_sysfs(word)
+    return next((each for each in gpus if each.pci_address == address or (word and each.uuid == word)), None)
 
 
 def _known(facts: Facts) -> dict[str, Gpu]:

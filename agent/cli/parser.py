@@ -6,12 +6,13 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 
 from agent import __version__
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
-from agent.model.paths import CONFIG_FILE
+from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
 
 VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
@@ -20,6 +21,15 @@ WIDTH = 78
 """Columns of descriptions. This module wraps descriptions itself: argparse would wrap the list of exit codes too."""
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands of `gpus` whose address is optional."""
+FILES = (CONFIG_FILE, f"{CONFIG_DIRECTORY}/*.toml", f"{CONFIG_FILE}.sample  all settings (Debian package)")
+CODES = {
+    0: "done, or nothing to do",
+    1: "failed",
+    3: "status --check or --wait: a machine is not ready",
+    4: "status --check or --wait: whether a machine is ready is unknown",
+    130: "interrupted",
+}
+"""Exit codes of the whole program."""
 WAIT_LIMIT = 300.0
 """Default of `status --wait`, in seconds."""
 WATCH_INTERVAL = 2.0
@@ -43,17 +53,50 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return re.sub(r"(--[a-z-]+) \[([A-Z]+)\]", r"\1[=\2]", super().format_help())
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what an unknown word may have been meant for, and shows the usage of the command that does not know it."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse. argparse would leave what a command does not know to the program's own parser."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            # The commands that have help: only units run the others.
+            shown = [each.dest for each in action._choices_actions]
+            self.error(f"there is no command {value!r}" + (_meant(value, shown) or f"; commands: {', '.join(shown)}"))
+        super()._check_value(action, value)
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many"
+        option = word.partition("=")[0]
+        known = [name for name, each in self._option_string_actions.items() if each.help != argparse.SUPPRESS]
+        further = "; the options of a command follow its name" if self._subparsers else f"; options: {', '.join(known)}"
+        return f"there is no option {option!r}{_meant(option, known) or further}"
+
+
+def _meant(word: object, known: Iterable[str]) -> str:
+    close = get_close_matches(str(word), known, cutoff=0.7)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 def make_parser(command: str = "") -> argparse.ArgumentParser:
     """Return the parser. The parsed options are `config`, `command`, and the command's own arguments.
 
     With the name of a command, the parser knows only that command: to add all takes as long as Python's own start.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="unbounded-agent",
         description=textwrap.fill(
             "Makes this host's GPUs usable inside systemd-nspawn machines that run Kubernetes nodes.", WIDTH
         ),
-        epilog=_epilog(["unbounded-agent plan"], {0: "done, or nothing to do", 1: "failed", 130: "interrupted"}),
+        epilog=_epilog(["unbounded-agent plan"], CODES, FILES),
         formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
@@ -143,7 +186,9 @@ def _add_gpus(gpus: argparse.ArgumentParser) -> None:
             command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
         else:
             count = "?" if name in ADDRESS_OPTIONAL else None
-            command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
+            command.add_argument(
+                "address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0, or the UUID"
+            )
 
 
 def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -202,10 +247,13 @@ def _add(
             epilog=_epilog(command.examples, command.codes),
             formatter_class=_Formatter,
         )
+        # Also after the command, where it replaces one before the command. The program's own help has it.
+        added[name].add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=argparse.SUPPRESS)
     return added
 
 
-def _epilog(examples: Sequence[str], codes: Mapping[int, str]) -> str:
+def _epilog(examples: Sequence[str], codes: Mapping[int, str], files: Sequence[str] = ()) -> str:
     lines = [f"  {code:<3} {meaning}" for code, meaning in sorted({2: BAD_INPUT, **codes}.items())]
     heading = "example:" if len(examples) == 1 else "examples:"
-    return "\n".join(["exit codes:", *lines, "", heading, *(f"  {each}" for each in examples)])
+    above = ["files:", *(f"  {each}" for each in files), ""] if files else []
+    return "\n".join([*above, "exit codes:", *lines, "", heading, *(f"  {each}" for each in examples)])

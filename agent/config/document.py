@@ -3,6 +3,7 @@
 A later file overrides what earlier ones have.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,13 @@ from msgspec import Struct
 
 from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.model.text import printable
 from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.system.path_trust import settings_fault
+
+LINE_LIMIT = 80
+"""How much of a faulty line an error quotes at most, in characters."""
 
 
 class Document(Struct, frozen=True):
@@ -59,11 +64,28 @@ def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
     try:
         if root_owned and (fault := settings_fault(system, file)):
             raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
-        return parse_toml(system.read(file).decode())
+        text = system.read(file).decode()
     except OSError as error:
         raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
-    except ValueError as error:
+    except UnicodeError as error:
         raise ConfigError(f"{file}: not TOML: {error}") from error
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{file}: not TOML: {error}{_source(text, error)}") from error
+
+
+def _source(text: str, error: ValueError) -> str:
+    """Return the line that the error names, to be added to it; empty if it names none.
+
+    The value is left out: it may be a secret that does not belong there, and everyone can read the error.
+    """
+    found = re.search(r"at line ([0-9]+)", str(error))
+    lines = text.split("\n")
+    if not found or int(found[1]) > len(lines):
+        return ""
+    key, equals, _ = lines[int(found[1]) - 1].strip()[:LINE_LIMIT].partition("=")
+    return f": {printable(key)}{equals and '= ...'}"
 
 
 def _merge(

@@ -33,7 +33,10 @@ Url = Annotated[
 ]
 """Without a user name and password, because the configuration must not contain secrets."""
 ServerUrl = Annotated[
-    str, text(r"https://[^\s/@]+", "an API server, such as https://10.0.0.1:6443", longest=300), Check(usable_url)
+    str,
+    Check(lambda value: value.rstrip("/")),
+    text(r"https://[^\s/@]+", "an API server without a path, such as https://10.0.0.1:6443", longest=300),
+    Check(usable_url),
 ]
 Registry = Annotated[
     str,

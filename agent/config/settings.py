@@ -32,10 +32,13 @@ DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
 wildcards. No name in the path may begin with a dot."""
 
 
+GPUS_EXPECTED = 'must be "all", "count=N" or a list of PCI addresses and UUIDs'
+
+
 def _gpus(value: str | list[str]) -> str | list[str]:
     if isinstance(value, str):
         if value != "all" and not re.fullmatch(r"count=[1-9][0-9]{0,3}", value):
-            raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
+            raise ValueError(GPUS_EXPECTED)
         return value
     if not value:
         raise ValueError("the list names no GPU")
@@ -76,7 +79,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
 
     `"all"` and `"count=N"` leave out SR-IOV virtual functions whose physical GPU is on this host too: such functions
     are meant for virtual machines. A machine gets one only if `gpus` lists its address. Write a PCI address as
-    `0000:01:00.0`, or as `nvidia-smi` prints it.
+    `0000:01:00.0`, or as `lspci` or `nvidia-smi` prints it.
 
     NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all GPUs, detached ones included, gets
     these nodes.

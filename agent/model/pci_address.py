@@ -9,9 +9,12 @@ PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 def as_in_sysfs(text: str) -> str:
     """Return the address as sysfs writes it; empty if the text is not a PCI address.
 
-    Some tools print upper-case letters and domains of eight digits.
+    Some tools print upper-case letters and domains of eight digits. lspci leaves out domain 0.
     """
-    if not PCI_ADDRESS.fullmatch(text.lower()):
+    text = text.lower()
+    if text.count(":") == 1:
+        text = f"0000:{text}"
+    if not PCI_ADDRESS.fullmatch(text):
         return ""
-    domain, _, rest = text.lower().partition(":")
+    domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest}"

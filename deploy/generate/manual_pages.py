@@ -78,7 +78,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentP
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
         name = ", ".join(f"**{each}**" for each in action.option_strings)
         value = "" if action.nargs == 0 else f"*{action.metavar or '|'.join(action.choices or [action.dest.upper()])}*"

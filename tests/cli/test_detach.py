@@ -488,6 +488,16 @@ def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:
     assert site.granted() == (FIRST, SECOND)
 
 
+@pytest.mark.parametrize("name", ["01:00.0", "00000000:01:00.0", "GPU-00000000-0000-4000-8000-000000000000"])
+def test_a_gpu_by_any_of_its_names(site: Site, name: str) -> None:
+    """As lspci and nvidia-smi print them, and as the configuration may name it."""
+    assert detach(name, site.agent, FAST).done
+    site.agent.reconcile()
+    assert site.granted() == (SECOND,)
+    assert attach(name, site.agent, FAST).done
+    assert site.granted() == (FIRST, SECOND)
+
+
 def test_an_unknown_address_is_bad_input(site: Site) -> None:
     for address in ("0000:ff:00.0", "all", "", "\x1b[2J"):
         with pytest.raises(ConfigError, match=f"no GPU has this PCI address.*{FIRST}"):

@@ -202,6 +202,47 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     assert capsys.readouterr().err.startswith("usage: unbounded-agent")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usage", "error"),
+    [
+        ("statu", "unbounded-agent", "there is no command 'statu'; did you mean 'status' or 'start'?"),
+        ("gpus detac", "unbounded-agent gpus", "there is no command 'detac'; did you mean 'detach'?"),
+        ("kube all", "unbounded-agent kube", "there is no command 'all'; commands: manifests, allocation"),
+        ("status --jsn", "unbounded-agent status", "there is no option '--jsn'; did you mean '--json'?"),
+        ("status --jsn=3", "unbounded-agent status", "there is no option '--jsn'; did you mean '--json'?"),
+        ("plan gpu-node", "unbounded-agent plan", "'gpu-node' is one argument too many"),
+        ("gpus list 0 -x", "unbounded-agent gpus list", "'0' is one argument too many"),
+        ("apply --check", "unbounded-agent apply", "there is no option '--check'; options: -h, --help"),
+        ("--json status", "unbounded-agent", "there is no option '--json'; the options of a command follow its name"),
+    ],
+)
+def test_a_wrong_argument_gets_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], arguments: str, usage: str, error: str
+) -> None:
+    """The errors named commands that only units run, and the usage was that of the whole program."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: {usage} [-h]")
+    assert printed.splitlines()[-1] == f"{usage}: error: {error}"
+
+
+@pytest.mark.parametrize("command", [("status",), ("gpus", "list"), ("doctor",)])
+def test_the_configuration_may_be_named_after_the_command(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main([*command, "--config", "/nosuch/config.toml"]) == 2
+    assert capsys.readouterr().err.startswith("unbounded-agent: /nosuch/config.toml: no such file")
+
+
+def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys)
+    codes = {code for command in COMMANDS.values() for code in command.codes}
+    assert [code for code in codes if f"\n  {code:<3} " not in text] == []
+    assert "/etc/unbounded-agent/config.toml.sample" in text
+
+
 def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--wait", "gpu-node"])

@@ -32,6 +32,15 @@ def test_defaults(tmp_path: Path) -> None:
     ("text", "named"),
     [
         ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key"),
+        ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key; did you mean gpus?"),
+        ("[machines.a]\ncount = 2", 'machines.a.count: unknown key; write gpus = "count=N", such as "count=2"'),
+        ('[machines.a.nspawn]\ncapabilty = "x"', "machines.a.nspawn.capabilty: unknown key; did you mean capability?"),
+        (
+            "[machines.a]\ngpus = 4",
+            'machines.a.gpus: must be "all", "count=N" or a list of PCI addresses and UUIDs, such',
+        ),
+        ("[machines.a.nspawn]\ncapability = 4", "machines.a.nspawn.capability: must be a string"),
+        ("[machines.a.nspawn.extra.Files]\nBind = 4", "machines.a.nspawn.extra.Files.Bind: must be a string or a list"),
         ('[machines."a/b"]', "machines.a/b: 'a/b' is not a host name"),
         ('[machines.".."]', "machines...: '..' is not a host name"),
         ("[machines.a]\ngpus = 3", "machines.a.gpus: "),
@@ -87,6 +96,23 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None
     assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}") or (
         named == "not TOML" and f"{CONFIG_FILE}: not TOML" in str(raised.value)
     )
+
+
+def test_a_mistake_in_toml_shows_its_line(tmp_path: Path) -> None:
+    """Without the value: everyone can read the error, and a secret may be there by mistake."""
+    for text, expected in (
+        ("[machines.a]\n  [machines.b\n", "(at line 2, column 14): [machines.b"),
+        ("[machines.a]\ngpus = hunter2\n", ": gpus = ..."),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_config(system_with(tmp_path, main=text))
+        assert str(raised.value).endswith(expected)
+        assert "hunter2" not in str(raised.value)
+
+
+def test_addresses_as_lspci_prints_them(tmp_path: Path) -> None:
+    config = load_config(system_with(tmp_path, main='[machines.a]\ngpus = ["01:00.0", "00000000:3B:00.0"]\n'))
+    assert config.machines["a"].gpus == ["0000:01:00.0", "0000:3b:00.0"]
 
 
 @pytest.mark.scenario("001")

@@ -8,6 +8,7 @@ from agent.config.load import load_config
 from agent.config.node import NodeSettings
 from agent.model.errors import ConfigError
 from tests.config.test_load import system_with
+from tests.fakes.node_settings import node_settings
 
 NODE = """
 [machines.gpu.node]
@@ -55,6 +56,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("host.swap", '"on"', "Input should be 'off' or 'keep'"),
         ("name", '"Node_1"', "'Node_1' is not a DNS name"),
         ("server", '"http://10.0.0.1"', "'http://10.0.0.1' is not an API server"),
+        ("server", '"https://10.0.0.1/k8s"', "'https://10.0.0.1/k8s' is not an API server without a path, such as"),
         ("server", '"https://10.0.0..1:6443"', "no request can be sent there"),
         ("server", '"https://[fd00::1:6443"', "no request can be sent there"),
         ("server", '"https://10.0.0.1:6443?x=1"', "no request can be sent there"),
@@ -127,3 +129,7 @@ configuration = { maxPods = 42, evictionHard = { "memory.available" = "1Gi" } }
     )
     assert found.kubelet.node_ip == "10.0.0.7,fd00::7"
     assert set(found.containerd.mirrors) == {"_default", "registry.example.com:5000"}
+
+
+def test_a_slash_at_the_end_of_the_server_is_left_out() -> None:
+    assert node_settings(server="https://10.0.0.1:6443/").server == "https://10.0.0.1:6443"

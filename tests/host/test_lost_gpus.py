@@ -305,6 +305,12 @@ def test_only_lost_gpus_are_forgotten(gpu_host: Host) -> None:
     gpu_host.unplug(SECOND)
     with pytest.raises(ConfigError, match=f"lost GPUs: {SECOND}"):
         forget(FIRST, agent)
+    with pytest.raises(ConfigError):
+        forget("GPU-00000000-0000-4000-8000-000000000000", agent)
+    assert "is forgotten" in forget("GPU-00000000-0000-4000-8000-000000000001", agent)[0]
+    gpu_host.gpu(SECOND, 1)
+    evaluate(agent)
+    gpu_host.unplug(SECOND)
     assert forget(f"0000{SECOND}".upper(), agent), "as nvidia-smi prints it, and before any pass saw the loss"
     assert complete(evaluate(agent)) == COMPLETE
 

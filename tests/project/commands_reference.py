@@ -65,7 +65,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Yield a row for each argument. `--help`, which all commands have, and subcommands are left out."""
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
         name = ", ".join(action.option_strings)
         value = str(action.metavar or f"{{{','.join(action.choices or ())}}}") if action.nargs != 0 else ""
