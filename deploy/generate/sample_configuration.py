@@ -37,10 +37,15 @@ def _table(table: str, model: type[Table]) -> str:
         name = f"{table}.{field.name}"
         if name in TABLES or name in OPTIONAL:
             continue
-        default = '""  # required' if field.required else toml(default_of(field))
+        default = '""  # required' if field.required else _default(default_of(field))
         lines += ["", *_comment(texts[field.name]), *_comment(f"Values: {_plain(values(field.type))}.")]
         lines.append(f"#{field.name} = {default}")
     return "\n".join(lines) + "\n"
+
+
+def _default(value: object) -> str:
+    # TOML has no value for a key that is not set.
+    return "true  # not set by default" if value is None else toml(value)
 
 
 def _plain(text: str) -> str:
