@@ -68,11 +68,11 @@ def _settle_gpus(
         published = publish_spec(context, vendor, request, at_once=at_once)
         return published.condition
 
-    spec_condition, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    spec_condition, modes_remark, left_out = attempt(ConditionType.CDI_SPEC_CURRENT, publish), "", False
     if request.cdi_modes:
         from agent.machine.cdi.modes import publish_modes
 
-        modes_remark = publish_modes(context, vendor, request)
+        modes_remark, left_out = publish_modes(context, vendor, request)
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
@@ -81,6 +81,8 @@ def _settle_gpus(
         # (the removal of a node could not be noted), so try again in this case too. But that condition may last, so an
         # attempt then waits as usual.
         spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, lambda: publish(at_once=bool(removed)))
+    if left_out and spec_condition.reason == Reason.VERIFIED:
+        spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]
     conditions = (linked, configured, active.condition(), devices.condition(), spec_condition)

@@ -142,8 +142,9 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     """Merge several vendors' conditions of one type into one.
 
     The result has the worst status, the reason of the first condition with that status, and the messages of all
-    conditions with that status. Conditions that do not apply are ignored. If none applies, the first one is returned.
-    If each of the conditions with that status concerns only some GPUs, so does the result.
+    conditions with that status. Of True conditions, one whose reason calls for action comes first. Conditions that do
+    not apply are ignored. If none applies, the first one is returned. If each of the conditions with that status
+    concerns only some GPUs, so does the result.
     """
     found = list(conditions)
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
@@ -152,7 +153,8 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     counts = [each.advertised for each in applying if each.advertised is not None]
     message = "; ".join(dict.fromkeys(each.message for each in same))
     gpus = tuple(dict.fromkeys(gpu for each in same for gpu in each.gpus)) if all(each.gpus for each in same) else ()
-    return same[0]._replace(message=message, gpus=gpus, advertised=sum(counts) if counts else None)
+    first = next((each for each in same if each.reason == Reason.EDITS_LEFT_OUT), same[0])
+    return first._replace(message=message, gpus=gpus, advertised=sum(counts) if counts else None)
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:

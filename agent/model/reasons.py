@@ -113,6 +113,7 @@ class Reason(StrEnum):
     GPU_MISSING = "GPUMissing"
     PARTITION_MISSING = "PartitionMissing"
     GENERATION_FAILED = "GenerationFailed"
+    EDITS_LEFT_OUT = "EditsLeftOut"
     SPEC_REFUSED = "SpecRefused"
     NO_DRIVER_ROOT = "NoDriverRoot"
     NAMES_COLLIDE = "NamesCollide"

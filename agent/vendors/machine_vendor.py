@@ -68,6 +68,20 @@ class Generated(NamedTuple):
     remarks: tuple[str, ...] = ()
     unpartitioned: tuple[str, ...] = ()
     """PCI addresses of granted GPUs that can be used only in partitions, but have no partition."""
+    left_out: tuple[str, ...] = ()
+    """What the generator wrote and the specification does not have, because the agent does not know it, in words."""
+
+
+def looked_up(
+    system: System, spec: object, live: Mapping[str, DeviceNumber]
+) -> tuple[dict[str, DeviceNumber], set[str]]:
+    """Return `live` and `present` for `verify`: what the specification mounts is looked up. Raises OSError.
+
+    `live` maps the paths of the granted nodes that exist in the machine to their numbers.
+    """
+    present = {path for path in host_paths(spec) if path.startswith("/") and system.leads_to_something(path)}
+    mounted = {path: number for path in present if (number := system.device(path))}
+    return {**mounted, **live}, present
 
 
 class MachineVendor(ABC):
@@ -145,11 +159,10 @@ class MachineVendor(ABC):
     ) -> Verdict:
         """Check the specification against what was granted, and return the verdict. Pure.
 
-        `live` maps the paths of the granted nodes that exist in the machine to their numbers. `present` contains those
-        `hostPath`s of the specification's mounts that exist in the machine: what CDI calls the host is the machine.
+        `live` maps the paths of nodes that exist in the machine to their numbers: the granted nodes, and those that the
+        specification mounts. `present` contains those `hostPath`s of the specification's mounts that exist in the
+        machine: what CDI calls the host is the machine.
         """
-
-    host_paths = staticmethod(host_paths)
 
     def plugin_spec_problems(
         self,
@@ -220,8 +233,19 @@ class CdiModes(ABC):
         """Return the paths that the mode's specification mounts if they exist. Pure."""
 
     @abstractmethod
-    def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification in an empty directory within `limit` seconds. Raises AgentError or OSError."""
+    def generate(
+        self,
+        system: System,
+        mode: str,
+        request: Request,
+        directory: str,
+        limit: float,
+        live: Mapping[str, DeviceNumber],
+    ) -> Generated:
+        """Generate a specification in an empty directory within `limit` seconds. Raises AgentError or OSError.
+
+        `live` is as in `MachineVendor.generate`.
+        """
 
     @abstractmethod
     def narrowed(self, spec: object, request: Request) -> object:

@@ -27,3 +27,10 @@ def test_counts_of_several_vendors_are_added() -> None:
     assert worst([found, unknown_number]).advertised == 2
     assert worst([found, found]).advertised == 4
     assert worst([unknown_number]).advertised is None
+
+
+def test_a_reason_that_calls_for_action_is_not_lost_among_vendors() -> None:
+    kind = ConditionType.CDI_SPEC_CURRENT
+    verified, left_out = true(kind, Reason.VERIFIED, "amd"), true(kind, Reason.EDITS_LEFT_OUT, "nvidia")
+    assert worst([verified, left_out])[:4] == (kind, "True", "EditsLeftOut", "amd; nvidia")
+    assert worst([verified, left_out, false(kind, Reason.SPEC_REFUSED, "intel")]).reason == "SpecRefused"

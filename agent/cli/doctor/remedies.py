@@ -272,6 +272,9 @@ device plugins, a command for all conditions, or none."""
 REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
     "ModeNotServed": REPORT,
+    Reason.EDITS_LEFT_OUT: (
+        "build the machine's image from a newer release of the agent; if there is none, report this line as a bug"
+    ),
 }
 """By a word in the message of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
 

@@ -2,14 +2,18 @@
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent.model.device import DeviceNumber
 from agent.model.handoff import Request
+from agent.model.text import first_of
 from agent.system.errnos import UNUSABLE
 from agent.system.files import System
-from agent.vendors.machine_vendor import MachineVendor, Verdict
+from agent.vendors.machine_vendor import MachineVendor, Verdict, looked_up
+
+SHOWN = 10
+"""How many parts the message names, because its length is limited; the others are counted."""
 
 
 class Candidate(NamedTuple):
@@ -51,8 +55,15 @@ def published_candidate(
 def verdict_of(
     system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
 ) -> Verdict:
-    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.leads_to_something(path)}
-    return vendor.verify(spec, request, live, present)
+    return vendor.verify(spec, request, *looked_up(system, spec, live))
+
+
+def in_words(spec_path: str, generator: str, left_out: Sequence[str]) -> str:
+    """Return a sentence on what is left out of a specification."""
+    return (
+        f"EditsLeftOut: this agent does not know all that {generator} writes, and has left out of {spec_path}: "
+        f"{first_of(left_out, SHOWN)}"
+    )
 
 
 def excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from agent.machine.cdi import foreign_specs
+from agent.machine.cdi.candidate import in_words
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
@@ -25,7 +26,7 @@ from agent.model.json_document import json_for_yaml
 from agent.model.paths import mode_spec_file, spec_directory
 from agent.model.reasons import Reason
 from agent.model.text import one_line
-from agent.vendors.machine_vendor import CdiModes, MachineVendor
+from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, looked_up
 
 MODE_LIMIT = 8.0
 """Seconds to generate the specification of one mode. No mode does anything slow."""
@@ -54,8 +55,10 @@ class _Mode(NamedTuple):
         return f"spec-{self.request.vendor}-{self.name}"
 
 
-def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> str:
-    """Publish the specifications of all requested modes, and return a remark for CDISpecCurrent. Raises nothing.
+def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> tuple[str, bool]:
+    """Publish the specifications of all requested modes. Raises nothing.
+
+    Returns a remark for CDISpecCurrent, and whether something is left out of a specification.
 
     A failure is only a remark, because Ready is about GPUs, and pods get the GPUs from another specification.
     """
@@ -88,9 +91,10 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
         *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
         *served,
         *publisher.remarks,
+        *publisher.left_out,
         *([f"no devices for mode {', '.join(without_devices)}"] if without_devices else []),
     ]
-    return "".join(f"; {part}" for part in parts)
+    return "".join(f"; {part}" for part in parts), bool(publisher.left_out)
 
 
 class _Publisher:
@@ -103,6 +107,8 @@ class _Publisher:
         self._foreign_specs: tuple[ForeignSpec, ...] | None = None
         self.remarks: dict[str, None] = {}
         """Remarks on the modes, in order. A remark on several modes is made only once. The values have no meaning."""
+        self.left_out: list[str] = []
+        """Sentences on what is left out of the specifications."""
 
     def settle(self, mode: _Mode) -> str:
         """Bring the mode's specification up to date, and return a sentence on what pods can request.
@@ -119,6 +125,8 @@ class _Publisher:
         foreign = foreign_specs.with_same_kind(self._foreign_specs, mode)
         noted = self._current(mode) or self._publish(mode, foreign)
         self.remarks |= dict.fromkeys(noted["remarks"])
+        if left_out := noted.get("left_out"):
+            self.left_out.append(in_words(mode.spec_path, mode.generator.tools[0], left_out))
         condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
         condition = foreign_specs.with_foreign(condition, noted["devices"], foreign, mode)
         if condition.status is not Status.TRUE:
@@ -183,9 +191,10 @@ class _Publisher:
         if failed := failure.noted():
             raise AgentError(str(failed["message"]))
         with failure.saved():
-            spec, remarks = self._generate(mode, limit)
+            spec, made = self._generate(mode, limit)
         devices = [each["name"] for each in spec["devices"]]
-        noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
+        noted = {"inputs": inputs, "devices": devices}
+        noted |= {"remarks": list(made.remarks), "left_out": list(made.left_out)}
         # Noted before the check, so that a refused specification is not generated again each minute.
         self._notes.save(mode.note, noted)
         self._raise_if_refused(mode, devices, foreign)
@@ -202,8 +211,11 @@ class _Publisher:
         if refused := foreign_specs.refusal(self._system, mode, devices, foreign):
             raise AgentError(refused.message)
 
-    def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return a verified specification, and remarks on it. Raises AgentError or OSError."""
+    def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], Generated]:
+        """Return a verified specification, and the generator's result with all remarks.
+
+        Raises AgentError or OSError.
+        """
         # Imported here: most runs generate nothing.
         from agent.machine.containerd.version import adapt_to_containerd
         from agent.vendors.cdi.normalise import normalised
@@ -211,18 +223,17 @@ class _Publisher:
         directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
         self._system.make_directory(directory)
         try:
-            made = mode.generator.generate(self._system, mode.name, mode.request, directory, limit)
+            live = live_numbers(self._system, mode.request.devices)
+            made = mode.generator.generate(self._system, mode.name, mode.request, directory, limit, live)
         finally:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
-        spec, remarks = adapt_to_containerd(self._context, normalised(made))
-        named = self._vendor.host_paths(spec)
-        present = {path for path in named if path.startswith("/") and self._system.leads_to_something(path)}
+        spec, remarks = adapt_to_containerd(self._context, normalised(made.spec))
         live = live_numbers(self._system, mode.request.devices)
-        problems = mode.generator.verify(mode.name, spec, mode.request, live, present)
+        problems = mode.generator.verify(mode.name, spec, mode.request, *looked_up(self._system, spec, live))
         if problems or not isinstance(spec, dict):
             raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
-        return spec, remarks
+        return spec, made._replace(remarks=(*made.remarks, *remarks))
 
 
 def _inputs_digest(context: Context, mode: _Mode) -> str:

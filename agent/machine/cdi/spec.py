@@ -13,6 +13,7 @@ from agent.machine.cdi.candidate import (
     Candidate,
     excuse_noted_unpartitioned,
     excuse_unpartitioned,
+    in_words,
     published_candidate,
     verdict_of,
 )
@@ -113,7 +114,9 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     noted = notes.load(f"spec-{vendor.name}")
     current = excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
-        return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
+        # Notes of earlier releases have no reason.
+        reason = Reason(noted.get("reason", Reason.VERIFIED))
+        return Published(true(KIND, reason, str(noted.get("message"))), current.verdict.devices)
     # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted. If a
     # specification with these devices would be refused again, it need not be generated again.
     if noted.get("inputs") == inputs and (
@@ -160,12 +163,12 @@ def _attempt(
     system, notes, live = context.system, context.notes, live_numbers(context.system, request.devices)
     noted = notes.load(f"spec-{vendor.name}")
     try:
-        new, remarks = _generate(context, vendor, request, live)
+        new, remarks, left_out = _generate(context, vendor, request, live)
     except (AgentError, OSError) as error:
         return _kept(current, Reason.GENERATION_FAILED, f"{error}; see also DevicesAllowed and LibrariesLinked")
     if new.verdict.problems or (current and not _may_replace(new.verdict, current.verdict)):
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
-        why = "; ".join((*faults, *remarks))
+        why = "; ".join((*faults, *left_out, *remarks))
         return _kept(
             current,
             Reason.SPEC_REFUSED,
@@ -183,15 +186,19 @@ def _attempt(
         is_as_published = current is not None and noted.get("digest") == sha256(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
             record_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
-    condition = _condition(vendor, new.verdict, remarks)
+    condition = _condition(vendor, new.verdict, remarks, left_out)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": sha256(new.text), "message": condition.message}
+        noted["reason"] = condition.reason
         noted |= {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
 
 
-def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]) -> Condition:
+def _condition(
+    vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...], left_out: tuple[str, ...]
+) -> Condition:
+    remarks = (*left_out, *remarks)
     if verdict.missing_gpus:
         message = (
             f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}: see DevicesAllowed, and "
@@ -205,7 +212,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
         parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")
-    return true(KIND, Reason.VERIFIED, "; ".join([*parts, *remarks]))
+    return true(KIND, Reason.EDITS_LEFT_OUT if left_out else Reason.VERIFIED, "; ".join([*parts, *remarks]))
 
 
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
@@ -230,8 +237,11 @@ def _may_replace(new: Verdict, current: Verdict) -> bool:
 
 def _generate(
     context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
-) -> tuple[Candidate, tuple[str, ...]]:
-    """Return a new specification, and remarks on it. Raises AgentError or OSError."""
+) -> tuple[Candidate, tuple[str, ...], tuple[str, ...]]:
+    """Return a new specification, remarks on it, and a sentence on what is left out. Raises AgentError or OSError.
+
+    If nothing is left out, there is no sentence.
+    """
     system = context.system
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
@@ -242,12 +252,13 @@ def _generate(
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, left_out = adapt_to_containerd(context, normalised(generated.spec))
-    remarks = (*generated.remarks, *left_out)
+    spec, adapted = adapt_to_containerd(context, normalised(generated.spec))
+    left_out = (in_words(vendor.spec_path, vendor.tools[0], generated.left_out),) if generated.left_out else ()
     # The verified data is published, not the generator's text, which another parser may read differently.
     clean = json_for_yaml(spec, sort_keys=True)
     verdict = verdict_of(system, vendor, spec, request, live)
-    return excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
+    candidate = excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned)
+    return candidate, (*generated.remarks, *adapted), left_out
 
 
 def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:

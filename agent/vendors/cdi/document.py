@@ -33,12 +33,18 @@ def all_edits(document: dict[str, Any], *, annotated: bool = False) -> list[dict
 
 
 def host_paths(spec: object) -> tuple[str, ...]:
-    """Return the `hostPath`s of all mounts; none if the specification is malformed."""
-    try:
-        edits = all_edits(object_of(spec, "the specification"))
-        return tuple(path for each in edits for path in strings(each, "mounts", "hostPath"))
-    except DocumentError:
-        return ()
+    """Return the `hostPath`s of all mounts. Malformed parts are passed over."""
+    holders = [spec, *_list(spec, "devices")]
+    mounts = [mount for each in holders for mount in _list(_member(each, "containerEdits"), "mounts")]
+    return tuple(path for mount in mounts if isinstance(path := _member(mount, "hostPath"), str))
+
+
+def _member(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _list(value: object, key: str) -> list[object]:
+    return found if isinstance(found := _member(value, key), list) else []
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class NvidiaMachine(MachineVendor):
         return MARKERS
 
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
-        generated = nvidia_ctk.generate(system, request, directory)
+        generated = nvidia_ctk.generate(system, request, directory, live)
         present = {path for path in self.optional_paths(request) if system.exists(path)}
         spec, added = with_additions(generated.spec, request, present)
         without_socket = sockets.missing_daemons(request.sockets, present)

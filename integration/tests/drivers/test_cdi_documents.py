@@ -16,6 +16,7 @@ from agent.host.apply.driver_roots import stage
 from agent.host.plan.goal import plan
 from agent.model.paths import TREES as DRIVER_TREES
 from agent.model.paths import spec_directory
+from agent.vendors.cdi.document import host_paths
 from agent.vendors.cdi.normalise import normalised
 from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
 from agent.vendors.nvidia.machine import NvidiaMachine
@@ -89,9 +90,7 @@ def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
     machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
     spec: Any = normalised(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
-    present = {
-        path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
-    }
+    present = {path for path in host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()}
     verdict = NVIDIA.verify(spec, request, live, present)
     assert (verdict.problems, verdict.missing_gpus) == ((), ())
     uuids = [each for each in verdict.devices if each.startswith("GPU-")]

@@ -23,6 +23,7 @@ from agent.model.facts import Broken
 from agent.model.goal import MachineGoal
 from agent.model.paths import TREES, spec_directory
 from agent.system.host_runner import host_runner
+from agent.vendors.cdi.document import host_paths
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.cache import cache_root
@@ -319,9 +320,7 @@ def specified(tree: Tree, found: Planned, work: Path) -> dict[str, Any]:
     machine = GeneratorMachine(work, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
     spec = NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec
-    present = {
-        path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
-    }
+    present = {path for path in host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()}
     verdict = NVIDIA.verify(spec, request, live, present)
     assert (verdict.problems, verdict.missing_gpus, verdict.not_in_spec) == ((), (), ())
     assert isinstance(spec, dict)

@@ -128,6 +128,16 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
     assert finding.fix[0].startswith("kubectl -n NAMESPACE delete pod POD")
     assert examine(reconciler(running)).sound
 
+    message = "2 devices; EditsLeftOut: /etc/cdi/nvidia.yaml lacks: key x"
+    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.EDITS_LEFT_OUT, message))
+    (finding,) = found(running)
+    assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
+    assert "key x" in finding.message
+    assert finding.fix == (
+        "build the machine's image from a newer release of the agent; if there is none, report this line as a bug",
+    )
+    assert examine(reconciler(running)).sound
+
 
 def test_a_machine_that_offers_its_gpus_itself_has_no_device_plugin(gpu_host: Host) -> None:
     make_sound(gpu_host)

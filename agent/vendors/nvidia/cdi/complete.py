@@ -60,7 +60,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     mounts += [each for each in sockets.mounts(request.sockets, present) if each["hostPath"] not in mounted]
     arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
     hooks = _extended(hooks, "create-symlinks", arguments, first=True)
-    folders = {f"/{posixpath.dirname(file.target)}" for file in files if _is_library(file)}
+    folders = {f"/{posixpath.dirname(file.target)}" for file in request.files if not file.link and _is_library(file)}
     arguments = [argument for folder in sorted(folders - ldcache_arguments) for argument in ("--folder", folder)]
     hooks = _extended(hooks, "update-ldcache", arguments)
     added = document | {"containerEdits": common | environment | {"mounts": mounts, "hooks": hooks}}

@@ -14,9 +14,11 @@ from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
 from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import object_of, objects, strings
-from agent.vendors.machine_vendor import CdiModes
+from agent.vendors.cdi.normalise import normalised
+from agent.vendors.machine_vendor import CdiModes, Generated, looked_up
 from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK, generate_command
 from agent.vendors.nvidia.cdi.complete import TRIPLET_32
+from agent.vendors.nvidia.cdi.leave_out import remark_on, without_unknown
 from agent.vendors.nvidia.cdi.nvidia_ctk import OLDEST, check_version, read_output
 from agent.vendors.nvidia.cdi.verify import header_problems, library_problems
 from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
@@ -89,8 +91,16 @@ class NvidiaModes(CdiModes):
     def optional_paths(self, mode: str) -> tuple[str, ...]:
         return MODES[mode].mounts
 
-    def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification with only the nodes in the request.
+    def generate(
+        self,
+        system: System,
+        mode: str,
+        request: Request,
+        directory: str,
+        limit: float,
+        live: Mapping[str, DeviceNumber],
+    ) -> Generated:
+        """Generate a specification with only the nodes in the request, and without what this release does not know.
 
         nvidia-ctk also lists withdrawn nodes that are still in /dev. These are left out.
         """
@@ -101,13 +111,16 @@ class NvidiaModes(CdiModes):
             system.run(*mode_command(mode, request, directory), timeout=limit)
         except CommandError as error:
             raise _in_short(error) from error
-        spec = read_output(system, directory)
+        written = normalised(read_output(system, directory))
+        kept = without_unknown(written, _expectations(mode, request, *looked_up(system, written, live)))
+        remarks = (remark_on(kept.harmless),) if kept.harmless else ()
         paths = {device.path for device in request.devices}
         try:
-            return _narrowed(spec, lambda node: str(node.get("path")) in paths)
+            spec: object = _narrowed(kept.spec, lambda node: str(node.get("path")) in paths)
         except DocumentError:
             # `verify` reports the malformed specification.
-            return spec
+            spec = kept.spec
+        return Generated(spec, remarks, left_out=kept.left_out)
 
     def narrowed(self, spec: object, request: Request) -> object:
         numbers = {device.path: (device.major, device.minor) for device in request.devices}
@@ -129,7 +142,8 @@ class NvidiaModes(CdiModes):
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> tuple[str, ...]:
         try:
-            return tuple(_problems(MODES[mode], object_of(spec, "the specification"), request, live, present))
+            expected = _expectations(mode, request, live, present)
+            return tuple(_problems(MODES[mode], object_of(spec, "the specification"), request, expected))
         except DocumentError as error:
             return (error.message,)
 
@@ -189,35 +203,24 @@ def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[st
     }
 
 
-def _problems(
-    mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-) -> Iterator[str]:
+def _expectations(
+    mode: str, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Expectations:
+    return Expectations(request, live, present, MODES[mode].mounts)
+
+
+def _problems(mode: Mode, document: dict[str, Any], request: Request, expected: Expectations) -> Iterator[str]:
     """Yield what is wrong with a mode's specification. `request` is from `mode_request`. Raises DocumentError."""
     yield from header_problems(document, mode.kind)
-    expected = Expectations(request, live, present)
     common = object_of(document.get("containerEdits", {}), "containerEdits")
     yield from edits_problems("containerEdits", common, expected)
     if mode.driver_files:
         yield from library_problems(common, request)
-    elif foreign := sorted(set(common) - {"env"}):
+    elif foreign := sorted(set(common) - {"env", "mounts"}):
         yield f"containerEdits have unexpected {', '.join(foreign)} for this mode"
     devices = devices_of(document)
     for name, edits in devices:
-        mounts = [mount for mount in objects(edits, "mounts") if not _expected(mode, mount, present)]
-        yield from edits_problems(f"device {name}", edits | {"mounts": mounts}, expected)
+        yield from edits_problems(f"device {name}", edits, expected)
     served = {path for name, edits in devices if name == ALL for path in strings(edits, "deviceNodes", "path")}
     for path in sorted(device.path for device in request.devices if device.path not in served):
         yield f"device {ALL} has no node {path}"
-
-
-def _expected(mode: Mode, mount: dict[str, Any], present: Collection[str]) -> bool:
-    path, options = mount.get("hostPath"), mount.get("options")
-    return (
-        path in mode.mounts
-        and path in present
-        and mount == {"hostPath": path, "containerPath": path, "options": options}
-        and isinstance(options, list)
-        and {"ro", "nosuid", "nodev"}
-        <= set(map(str, options))
-        <= {"ro", "nosuid", "nodev", "rbind", "bind", "rprivate"}
-    )

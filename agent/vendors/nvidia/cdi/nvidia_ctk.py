@@ -6,16 +6,20 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, DocumentError, ExitCodeError, UnsupportedError
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted
 from agent.system.files import System
 from agent.vendors.cdi.document import devices, object_of
-from agent.vendors.machine_vendor import Generated
+from agent.vendors.cdi.normalise import normalised
+from agent.vendors.machine_vendor import Generated, looked_up
 from agent.vendors.nvidia.cdi.command import NVIDIA_CTK, generate_command, output_file
+from agent.vendors.nvidia.cdi.leave_out import remark_on, without_unknown
 from agent.vendors.nvidia.cdi.verify import NO_GPU, NO_GPU_EDITS
-from agent.vendors.nvidia.cdi.verify_devices import missing_gpus, without_incomplete
+from agent.vendors.nvidia.cdi.verify_devices import is_gpu_name, missing_gpus, without_incomplete
+from agent.vendors.nvidia.cdi.verify_edits import Expectations
 
 if TYPE_CHECKING:
     from agent.vendors.nvidia.nvidia_smi import Answer
@@ -42,10 +46,11 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 """The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
 
 
-def generate(system: System, request: Request, directory: str) -> Generated:
+def generate(system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
     """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
-    The device NO_GPU is added to the specification, and incomplete MIG devices are removed from it.
+    The device NO_GPU is added to the specification. Incomplete MIG devices, and what this release does not know, are
+    left out. `live` is as in MachineVendor.verify.
     """
     from agent.vendors.nvidia.nvidia_smi import query_gpus  # Imported here: most runs generate nothing.
 
@@ -58,7 +63,13 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         remarks.append(
             f"nvidia-ctk failed with all GPUs, so it ran again without {silent}, which nvidia-smi cannot query"
         )
-    spec, incomplete = without_incomplete(read_output(system, directory), request)
+    written = normalised(read_output(system, directory))
+    kept = without_unknown(
+        written,
+        Expectations(request, *looked_up(system, written, live)),
+        lambda name: name == NO_GPU or is_gpu_name(name),
+    )
+    spec, incomplete = without_incomplete(kept.spec, request)
     missing = _not_listed(spec, request)
     if missing and not answers:
         answers = query_gpus(system, len(request.gpus), QUERY_LIMIT)
@@ -73,7 +84,9 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}")
     if unpartitioned:
         remarks.append(_without_instance(unpartitioned))
-    return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned)
+    if kept.harmless:
+        remarks.append(remark_on(kept.harmless))
+    return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned, kept.left_out)
 
 
 def _run(
@@ -192,10 +205,14 @@ def list_devices(system: System, directory: str) -> tuple[str, ...]:
 
 
 def with_no_gpu(spec: object) -> object:
-    """Return the specification with the device NO_GPU added, or as it is if it has no list of devices."""
+    """Return the specification with the device NO_GPU, or as it is if it has no list of devices.
+
+    If nvidia-ctk has written such a device, it is replaced.
+    """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
-    return spec | {"devices": [*listed, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
+    others = [each for each in listed if not isinstance(each, dict) or each.get("name") != NO_GPU]
+    return spec | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
 
 
 def parse_version(text: str) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
 from agent.vendors.cdi.document import devices as devices_of
-from agent.vendors.cdi.document import items, object_of, strings
+from agent.vendors.cdi.document import items, object_of, objects, strings
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify_devices import devices_problems, is_partition, missing_gpus, missing_partitions
-from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems
+from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems, flags
 
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
@@ -27,6 +27,7 @@ NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
 """The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit
 is needed, because a CDI device without any edits is invalid."""
 
+DOCUMENT_KEYS = frozenset({"cdiVersion", "kind", "devices", "containerEdits"})
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Kinds of nodes without which no GPU can compute."""
 SHARED = COMMON | {DeviceKind.UVM_TOOLS, DeviceKind.MODESET}
@@ -35,7 +36,7 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
-    """Verify a specification against one request.
+    """Verify a specification against one request. `live` also has the numbers of nodes that it mounts.
 
     If the specification is malformed, the verdict has a single problem, which names the malformed part.
     """
@@ -95,7 +96,7 @@ def header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
         yield f"kind is {document.get('kind')!r}, not {kind}"
     if not isinstance(document.get("cdiVersion"), str):
         yield "cdiVersion is missing"
-    foreign = sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"})
+    foreign = sorted(set(document) - DOCUMENT_KEYS)
     if foreign:
         yield f"unknown key {', '.join(foreign)}"
 
@@ -120,7 +121,7 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each missing library.
+    """Yield a problem for each missing library, and if the loader in containers would not find libcuda.
 
     Two sets of libraries must not be missing: NEEDED_LIBRARIES, and the native libraries in the driver root whose names
     end in the driver's version.
@@ -141,3 +142,7 @@ def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
         versioned = file.target.endswith(f".so.{request.driver_version}")
         if belongs and versioned and not file.link and f"{request.driver_root}/{file.target}" not in mounted:
             yield f"library {file.target} is not in it"
+    listed = {flag for hook in objects(common, "hooks") for flag in flags(items(hook, "args")[2:])}
+    for directory in native:
+        if ("--folder", f"/{directory}") not in listed:
+            yield f"no hook adds /{directory} to the loader's cache of containers"

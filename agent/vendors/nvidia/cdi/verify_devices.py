@@ -76,6 +76,11 @@ def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
             yield f"device {name} has {node.path}, which belongs to GPU {node.pci_address}"
 
 
+def is_gpu_name(name: str) -> bool:
+    """Return whether the device is EVERY_GPU, a GPU or a MIG device, according to its name."""
+    return name == EVERY_GPU or any(each.fullmatch(name) for each in (GPU_INDEX, GPU_UUID, MIG_INDEX, MIG_UUID))
+
+
 def is_mig_name(name: str) -> bool:
     return bool(MIG_INDEX.fullmatch(name) or MIG_UUID.fullmatch(name))
 

@@ -76,7 +76,7 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "unexpected environment variable"),
     ("mofed", lambda spec: spec["containerEdits"].update(deviceNodes=[UVERBS]), "this mode"),
     ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
-    ("nvswitch", lambda spec: spec.update(other="x"), "unknown key other"),
+    ("nvswitch", lambda spec: spec["containerEdits"].update(netDevices=[{"name": "eth0"}]), "unknown key netDevices"),
     ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
     ("gdrcopy", lambda spec: spec.update(devices=[3]), "devices[0] is not an object"),
 ]  # fmt: skip
@@ -486,7 +486,7 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
     hanging, handoff = System(runner, str(machine.tree)), machine.hand(WANTED, OTHERS)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    modes = publish_modes(Context.of(hanging, handoff), NvidiaMachine(), WANTED)
+    modes, _ = publish_modes(Context.of(hanging, handoff), NvidiaMachine(), WANTED)
     assert limits == [8, 2]
     assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
     assert modes.count("not generated yet: too little was left of the 10 s for all modes (the next") == 4

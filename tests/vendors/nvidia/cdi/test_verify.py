@@ -79,11 +79,11 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "overlay's options": (
         lambda s: edits(s)["mounts"][0].update(options=["ro", "lowerdir=/:/etc"]),
-        "has unexpected options ['lowerdir=/:/etc']",
+        "has unexpected option 'lowerdir=/:/etc'",
     ),
     "writable at second sight": (
         lambda s: edits(s)["mounts"][0]["options"].append("rw"),
-        "has unexpected options ['rw']",
+        "has unexpected option 'rw'",
     ),
     "preload": (
         lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"),
@@ -106,9 +106,12 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "unexpected hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "unexpected hook"),
     "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "unexpected hook"),
     "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "unexpected hook"),
-    "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "unexpected hook"),
+    "hook with environment": (
+        lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]),
+        "variable 'LD_PRELOAD=/x.so'",
+    ),
     "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "unexpected hook"),
-    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "unexpected hook"),
+    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "has unknown key timeout"),
     "other ldconfig": (
         lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
         "update-ldcache --ldconfig-path=@/tmp/evil",
