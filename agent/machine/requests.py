@@ -8,14 +8,17 @@ from agent.machine.containerd.active import check_active
 from agent.machine.containerd.configure import configure_runtime
 from agent.machine.context import Context
 from agent.machine.devices.nodes import check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
+from agent.machine.failures import Failure
 from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised
 from agent.machine.kubelet.validation_markers import settle_markers
 from agent.machine.libraries.link import link_libraries
 from agent.machine.steps import InBackground, attempt
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
-from agent.model.handoff import DRA, OTHER_DEVICES, Handoff, Request, with_remark
+from agent.model.digest import json_digest
+from agent.model.handoff import DRA, OTHER_DEVICES, FabricAnswer, Handoff, Request, with_remark
 from agent.model.reasons import Reason
+from agent.system.journal import WARNING, say
 from agent.vendors.machine_vendor import MachineVendor
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ class Outcome(NamedTuple):
     allocatable: "AllocatableVendor | None" = None
     """Only in the result of one request for GPUs: the devices that claims can have; None without Dynamic Resource
     Allocation."""
+    fabric: tuple[FabricAnswer, ...] = ()
+    """What the GPUs say of their registration with the fabric."""
     accepts_new_keys: bool = True
     """Only in the result of all requests: whether the host half accepts the keys that later releases added to the
     report, such as `repairs`."""
@@ -56,11 +61,13 @@ def settle_request(context: Context, request: Request, read_newest: Callable[[],
 def _settle_gpus(
     context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
 ) -> Outcome:
-    devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
+    devices = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
     # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
     configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
-    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
+    active = InBackground(lambda: attempt(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured)))
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
+    # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
+    fabric = InBackground(lambda: _fabric(context, vendor, request))
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
     def publish(*, at_once: bool = False) -> Condition:
@@ -85,7 +92,7 @@ def _settle_gpus(
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
     conditions: tuple[Condition, ...]
-    conditions = (linked, configured, active.condition(), devices.condition(), spec_condition)
+    conditions = (linked, configured, active.result(), devices.result(), spec_condition)
     conditions += _advertised(context, vendor, request, published)
     conditions += settle_markers(context, vendor, request, conditions)
     names = published.devices
@@ -93,7 +100,34 @@ def _settle_gpus(
         # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
     conditions += (not_withdrawn,) if not_withdrawn else ()
-    return Outcome(conditions, names, _allocatable(context, vendor, request, published.devices, spec_condition))
+    allocatable = _allocatable(context, vendor, request, published.devices, spec_condition)
+    return Outcome(conditions, names, allocatable, fabric.result())
+
+
+def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[FabricAnswer, ...]:
+    """Return what the GPUs say of their registration with the fabric.
+
+    To ask a GPU is to open it. So the GPUs are asked only for a new handoff, and when something on the host has changed
+    that their registration depends on. Until all are registered, they are asked again, as often as Failure allows.
+    """
+    if not request.gpus:
+        return ()
+    cause, note = json_digest([context.generation, context.handoff.fabric_cause]), f"fabric-{vendor.name}"
+    try:
+        noted = context.notes.load(note)
+        answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if noted.get("cause") == cause else None
+        failure = Failure.of(context, f"{note}-failed", cause)
+        if answers is not None and (vendor.fabric_settled(request, answers) or failure.noted()):
+            return answers
+        answers = vendor.query_fabric(context.system, request)
+        if not vendor.fabric_settled(request, answers):
+            failure.save(message="not all GPUs are registered")
+        context.notes.save(note, {"cause": cause, "answers": [list(each) for each in answers]})
+        return answers
+    # Any exception, as in `attempt`. No answer is no verdict.
+    except Exception as error:
+        say(WARNING, f"cannot tell whether the GPUs are registered with the fabric: {error}")
+        return ()
 
 
 def _allocatable(

@@ -179,6 +179,7 @@ def settle(context: Context) -> Outcome:
     return Outcome(
         (*conditions, *((node_condition,) if node_condition else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
+        fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric),
         # A host half that does not write `restart_device_plugin` into the handoff refuses reports with keys that were
         # added later (see agent.model.handoff).
         accepts_new_keys=context.handoff.restart_device_plugin is not None,
@@ -241,6 +242,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         advertised,
         _changed_files(context),
         publication,
+        outcome.fabric,
     )
     system.write(REPORT, document)
 

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from agent.model.conditions import Condition, ConditionType, false, unknown
+from agent.model.conditions import Condition, ConditionType, false
 from agent.model.errors import AgentError
 from agent.model.handoff import with_remark
 from agent.model.reasons import Reason
 from agent.model.text import one_line
+
+T = TypeVar("T")
 
 ERROR_SHOWN = 200
 """The largest number of characters of an error that a condition or a remark shows."""
@@ -25,27 +28,30 @@ def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
         return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
-class InBackground:
-    """A step that runs in a thread, in parallel with others. A thread suffices: steps mostly wait for programs."""
+class InBackground(Generic[T]):
+    """A step that runs in a thread, in parallel with others. A thread suffices: steps mostly wait for programs.
 
-    def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
-        self._condition = unknown(kind, Reason.NOT_TRIED, "")
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(kind, step))
+    The step must not raise an exception.
+    """
+
+    def __init__(self, step: Callable[[], T]) -> None:
+        self._results: list[T] = []
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(step,))
         try:
             self._thread.start()
         except RuntimeError:
             # A pod may have used up the machine's processes and threads: run the step here and now.
             self._thread = None
-            self._run(kind, step)
+            self._run(step)
 
-    def _run(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
-        self._condition = attempt(kind, step)
+    def _run(self, step: Callable[[], T]) -> None:
+        self._results.append(step())
 
-    def condition(self) -> Condition:
-        """Wait until the step is done, and return its condition."""
+    def result(self) -> T:
+        """Wait until the step is done, and return its result."""
         if self._thread:
             self._thread.join()
-        return self._condition
+        return self._results[0]
 
 
 def with_remark_from(

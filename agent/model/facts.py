@@ -151,6 +151,17 @@ class UserSpace(Struct, frozen=True):
     """The key of the configuration that names the place; empty if the agent searched for the files."""
 
 
+class FabricService(Struct, frozen=True):
+    """What registers GPUs with the NVLink fabric, whether this host is known to have one or not."""
+
+    state: Seen[str] = Absent("it was not looked for")
+    """ActiveState of the Fabric Manager's unit. On a host with NVSwitch also `running`: it runs without a unit."""
+    started: Seen[int] = 0
+    """When the unit last became active, in microseconds since the host booted; 0 if it has not."""
+    missing_modules: tuple[str, ...] = ()
+    """Kernel modules that the Fabric Manager may need, and that are not loaded."""
+
+
 class Driver(Struct, frozen=True):
     """One vendor's kernel driver and user space, as far as each could be observed."""
 
@@ -160,6 +171,7 @@ class Driver(Struct, frozen=True):
     """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`). If the Fabric Manager runs without
     a unit: `running`."""
     persistence: Seen[str] = Absent("no persistence daemon")
+    fabric_service: FabricService = FabricService()
 
 
 class VendorFacts(Struct, frozen=True):

@@ -60,6 +60,8 @@ class Grant(Struct, frozen=True):
     """Hooks that the vendor's CDI specification has in addition to those that every GPU needs."""
     environment: tuple[Variable, ...] = ()
     """Variables for pods with any of the vendor's devices."""
+    fabric_cause: str | None = ""
+    """As in Handoff; None if it could not be observed."""
     problems: tuple[str, ...] = ()
     """Requests that cannot be granted, one sentence each."""
     missing: tuple[str, ...] = ()

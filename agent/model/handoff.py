@@ -9,6 +9,7 @@ unknown keys; if the handoff has that key, the report also has:
 - `publication`: the Publication that the report answers, as a list
 - `advertised_gpus`: how many granted GPUs the node offers to pods; left out if that is unknown
 - `changed_files`: paths of files that differ from what `up` put into the machine; left out if there are none
+- `fabric`: what GPUs said of their registration with the NVLink fabric: objects of `gpu`, `state` and `status`
 
 and each of its conditions that concerns only some GPUs has a key `gpus` with their PCI addresses.
 """
@@ -35,9 +36,9 @@ SINCE_2 = (
     *("validation_markers", "allocation"),
 )
 """Keys that version 1 of the handoff does not have."""
-LEFT_OUT = (*SINCE_2, "withdrawn")
+LEFT_OUT = (*SINCE_2, "withdrawn", "fabric_cause")
 """Keys that are left out of a document if they are empty."""
-UNCOUNTED = ("restart_device_plugin", "withdrawn")
+UNCOUNTED = ("restart_device_plugin", "withdrawn", "fabric_cause")
 """Keys that do not count for the generation, because older releases compute its digest without them."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
@@ -72,6 +73,16 @@ class Repair(StrEnum):
     CONTAINERD = "containerd"
     RUNTIME = "runtime"
     """The configuration of the program that containerd's runtime handler names."""
+
+
+class FabricAnswer(NamedTuple):
+    """What a GPU says of its registration with the NVLink fabric, in its driver's words."""
+
+    gpu: str
+    """PCI address."""
+    state: str
+    """Empty if the driver cannot be asked for it."""
+    status: str
 
 
 class GrantedDevice(NamedTuple):
@@ -139,6 +150,9 @@ class Handoff(NamedTuple):
     the machine half might not know all of them, because it may never have seen a handoff that grants them."""
     allocation: str = ""
     """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
+    fabric_cause: str = ""
+    """What the GPUs' registration with the fabric depends on, in words of the host half: services and kernel modules.
+    Whenever this changes, the machine half asks the GPUs again."""
 
     @property
     def generation(self) -> str:
@@ -210,6 +224,7 @@ def parse_handoff(data: bytes) -> Handoff:
         validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
         withdrawn=strings(where, document, "withdrawn") if "withdrawn" in document else (),
         allocation=get(where, document, "allocation", str) if "allocation" in document else "",
+        fabric_cause=get(where, document, "fabric_cause", str) if "fabric_cause" in document else "",
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")
@@ -226,6 +241,7 @@ def render_report(
     advertised_gpus: int | None = None,
     changed_files: tuple[str, ...] = (),
     publication: Publication | None = None,
+    fabric: tuple[FabricAnswer, ...] = (),
 ) -> bytes:
     """Return the report on this generation of the handoff, and on this publication of it.
 
@@ -247,6 +263,7 @@ def render_report(
         **({} if repairs is None or publication is None else {"publication": publication}),
         **({} if repairs is None or advertised_gpus is None else {"advertised_gpus": advertised_gpus}),
         **({} if repairs is None or not changed_files else {"changed_files": changed_files[:CHANGED_FILES_LIMIT]}),
+        **({} if repairs is None else {"fabric": [each._asdict() for each in fabric]}),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 

@@ -69,6 +69,11 @@ class Reason(StrEnum):
     FABRIC_MANAGER_STUCK = "FabricManagerStuck"
     FABRIC_MANAGER_NOT_RUNNING = "FabricManagerNotRunning"
     FABRIC_MANAGER_MISSING = "FabricManagerMissing"
+    FABRIC_REGISTERED = "FabricRegistered"
+    FABRIC_REGISTERING = "FabricRegistering"
+    """Becomes FABRIC_NOT_REGISTERED after some minutes, as above."""
+    FABRIC_NOT_REGISTERED = "FabricNotRegistered"
+    FABRIC_FAILED = "FabricFailed"
 
     # PersistenceMode:
     DAEMON_ACTIVE = "DaemonActive"

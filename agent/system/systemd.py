@@ -86,6 +86,11 @@ def inactive_enter(path: str, system: System) -> int:
     return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
 
 
+def active_enter(path: str, system: System) -> int:
+    """Return when the unit last became active, in microseconds since the host booted; 0 if it never did."""
+    return _property(path, "Unit", "ActiveEnterTimestampMonotonic", int, system)
+
+
 def status_text(path: str, system: System) -> str:
     """Return the line that the service last set as its status (STATUS= in sd_notify(3))."""
     return _property(path, "Service", "StatusText", str, system)

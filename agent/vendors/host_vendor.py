@@ -15,6 +15,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import CacheEntry, DrmDevice, Gpu, PciDevice, Seen, VendorFacts
 from agent.model.finding import Finding
 from agent.model.goal import DriverRoots, Grant
+from agent.model.handoff import FabricAnswer
 from agent.system.file_cache import FileCache
 from agent.system.files import System
 
@@ -30,6 +31,8 @@ class Sources(Struct, frozen=True):
     """Returns the loader cache of a root file system: `/`, or a directory such as a driver container's root."""
     units: Mapping[str, Seen[str]]
     """ActiveState of the units in the vendors' `services`, by unit name; Absent for a unit that does not exist."""
+    started: Callable[[str], Seen[int]] = lambda name: 0
+    """Returns when one of these units last became active, in microseconds since the host booted; 0 if it has not."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """What the kernel log said about each GPU that stopped answering, by PCI address. sysfs still lists such a GPU."""
     detached: frozenset[str] = frozenset()
@@ -39,6 +42,16 @@ class Sources(Struct, frozen=True):
     """Settings by machine name. Some things are observed only if a machine's settings request them."""
     file_cache: FileCache = field(default_factory=FileCache)
     """Results of earlier passes, for observations of many files that seldom change."""
+
+
+class FabricReport(Struct, frozen=True):
+    """What a machine reported of its GPUs' registration with the NVLink fabric."""
+
+    answers: tuple[FabricAnswer, ...] = ()
+    silence: str = "the machine has not reported"
+    """Why the GPUs that are not in `answers` have not answered."""
+    awaited: bool = True
+    """Whether those GPUs' answers may still come."""
 
 
 class DriverForPods(Struct, frozen=True):
@@ -117,7 +130,7 @@ class HostVendor(ABC):
         """Return the GPUs that, by a mistake in the host's setup, have a driver that is not in `drivers`. Pure."""
         return ()
 
-    def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+    def conditions(self, facts: VendorFacts, grant: Grant, fabric: FabricReport) -> tuple[Condition, ...]:
         """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode. Pure.
 
         The vendor of non-GPU devices returns none. The message of a False condition says what to do next.

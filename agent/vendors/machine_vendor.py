@@ -1,6 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `list_devices`, and `plugin_spec_problems`, which calls the given `exists`.
+All methods are pure, except `generate`, `query_fabric`, `list_devices`, and `plugin_spec_problems`, which calls the
+given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceNumber
-from agent.model.handoff import GrantedDevice, Request
+from agent.model.handoff import FabricAnswer, GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
 from agent.vendors.cdi.document import host_paths
@@ -144,6 +145,17 @@ class MachineVendor(ABC):
 
         `directory` is empty, and is for the files that the generator writes. `live` is as in `verify`.
         """
+
+    def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
+        """Ask the GPUs whether they are registered with the NVLink fabric, which opens them.
+
+        Return the answers of those that answer; nothing if the vendor's GPUs have no fabric.
+        """
+        return ()
+
+    def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
+        """Return whether these answers are final: all granted GPUs have a working fabric, or none. Pure."""
+        return True
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         """Return paths in the machine that may be missing. The specification depends on which of them exist. Pure."""

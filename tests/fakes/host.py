@@ -188,6 +188,7 @@ class ScriptedBus:
         load: str = "loaded",
         reload: bool = False,
         stopped_at: int = 0,
+        started_at: int = 0,
         device_allow: list[tuple[str, str]] | None = None,
         status: str = "",
     ) -> None:
@@ -199,6 +200,7 @@ class ScriptedBus:
             (path, unit, "ActiveState"): ("s", active),
             (path, unit, "NeedDaemonReload"): ("b", reload),
             (path, unit, "InactiveEnterTimestampMonotonic"): ("t", stopped_at),
+            (path, unit, "ActiveEnterTimestampMonotonic"): ("t", started_at),
             (path, service, "DeviceAllow"): ("a(ss)", device_allow or []),
             (path, service, "StatusText"): ("s", status),
         }

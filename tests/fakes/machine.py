@@ -170,10 +170,11 @@ class Machine(WithDeadLinks):
         validation_markers: bool = False,
         withdrawn: tuple[str, ...] = (),
         allocation: str = "",
+        fabric_cause: str = "",
     ) -> Handoff:
         """Publish a handoff."""
         flags = (default_runtime, restart_device_plugin, containerd_drop_in, validation_markers)
-        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn, allocation)
+        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn, allocation, fabric_cause)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 
@@ -192,6 +193,7 @@ class Machine(WithDeadLinks):
         self.calls.append(argv)
         name = argv[0].rsplit("/", 1)[1] if "/" in argv[0] else argv[0]
         name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
+        name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"
         return self.programs[name](argv)
 
@@ -224,6 +226,7 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("ctr", SERVES_CRI)
     machine.program("systemctl", systemctl("active", 10))
     machine.program("nvidia-smi", smi_rows(Disabled=GPUS))
+    machine.program("nvidia-smi of fabric", fabric_rows(*GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine
@@ -232,6 +235,11 @@ def gpu_machine(tree: Path) -> Machine:
 def smi_rows(**gpus: Iterable[str]) -> str:
     """Return nvidia-smi's answer about GPUs, given by MIG mode."""
     return "".join(f"0000{gpu}, {smi_uuid(gpu)}, {mode}\n" for mode, each in gpus.items() for gpu in each)
+
+
+def fabric_rows(*gpus: str, state: str = "N/A", status: str = "N/A") -> str:
+    """Return nvidia-smi's answer about the fabric of GPUs."""
+    return "".join(f"0000{gpu}, {state}, {status}\n" for gpu in gpus)
 
 
 def smi_uuid(gpu: str) -> str:

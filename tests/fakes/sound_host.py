@@ -3,7 +3,7 @@
 from agent.cli.doctor.host import SERVICE
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, parse_handoff, render_report
 from agent.model.live import render_live
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
 from agent.model.reasons import Reason
@@ -36,10 +36,10 @@ def start(host: Host, agent: Reconciler) -> None:
     agent.reconcile()
 
 
-def report(host: Host, *found: Condition) -> None:
+def report(host: Host, *found: Condition, fabric: tuple[FabricAnswer, ...] = ()) -> None:
     """Let the machine report these conditions; the others are True."""
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     given = {each.type for each in found}
     fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
     path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2))
+    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric))

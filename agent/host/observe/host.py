@@ -12,7 +12,14 @@ from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.placements import observe_placements
 from agent.host.observe.resolver import uses_stub_resolver
 from agent.host.observe.same_content import with_times
-from agent.host.observe.units import Unit, observe_template, observe_units, observe_version, with_properties
+from agent.host.observe.units import (
+    Unit,
+    observe_start,
+    observe_template,
+    observe_units,
+    observe_version,
+    with_properties,
+)
 from agent.host.state.detached_gpus import observe_detached
 from agent.host.state.gpu_faults import observe_faults
 from agent.host.state.lost_gpus import observe_lost
@@ -45,8 +52,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
     nodes = [name for name, settings in config.machines.items() if settings.node]
-    states = {service: units[service].state for service in services}
-    sources = _sources(config, system, devices, memory, states, detached.gpus)
+    services_units = {service: units[service] for service in services}
+    sources = _sources(config, system, devices, memory, services_units, detached.gpus)
     template = observe_template(system)
     template_problem = "" if isinstance(template, tuple) else template.why
     staged = observe_staged(system)
@@ -91,7 +98,7 @@ def _sources(
     system: System,
     devices: DeviceSource,
     memory: Memory,
-    units: Mapping[str, Seen[str]],
+    units: Mapping[str, Unit],
     detached: frozenset[str],
 ) -> Sources:
     """Return the sources of the vendors' facts. Raises ObservationError if the record of lost GPUs cannot be read."""
@@ -103,7 +110,8 @@ def _sources(
         loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
         driver=config.driver,
         machines=config.machines,
-        units=units,
+        units={name: unit.state for name, unit in units.items()},
+        started=lambda name: observe_start(units[name], system),
         lost=observe_lost(system),
         detached=detached,
         file_cache=memory.file_cache,

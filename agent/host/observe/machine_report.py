@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec.structs import astuple
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, MachineFacts, Unseen
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, FabricAnswer, Publication, Repair
 from agent.model.json_document import accept_version
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
@@ -41,6 +42,8 @@ class Report(Struct, frozen=True):
     """Files that differ from what `up` put into the machine."""
     publication: Publication | None = None
     """The publication of the handoff that the report answers; None if the machine half does not say."""
+    fabric: tuple[FabricAnswer, ...] | None = None
+    """What GPUs say of their registration with the fabric; None if the machine half does not ask them."""
     unknown_conditions: tuple[str, ...] = ()
     """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
@@ -61,6 +64,14 @@ class _Condition(Struct, frozen=True):
     reason: Word
     message: Annotated[str, Meta(max_length=2000)]
     gpus: Annotated[tuple[Address, ...], Meta(max_length=GPUS_LIMIT)] = ()
+
+
+class _Fabric(Struct, frozen=True):
+    """What a GPU says of its registration with the fabric."""
+
+    gpu: Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
+    state: Annotated[str, Meta(max_length=64)]
+    status: Annotated[str, Meta(max_length=64)]
 
 
 class _Repairs(Struct, frozen=True):
@@ -93,6 +104,7 @@ class _Document(_Version, frozen=True):
     advertised_gpus: Count | None = None
     changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)] = ()
     publication: Publication | None = None
+    fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)] | None = None
 
 
 def parse_report(data: bytes) -> Report:
@@ -115,6 +127,7 @@ def parse_report(data: bytes) -> Report:
         document.advertised_gpus,
         document.changed_files,
         document.publication,
+        None if document.fabric is None else tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
         tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
     )
 
@@ -131,6 +144,7 @@ def _check(document: _Document) -> None:
         "agent_version": document.agent_version,
         **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
         **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
+        **{f"fabric[{index}]": f"{each.state}{each.status}" for index, each in enumerate(document.fabric or ())},
     }
     for key, text in texts.items():
         # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
@@ -145,6 +159,7 @@ def _check(document: _Document) -> None:
         "conditions: a type": [each.type for each in document.conditions],
         "cdi_devices: a name": document.cdi_devices,
         "changed_files: a path": document.changed_files,
+        "fabric: a GPU": [each.gpu for each in document.fabric or ()],
     }
     for what, items in lists.items():
         if len(set(items)) != len(items):

@@ -125,6 +125,14 @@ def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
     return Broken(f"{name} cannot be started: LoadState is {listed.load_state}; see `systemctl status {name}`")
 
 
+def observe_start(unit: Unit, system: System) -> Seen[int]:
+    """Return when the unit last became active, in microseconds since the host booted; 0 if it is not loaded."""
+    try:
+        return systemd.active_enter(unit.path, system) if isinstance(unit.state, str) else 0
+    except BusError as error:
+        return Unseen(str(error))
+
+
 def is_enabled(unit: str, system: System) -> bool:
     """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
     return system.exists(enabling_link(unit))

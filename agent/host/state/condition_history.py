@@ -28,7 +28,7 @@ Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
 
 
 class _Condition(Struct, frozen=True):
-    """A Condition up to `good_since`. Unknown keys are ignored: another release may have written them."""
+    """A Condition up to `good_since`, with `gpus`. Unknown keys are ignored: another release may have written them."""
 
     type: ConditionType
     status: Status
@@ -41,6 +41,7 @@ class _Condition(Struct, frozen=True):
     """When the host booted, by the wall clock as it was set when the times above were written.
 
     None in the files of earlier releases."""
+    gpus: tuple[str, ...] = ()
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])
@@ -84,8 +85,8 @@ def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) ->
 
 def _read(found: _Condition, booted: float) -> Condition:
     """Return the condition. If the clock was set since its times were written, correct them."""
-    *condition, recorded = astuple(found)
-    read = Condition(*condition)
+    *condition, recorded, gpus = astuple(found)
+    read = Condition(*condition)._replace(gpus=gpus)
     set_by = booted - recorded if recorded is not None else 0.0
     if abs(set_by) < STEP:
         return read
@@ -98,6 +99,6 @@ def _read(found: _Condition, booted: float) -> Condition:
 
 def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
     return {
-        machine: tuple(_Condition(*each[:-2], booted=booted) for each in conditions)
+        machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus) for each in conditions)
         for machine, conditions in history.items()
     }

@@ -1,6 +1,10 @@
-"""Adjusts conditions by time: a Ready that was lost too often, a start of Fabric Manager that takes too long. Pure."""
+"""Adjusts conditions by time and by the previous pass. Pure.
 
-from collections.abc import Sequence
+Ready may have been lost too often; a start of the Fabric Manager, or GPUs' registration with it, may take too long; and
+what GPUs said of their fabric stays until they say something else.
+"""
+
+from collections.abc import Mapping, Sequence
 
 from agent.model.conditions import Condition, ConditionType, Status, false, summarize
 from agent.model.reasons import Reason
@@ -14,12 +18,19 @@ SETTLING = 60.0
 """Seconds without a further loss until Ready is True again."""
 STARTING_LIMIT = 300.0
 """Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
+TOO_LATE: Mapping[str, Reason] = {
+    Reason.FABRIC_MANAGER_STARTING: Reason.FABRIC_MANAGER_STUCK,
+    Reason.FABRIC_REGISTERING: Reason.FABRIC_NOT_REGISTERED,
+}
+"""Reasons that become others after STARTING_LIMIT."""
+GPUS_SAID = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reason.FABRIC_FAILED)
+"""Reasons that rest on answers of GPUs which are not registered with their fabric."""
 
 
 def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
     """Return the new conditions, Ready last, adjusted with the help of `old`, the conditions of the previous pass."""
     before = {each.type: each for each in old}
-    others = [_limit_start(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
+    others = [_adjusted(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
     ready = next(each for each in new if each.type is ConditionType.READY)
     if others != [each for each in new if each.type is not ConditionType.READY]:
         ready = summarize(others)
@@ -47,18 +58,28 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
     return ready._replace(losses=losses, good_since=good_since)
 
 
-def _limit_start(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition, but with the status False if Fabric Manager has been starting for too long."""
-    if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
+def _adjusted(condition: Condition, before: Condition | None, now: float) -> Condition:
+    """Return the condition, but with the status False if the fabric has not been ready for too long.
+
+    An inference does not replace what the GPUs said, because to say nothing is not to say that all is well.
+    """
+    if before and condition.provisional and before.reason in GPUS_SAID:
+        return condition._replace(status=before.status, reason=before.reason, message=before.message, gpus=before.gpus)
+    if condition.reason not in TOO_LATE or before is None:
         return condition
     # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
     # counts too, and the limit is reached sooner.
-    waited = now - before.last_transition if before.reason == condition.reason else 0.0
-    if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
+    waited, late = (
+        now - before.last_transition if before.reason == condition.reason else 0.0,
+        TOO_LATE[condition.reason],
+    )
+    if before.reason != late and waited <= STARTING_LIMIT:
         return condition
+    if late != Reason.FABRIC_MANAGER_STUCK:
+        return false(condition.type, late, condition.message, condition.gpus)
     return false(
         condition.type,
-        Reason.FABRIC_MANAGER_STUCK,
+        late,
         f"{condition.message}, and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see "
         "the unit's log, then restart the unit: `unbounded-agent doctor` shows the commands",
     )

@@ -25,6 +25,7 @@ from agent.model.handoff import with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.reasons import Reason
 from agent.model.text import restart_command
+from agent.vendors.host_vendor import FabricReport
 
 PLAIN_ADVICE = (
     "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers/roots.md"
@@ -84,7 +85,8 @@ def evaluate(
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
         return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
-    from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
+    fabric = _fabric_report(machine, goal, facts, report)
+    from_vendors = [_merge_vendors(kind, facts, goal.grants, fabric) for kind in FROM_VENDORS]
     inside = dict(_from_machine(machine, goal, facts, report))
     for kind, key in IF_CONFIGURED.items():
         if not getattr(settings, key):
@@ -221,13 +223,14 @@ def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Con
     )
 
 
-def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
+def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...], fabric: FabricReport) -> Condition:
     """Return the worst of the vendors' conditions. Only vendors with a GPU or a problem in this machine count."""
     conditions = []
     for grant in grants:
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
-            conditions += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
+            found = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
+            conditions += [each for each in found if each.type is kind]
     return worst(conditions)
 
 
@@ -327,38 +330,54 @@ def _from_machine(
 ) -> Mapping[ConditionType, Condition]:
     """Return the conditions that the machine half reports. Without a current report, they are Unknown."""
     kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+    current = _current(machine, goal, facts, report)
+    if not isinstance(current, Report):
+        reason, message = current
+        return {kind: unknown(kind, reason, message) for kind in kinds}
+    missing = "the machine's report does not contain this condition; its image may have another release of the agent"
+    relayed = {each.type: each._replace(message=f"{MACHINE_SAYS}{each.message}") for each in current.conditions}
+    return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
+
+
+def _fabric_report(
+    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
+) -> FabricReport:
+    current = _current(machine, goal, facts, report)
+    if not isinstance(current, Report):
+        return FabricReport(silence=current[1])
+    if current.fabric is None:
+        return FabricReport(silence="the machine's image has a release of the agent that does not ask", awaited=False)
+    return FabricReport(current.fabric, "the GPUs were asked in the machine, which asks again")
+
+
+def _current(
+    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
+) -> Report | tuple[Reason, str]:
+    """Return the report if it is current; otherwise why it is not: a reason and a message."""
     if isinstance(machine.unit_state, Unseen):
         # While systemd does not answer, the machine most likely goes on running.
-        return {kind: unknown(kind, Reason.OBSERVATION_FAILED, machine.unit_state.why) for kind in kinds}
+        return Reason.OBSERVATION_FAILED, machine.unit_state.why
     if machine.unit_state != "active":
-        return {
-            kind: unknown(kind, Reason.MACHINE_NOT_RUNNING, f"machine {machine.name} is not running") for kind in kinds
-        }
+        return Reason.MACHINE_NOT_RUNNING, f"machine {machine.name} is not running"
     match report:
         case Absent():
-            reason, message = (
+            return (
                 Reason.NO_REPORT,
                 "the machine has not reported: it may still be booting, or its image does not contain the machine "
                 f"half; see `journalctl -M {machine.name} -u unbounded-agent-gpu`; if it shows no entries, build the "
                 "image from containerfiles/",
             )
         case Broken(why):
-            reason, message = Reason.BAD_REPORT, why
+            return Reason.BAD_REPORT, why
         case Unseen(why):
-            reason, message = Reason.OBSERVATION_FAILED, why
+            return Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            reason, message = Reason.HANDOFF_PENDING, why_unanswered(machine, goal, facts)
+            return Reason.HANDOFF_PENDING, why_unanswered(machine, goal, facts)
         case _ if machine.report_age > STALE_AFTER:
-            reason, message = (
+            return (
                 Reason.REPORT_STALE,
                 f"the machine's last report is {machine.report_age:.0f} s old; see "
                 f"`systemctl -M {machine.name} status unbounded-agent-gpu.timer`",
             )
         case _:
-            reported = {each.type: each for each in report.conditions}
-            missing = (
-                "the machine's report does not contain this condition; its image may have another release of the agent"
-            )
-            relayed = {kind: each._replace(message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
-            return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
-    return {kind: unknown(kind, reason, message) for kind in kinds}
+            return report

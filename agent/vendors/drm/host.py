@@ -10,7 +10,7 @@ from agent.system.sysfs import DRI
 from agent.vendors.drm.conditions import drm_conditions
 from agent.vendors.drm.description import Description
 from agent.vendors.drm.observe import observe_drm
-from agent.vendors.host_vendor import HostVendor, Sources
+from agent.vendors.host_vendor import FabricReport, HostVendor, Sources
 
 NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
 SYMPTOMS = {
@@ -58,5 +58,5 @@ class DrmHost(HostVendor):
             detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         )
 
-    def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+    def conditions(self, facts: VendorFacts, grant: Grant, fabric: FabricReport) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 
-from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown, worst
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
+from agent.model.handoff import FabricAnswer
 from agent.model.reasons import Reason
-from agent.model.text import counted
+from agent.model.text import counted, printable
 from agent.vendors.devices_present import faulty_gpus, unusable
+from agent.vendors.host_vendor import FabricReport
+from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_registered
 from agent.vendors.nvidia.grant import misbound_gpus
 from agent.vendors.nvidia.remedies import bind
 
@@ -16,10 +19,12 @@ NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
+NOT_REPORTED = FabricReport()
+FABRIC_LOG = "see `journalctl -b -u nvidia-fabricmanager`"
 REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
 
-def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+def nvidia_conditions(facts: VendorFacts, grant: Grant, fabric: FabricReport = NOT_REPORTED) -> tuple[Condition, ...]:
     """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
     none = Absent("no driver")
     driver = facts.driver or Driver(none, UserSpace(none, none))
@@ -27,7 +32,7 @@ def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]
         _driver_loaded(facts, driver),
         _devices_present(facts, driver, grant),
         _libraries_present(driver, grant),
-        _fabric_ready(driver.fabric),
+        _fabric_ready(driver, grant, fabric),
         _persistence_mode(driver.persistence),
     )
 
@@ -183,7 +188,84 @@ def _not_used(user_space: UserSpace) -> str:
     return f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
 
 
-def _fabric_ready(fabric: Seen[str]) -> Condition:
+def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Condition:
+    """Return what the GPUs say of their fabric or, as long as they say nothing, what the host shows of it."""
+    kind, inferred = ConditionType.FABRIC_READY, _inferred_fabric(driver.fabric)
+    answers = [each for each in report.answers if each.gpu in grant.gpus]
+    silent = sorted(set(grant.gpus).difference(each.gpu for each in answers))
+    unanswered = f"no answer from {', '.join(silent)}: {report.silence}" if silent else ""
+    with_fabric = [each for each in answers if has_fabric(each)]
+    if faulty := [each for each in with_fabric if not is_registered(each)]:
+        return _not_registered(faulty, driver.fabric_service)
+    if inferred.status is Status.FALSE:
+        # Without the Fabric Manager, programs that start now fail, even if the GPUs are still registered.
+        return inferred
+    if with_fabric:
+        said = f"{counted(len(with_fabric), 'GPU')} registered with the NVLink fabric (fabric.state Completed)"
+        ready = true(kind, Reason.FABRIC_REGISTERED, "; ".join(filter(None, (said, unanswered))))
+        return ready._replace(provisional=bool(silent) and report.awaited)
+    if inferred.status is not Status.TRUE:
+        return inferred
+    if not silent and all(each.state for each in answers) and inferred.reason == Reason.NOT_APPLICABLE:
+        return not_applicable(kind, "the GPUs have no NVLink fabric (fabric.state N/A)")
+    unknown_to = "" if all(each.state for each in answers) else "the driver is too old to be asked for fabric.state"
+    why = unanswered or unknown_to or "these GPUs do not say whether they are registered (fabric.state N/A)"
+    return inferred._replace(
+        message=printable(f"{inferred.message}; inferred: {why}"), provisional=bool(silent) and report.awaited
+    )
+
+
+def _not_registered(faulty: Sequence[FabricAnswer], service: FabricService) -> Condition:
+    kind, concerned = ConditionType.FABRIC_READY, tuple(each.gpu for each in faulty)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for each in faulty:
+        groups.setdefault((each.state, each.status), []).append(each.gpu)
+    said = "; ".join(
+        f"{', '.join(gpus)}: fabric.state {state}, fabric.status {status}" for (state, status), gpus in groups.items()
+    )
+    message = (
+        f"GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): {said}; "
+        f"{_fabric_advice(service)}"
+    )
+    if any(map(has_failed, faulty)):
+        return false(kind, Reason.FABRIC_FAILED, message, concerned)
+    if isinstance(service.state, Broken) or service.state in ("inactive", "failed", "deactivating"):
+        return false(kind, Reason.FABRIC_NOT_REGISTERED, message, concerned)
+    return unknown(kind, Reason.FABRIC_REGISTERING, message)._replace(gpus=concerned)
+
+
+def _fabric_advice(service: FabricService) -> str:
+    """Return where to look, and what to do, if GPUs are not registered."""
+    modules, state = service.missing_modules, _service_advice(service)
+    if not modules:
+        return state
+    return (
+        f"not loaded: {', '.join(modules)}, which the Fabric Manager of HGX B200 and B300 needs: run `modprobe -a "
+        f"{' '.join(modules)}` and `systemctl restart nvidia-fabricmanager`; {state}"
+    )
+
+
+def _service_advice(service: FabricService) -> str:
+    match service.state:
+        case Absent():
+            return (
+                "nvidia-fabricmanager.service is not installed: install the Fabric Manager in the driver's version; if "
+                "the fabric is managed outside this host (a virtual machine, a rack), look there"
+            )
+        case Broken(why) | Unseen(why):
+            return why
+        case "running":
+            return "the Fabric Manager runs, but not as this host's service: see its log"
+        case "active" | "activating" | "reloading" as state:
+            return f"nvidia-fabricmanager.service is {state}: {FABRIC_LOG}"
+        case state:
+            return (
+                f"nvidia-fabricmanager.service is {state}: run `systemctl enable --now nvidia-fabricmanager`, and "
+                f"{FABRIC_LOG}"
+            )
+
+
+def _inferred_fabric(fabric: Seen[str]) -> Condition:
     kind = ConditionType.FABRIC_READY
     match fabric:
         case Absent(why):

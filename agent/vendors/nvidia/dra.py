@@ -12,12 +12,10 @@ from agent.model.pci_address import as_in_sysfs
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
 from agent.vendors.nvidia.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX, gpu_of
-from agent.vendors.nvidia.nvidia_smi import NVIDIA_SMI, list_profiles
+from agent.vendors.nvidia.nvidia_smi import INVALID, NVIDIA_SMI, list_profiles
 
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
 """The fields to query. Drivers before 510 do not know the last field."""
-INVALID = 2
-"""nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 MIB = 1 << 20
 CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
 """The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since driver 610, the

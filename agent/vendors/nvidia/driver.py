@@ -9,7 +9,7 @@ from agent.system.files import System
 from agent.system.processes import program_runs
 from agent.system.seen import read_seen
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, RUNNING, observe_fabric
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, RUNNING, observe_fabric, observe_fabric_service
 from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
 
@@ -36,7 +36,8 @@ def observe_driver(
     elsewhere = user_space.place_name not in ("", HOST_CACHE)
     if isinstance(persistence, Absent | Broken) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING
-    return Driver(module, user_space, observe_fabric(sources, nodes), persistence)
+    fabric = observe_fabric(sources, nodes)
+    return Driver(module, user_space, fabric, persistence, observe_fabric_service(sources, nodes, fabric))
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:

@@ -1,7 +1,7 @@
 """Observes NVSwitch and the Fabric Manager. GPUs of a host with NVSwitch cannot compute without the Fabric Manager."""
 
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, DeviceNode, Seen, Unseen
+from agent.model.facts import Absent, Broken, DeviceNode, FabricService, Seen, Unseen
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
 from agent.system.processes import program_runs
@@ -14,6 +14,8 @@ FABRIC_UNIT = "nvidia-fabricmanager.service"
 FABRIC_MANAGER = "nv-fabricmanager"
 RUNNING = "running"
 """The state of a daemon that runs without its unit. This word is not one of systemd's ActiveStates."""
+ADAPTER_MODULES = ("mlx5_ib", "ib_umad")
+"""Kernel modules by which the Fabric Manager reaches NVSwitches of the fourth generation (see MANAGES_SWITCH)."""
 ADAPTERS = "/sys/class/infiniband"
 MANAGES_SWITCH = "SW_MNG"
 """A mark in the vital product data of ConnectX-7 adapters that manage NVSwitches. NVSwitches of the fourth generation,
@@ -25,14 +27,16 @@ def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> See
     """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager.
 
     If the host has NVSwitch, but the Fabric Manager neither has a unit nor runs without one, return Broken.
+
+    This is an inference: whether a fabric works, only the GPUs themselves know.
     """
-    if not _has_node(nodes) and not has_nvswitch(sources.pci):
+    if not _shows_nvswitch(sources, nodes):
         if not isinstance(sources.pci, tuple):
             return Unseen(sources.pci.why)
         managed = any(each.vendor_id == VENDOR_ID for each in sources.pci) and _manages_nvswitch(sources)
         if managed is not True:
             return managed or Absent("no NVSwitch")
-    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
+    state = _unit_state(sources)
     if isinstance(state, Absent | Broken) and program_runs(sources.system, FABRIC_MANAGER):
         # The GPU Operator's driver container, for example, starts the Fabric Manager without a unit.
         return RUNNING
@@ -43,6 +47,42 @@ def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> See
             "version"
         )
     return state
+
+
+def observe_fabric_service(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]], fabric: Seen[str]) -> FabricService:
+    """Return where to look if GPUs are not registered with their fabric. `fabric` is from `observe_fabric`."""
+    missing: tuple[str, ...] = ()
+    if not _shows_nvswitch(sources, nodes):
+        missing = tuple(name for name in ADAPTER_MODULES if not _is_loaded(sources.system, name))
+    state = RUNNING if fabric == RUNNING else _unit_state(sources)
+    return FabricService(state, sources.started(FABRIC_UNIT) if isinstance(state, str) else 0, missing)
+
+
+def fabric_cause(service: FabricService) -> str | None:
+    """Return Grant.fabric_cause: empty without a Fabric Manager, None if its state could not be observed. Pure."""
+    if isinstance(service.state, Absent):
+        return ""
+    if isinstance(service.state, Unseen) or not isinstance(service.started, int):
+        return None
+    state = service.state if isinstance(service.state, str) else "unusable"
+    without = f", without {', '.join(service.missing_modules)}" if service.missing_modules else ""
+    return f"{FABRIC_UNIT} {state}, started at {service.started}{without}"
+
+
+def _unit_state(sources: Sources) -> Seen[str]:
+    return sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
+
+
+def _is_loaded(system: System, module: str) -> bool:
+    """Return whether a kernel module is loaded. If that cannot be read, it is not called missing."""
+    try:
+        return system.exists(f"/sys/module/{module}")
+    except OSError:
+        return True
+
+
+def _shows_nvswitch(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
+    return _has_node(nodes) or has_nvswitch(sources.pci)
 
 
 def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:

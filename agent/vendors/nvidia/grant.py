@@ -9,6 +9,7 @@ from agent.model.driver_root import UNSTAGED, StagedRoot
 from agent.model.facts import DeviceNode, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
+from agent.vendors.nvidia.fabric import fabric_cause
 from agent.vendors.nvidia.sockets import DIRECTORIES
 from agent.vendors.nvidia.user_space.places import HOST_CACHE, PLACES
 
@@ -48,6 +49,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         cdi_modes=tuple(settings.cdi_modes),
         cdi_hooks=tuple(sorted(settings.cdi_hooks)) if gpus else (),
         environment=_pod_environment(settings) if gpus else (),
+        fabric_cause=fabric_cause(facts.driver.fabric_service) if facts.driver and gpus else "",
     )
 
 

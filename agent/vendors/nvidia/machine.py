@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING
 
 from agent.model.device import DeviceNumber
-from agent.model.handoff import Request
+from agent.model.handoff import FabricAnswer, Request
 from agent.system.files import System
 from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, Marker, RuntimeHandler
 from agent.vendors.nvidia import device_plugin, sockets
@@ -13,6 +13,7 @@ from agent.vendors.nvidia.cdi import verify as cdi
 from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 from agent.vendors.nvidia.cdi.runtime_config import RUNTIME_SETTINGS, edit_runtime_config
+from agent.vendors.nvidia.fabric_states import is_settled
 
 if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableDevice
@@ -79,6 +80,15 @@ class NvidiaMachine(MachineVendor):
             f"no socket of {', '.join(without_socket)} yet: start the daemon on the host" if without_socket else "",
         )
         return generated._replace(spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
+
+    def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
+        # Imported here: the GPUs are asked only after something has changed.
+        from agent.vendors.nvidia.nvidia_smi import query_fabric
+
+        return query_fabric(system, request.gpus) if request.driver_root else ()
+
+    def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
+        return is_settled(request.gpus, answers)
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         return tuple(sockets.mount_points(request.sockets))

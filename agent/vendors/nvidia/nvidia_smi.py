@@ -1,15 +1,26 @@
-"""Asks nvidia-smi for GPUs and their MIG devices, even if NVML cannot open one of the GPUs."""
+"""Asks nvidia-smi for GPUs, their MIG devices and their fabric, even if NVML cannot open one of the GPUs."""
 
+import contextlib
 import re
 import time
 from typing import NamedTuple
 
 from agent.model.errors import AgentError, ExitCodeError
+from agent.model.handoff import FabricAnswer
 from agent.model.pci_address import as_in_sysfs
+from agent.model.text import printable
 from agent.system.files import System
+from agent.vendors.nvidia.fabric_states import is_answer
 
 NVIDIA_SMI = "nvidia-smi"
-QUERY = ("--query-gpu=pci.bus_id,uuid,mig.mode.current", "--format=csv,noheader")
+INVALID = 2
+"""nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
+FABRIC_LIMIT = 10.0
+"""Seconds for the query of all GPUs' fabric."""
+FABRIC_WORD = re.compile(r"(?:(?:state|status)\s+)?(.*)")
+"""A state or status as nvidia-smi prints it. Release 550 prints `state  In Progress` instead of `In Progress`."""
+WORD_LIMIT = 64
+"""Characters of the longest state or status that is reported. The driver's own words are shorter."""
 GPU_LIMIT = 5.0
 """Seconds for the query of one GPU: a GPU that hangs must not use up the time of the other GPUs."""
 UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
@@ -28,26 +39,57 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
     """Return what nvidia-smi says of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
     Return nothing if nvidia-smi cannot run, or if not all GPUs could be queried within `limit` seconds.
+    """
+    try:
+        rows = _query(system, ("uuid", "mig.mode.current"), count, limit)
+    except (AgentError, OSError):
+        return {}
+    return {gpu: Answer(uuid, mode == "Enabled") for gpu, (uuid, mode) in rows.items() if UUID.fullmatch(uuid)}
+
+
+def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, ...]:
+    """Return what GPUs say of their registration with the fabric. A GPU that NVML cannot open is left out.
+
+    If the driver is too old to be asked, the answers are empty. Return nothing if nvidia-smi cannot run.
+    """
+    try:
+        rows = _query(system, ("fabric.state", "fabric.status"), len(gpus), FABRIC_LIMIT)
+    except ExitCodeError:
+        return tuple(FabricAnswer(gpu, "", "") for gpu in gpus)
+    except (AgentError, OSError):
+        return ()
+    answers = (FabricAnswer(gpu, *map(_fabric_word, rows[gpu])) for gpu in gpus if gpu in rows)
+    return tuple(each for each in answers if is_answer(each))
+
+
+def _fabric_word(text: str) -> str:
+    match = FABRIC_WORD.match(printable(text))
+    return match[1][:WORD_LIMIT] if match else ""
+
+
+def _query(system: System, fields: tuple[str, str], count: int, limit: float) -> dict[str, tuple[str, str]]:
+    """Return the values of two fields of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
     If one GPU has failed, a query of all GPUs fails. Each GPU is then queried by itself. It is named by its index: to
     find a GPU by another name, nvidia-smi would also open the GPUs with lower indices.
+
+    Raises ExitCodeError if nvidia-smi does not know the fields; AgentError or OSError if it cannot run, or if not all
+    GPUs could be queried within `limit` seconds.
     """
     deadline = time.monotonic() + limit
+    query = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader")
     try:
-        return _parse(system.run(NVIDIA_SMI, *QUERY, timeout=limit / 2))
-    except ExitCodeError:
-        pass
-    except (AgentError, OSError):
-        return {}
-    found: dict[str, Answer] = {}
+        return _parse(system.run(NVIDIA_SMI, *query, timeout=limit / 2))
+    except ExitCodeError as error:
+        if error.status == INVALID:
+            raise
+    found: dict[str, tuple[str, str]] = {}
     for index in range(count):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            return {}
-        try:
-            found |= _parse(system.run(NVIDIA_SMI, f"--id={index}", *QUERY, timeout=min(GPU_LIMIT, remaining)))
-        except (AgentError, OSError):
-            continue
+            raise AgentError(f"{NVIDIA_SMI} takes more than {limit:.0f} s", "see `dmesg` on the host for the driver")
+        with contextlib.suppress(AgentError, OSError):
+            found |= _parse(system.run(NVIDIA_SMI, f"--id={index}", *query, timeout=min(GPU_LIMIT, remaining)))
     return found
 
 
@@ -75,11 +117,12 @@ def device_ids(system: System, answers: dict[str, Answer]) -> tuple[str, ...]:
     return (*whole, *mig_devices)
 
 
-def _parse(text: str) -> dict[str, Answer]:
+def _parse(text: str) -> dict[str, tuple[str, str]]:
     found = {}
     for row in text.splitlines():
-        address, _, rest = row.partition(",")
-        uuid, _, mode = rest.partition(",")
-        if as_in_sysfs(address.strip()) and UUID.fullmatch(uuid.strip()):
-            found[as_in_sysfs(address.strip())] = Answer(uuid.strip(), mode.strip() == "Enabled")
+        match [each.strip() for each in row.split(",")]:
+            case [address, first, second] if as_in_sysfs(address):
+                found[as_in_sysfs(address)] = (first, second)
+            case _:
+                pass
     return found

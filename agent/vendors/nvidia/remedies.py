@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Set
 
 from agent.model.conditions import ConditionType
-from agent.model.facts import VendorFacts
+from agent.model.facts import Absent, Broken, FabricService, VendorFacts
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.grant import misbound_gpus
 
@@ -89,6 +89,10 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             return (REINSTALL,)
         case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
             return _install_fabric_manager(version)
+        case ConditionType.FABRIC_READY, (
+            Reason.FABRIC_REGISTERING | Reason.FABRIC_NOT_REGISTERED | Reason.FABRIC_FAILED
+        ):
+            return _register_gpus(facts.driver.fabric_service if facts.driver else FabricService(), version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
@@ -131,6 +135,16 @@ def _install_fabric_manager(version: str) -> tuple[str, ...]:
         "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
         "systemctl enable --now nvidia-fabricmanager",
     )
+
+
+def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
+    modules = service.missing_modules
+    load = (f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them",) if modules else ()
+    if isinstance(service.state, Absent | Broken):
+        start = _install_fabric_manager(version)
+    else:
+        start = ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager")
+    return (*load, *start, FABRIC_LOG, "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv")
 
 
 def _blacklist(drivers: list[str]) -> tuple[str, ...]:

@@ -52,6 +52,13 @@ static const struct kernel_param_ops xid_ops = { .set = raise_xid, .get = param_
 static struct kparam_string xid_string = { .maxlen = sizeof(simulated_xid), .string = simulated_xid };
 module_param_cb(simulated_xid, &xid_ops, &xid_string, 0644);
 
+/*
+ * "STATE STATUS", written by a person or a test: the GPUs' registration with the NVLink fabric, which only the stand-in
+ * NVML reads. Empty: the GPUs have no fabric.
+ */
+static char simulated_fabric[32];
+module_param_string(simulated_fabric, simulated_fabric, sizeof(simulated_fabric), 0644);
+
 int nvidia_gpu_open(unsigned int minor)
 {
 	struct nvidia_gpu *gpu;

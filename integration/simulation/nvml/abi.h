@@ -17,6 +17,7 @@ typedef enum {
 	NVML_ERROR_TIMEOUT = 10,
 	NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18,
 	NVML_ERROR_MEMORY = 20,
+	NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25,
 	NVML_ERROR_UNKNOWN = 999,
 } nvmlReturn_t;
 
@@ -46,6 +47,15 @@ typedef struct {
 typedef struct {
 	unsigned int gpu, memory;
 } nvmlUtilization_t;
+
+typedef struct {
+	unsigned int version; /* size of the structure | its version << 24 */
+	unsigned char clusterUuid[16];
+	nvmlReturn_t status;
+	unsigned int cliqueId;
+	unsigned char state;
+	unsigned int healthMask;
+} nvmlGpuFabricInfo_v2_t;
 
 typedef struct {
 	unsigned int multiprocessorCount, sharedCopyEngineCount, sharedDecoderCount, sharedEncoderCount;

@@ -88,6 +88,7 @@ NVML_API const char *nvmlErrorString(nvmlReturn_t result)
 	case NVML_ERROR_TIMEOUT: return "Timeout";
 	case NVML_ERROR_LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
 	case NVML_ERROR_MEMORY: return "Insufficient Memory";
+	case NVML_ERROR_ARGUMENT_VERSION_MISMATCH: return "Argument Version Mismatch";
 	case NVML_ERROR_UNKNOWN: break;
 	}
 	return "Unknown Error";

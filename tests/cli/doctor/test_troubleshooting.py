@@ -11,6 +11,7 @@ from agent.cli.doctor.machines import MachineFinding
 from agent.cli.doctor.remedies import OFFERED, SERVICE_LOG
 from agent.model.conditions import ConditionType, Status, false, true
 from agent.model.facts import PciDevice
+from agent.model.handoff import FabricAnswer
 from agent.model.paths import REPORT_NAME, live_file, report_directory
 from agent.model.reasons import Reason
 from tests.cli.doctor.test_doctor import answer_of_libcuda
@@ -57,6 +58,11 @@ def fabric(state: str, load: str = "loaded") -> Callable[[Host], None]:
     return seed
 
 
+def registration(status: str, state: str = "Completed") -> Callable[[Host], None]:
+    answers = tuple(FabricAnswer(gpu, state, status) for gpu in (FIRST, SECOND))
+    return lambda host: report(host, ALL_OPEN, fabric=answers)
+
+
 def unused_node(host: Host) -> None:
     host.remove_file("/dev/nvidia1")
     del host._nodes["/dev/nvidia1"]
@@ -74,6 +80,8 @@ SEEDS: dict[tuple[ConditionType, Reason], Callable[[Host], None]] = {
     (KIND.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): never_installed,
     (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): fabric("inactive"),
     (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING): fabric("inactive", "not-found"),
+    (KIND.FABRIC_READY, Reason.FABRIC_NOT_REGISTERED): registration("N/A", "In Progress"),
+    (KIND.FABRIC_READY, Reason.FABRIC_FAILED): registration("Insufficient Resources"),
     (KIND.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): lambda host: host.bus.unit(UNITS[1], "inactive"),
     (KIND.MACHINE_RUNNING, Reason.STOPPED): lambda host: units(host, "inactive", stopped_at=4711),
     (KIND.LIBRARIES_LINKED, Reason.NO_REPORT): lambda host: host.remove(f"{report_directory(MACHINE)}/{REPORT_NAME}"),

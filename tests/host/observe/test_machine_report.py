@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent.host.observe.machine_report import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Publication, Repair, render_report
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, FabricAnswer, Publication, Repair, render_report
 
 LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
 
@@ -51,6 +51,31 @@ def test_changed_files_are_listed_up_to_a_limit() -> None:
     assert parse_report(data).changed_files == paths[:-1]
     assert "changed_files" not in json.loads(render_report("", (LINKED,), (), "", "", None, changed_files=paths))
     assert "changed_files" not in json.loads(document()), "an older host half need not know the key"
+
+
+def test_the_answers_about_the_fabric_are_read_back_and_bounded() -> None:
+    answers = (FabricAnswer("0000:1b:00.0", "In Progress", "N/A"), FabricAnswer("0000:43:00.0", "", ""))
+    assert parse_report(render_report("", (LINKED,), (), "", "", {}, fabric=answers)).fabric == answers
+    assert parse_report(document()).fabric == (), "asked, but no GPU answered"
+    whole = json.loads(document())
+    del whole["fabric"]
+    assert parse_report(json.dumps(whole).encode()).fabric is None, "an older machine half does not ask"
+    assert "fabric" not in json.loads(render_report("", (LINKED,), (), "", "", None, fabric=answers))
+    good = {"gpu": "0000:1b:00.0", "state": "Completed", "status": "Success"}
+    assert parse_report(document(fabric=[{**good, "new": 1}])).fabric is not None
+    for wrong in (
+        [{**good, "gpu": "0000:1b:00.0; run `evil`"}],
+        [{**good, "gpu": ""}],
+        [{**good, "state": "x" * 65}],
+        [{**good, "status": "\x1b[2J"}],
+        [{**good, "state": 3}],
+        [good, good],
+        [good] * 1025,
+        {"0000:1b:00.0": "Completed"},
+        "Completed",
+    ):
+        with pytest.raises(DocumentError, match="fabric"):
+            parse_report(document(fabric=wrong))
 
 
 def test_the_publication_is_read_back_and_its_numbers_are_bounded() -> None:

@@ -20,6 +20,7 @@ RECORD = {
     "last_transition": 1700000000.5,
     "losses": [1600000000.0],
     "good_since": 2.0,
+    "gpus": [],
 }
 
 

@@ -14,6 +14,7 @@ from agent.model.conditions import (
     ConditionType,
     Status,
     false,
+    not_applicable,
     summarize,
     true,
     unknown,
@@ -183,6 +184,45 @@ def test_setting_the_clock_neither_ends_nor_prolongs_a_wait(
     assert machine.see(GOOD, 2).status is Status.TRUE
     for waited, status in ((STARTING_LIMIT - 1, Status.UNKNOWN), (STARTING_LIMIT + 1, Status.FALSE)):
         assert fabric(STARTING, before, starting.last_transition + jump + waited)[0].status is status
+
+
+REGISTERING = unknown(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERING, "GPU: In Progress")
+INFERRED = not_applicable(ConditionType.FABRIC_READY, "no NVSwitch")._replace(provisional=True)
+
+
+def test_gpus_that_stay_unregistered_are_a_fault_until_they_are_registered() -> None:
+    seen = fabric(REGISTERING, (), START)
+    assert (seen[0].status, seen[0].reason) == (Status.UNKNOWN, "FabricRegistering")
+    seen = fabric(REGISTERING, seen, START + STARTING_LIMIT + 1)
+    assert (seen[0].status, seen[0].reason) == (Status.FALSE, "FabricNotRegistered")
+    assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricNotRegistered")
+    assert seen[0].message == "GPU: In Progress"
+    registered = true(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERED, "")
+    assert fabric(registered, seen, START + STARTING_LIMIT + 2)[-1].status is Status.TRUE
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        REGISTERING,
+        false(ConditionType.FABRIC_READY, Reason.FABRIC_NOT_REGISTERED, "GPU: In Progress"),
+        false(ConditionType.FABRIC_READY, Reason.FABRIC_FAILED, "GPU: Insufficient Resources"),
+    ],
+)
+def test_an_inference_does_not_replace_what_gpus_said(said: Condition) -> None:
+    seen = fabric(said, (), START)
+    for later in (1, 1000, 100_000):
+        seen = fabric(INFERRED, seen, START + later)
+        assert seen[0][:4] == said[:4]
+        assert seen[0].last_transition == START
+        assert seen[-1].status is said.status
+    final = fabric(INFERRED._replace(provisional=False), seen, START + 200_000)
+    assert final[0].status is Status.TRUE, "no answer is awaited: the machine's image has an older release"
+
+
+def test_an_inference_holds_as_long_as_no_gpu_said_anything() -> None:
+    stopped = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "")
+    assert fabric(INFERRED, fabric(stopped, (), START), START + 1)[0].status is Status.TRUE
 
 
 @pytest.mark.parametrize("before", [ACTIVE, unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")])

@@ -18,7 +18,7 @@ from agent.model.facts import Absent, DrmDevice, Facts, FileState, MachineFacts,
 from agent.model.goal import Grant, Share
 from agent.model.granted import Granted
 from agent.model.paths import machine_files
-from agent.vendors.host_vendor import Sources
+from agent.vendors.host_vendor import FabricReport, Sources
 from tests.fakes.host import PROC_DEVICES, Host
 
 pytestmark = pytest.mark.scenario("004")
@@ -92,7 +92,9 @@ def paths(grant: Grant) -> list[str]:
 
 def conditions(vendors: tuple[VendorFacts, ...], name: str, gpus: object = "all") -> dict[ConditionType, Condition]:
     facts = next(each for each in vendors if each.vendor == name)
-    return {each.type: each for each in host_vendor(name).conditions(facts, grants(vendors, gpus)[name])}
+    return {
+        each.type: each for each in host_vendor(name).conditions(facts, grants(vendors, gpus)[name], FabricReport())
+    }
 
 
 def test_each_node_goes_to_its_own_vendor(cards: Cards) -> None:
@@ -270,7 +272,10 @@ def test_unlisted_devices_change_nothing(cards: Cards) -> None:
         assert plan(config, facts_of(broken.look())).held.keys() == {"node"}
     facts = cards.look()[2]
     found = replace(facts, devices=Unseen("/proc/devices: Input/output error"))
-    kinds = {each.type: each.reason for each in host_vendor("intel").conditions(found, Grant("intel", (IGPU,)))}
+    kinds = {
+        each.type: each.reason
+        for each in host_vendor("intel").conditions(found, Grant("intel", (IGPU,)), FabricReport())
+    }
     assert kinds[ConditionType.DRIVER_LOADED] == kinds[ConditionType.DEVICES_PRESENT] == "ObservationFailed"
 
 

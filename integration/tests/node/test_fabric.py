@@ -1,0 +1,53 @@
+"""GPUs that are not registered with their NVLink fabric, as on HGX B200, say so, whatever the Fabric Manager says."""
+
+from typing import Any
+
+import pytest
+
+from integration.bed.waiting import wait
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+MANAGER = "nvidia-fabricmanager.service"
+UNIT = b"[Service]\nExecStart=/usr/bin/sleep infinity\n"
+QUERY = ("nvidia-smi", "--query-gpu=fabric.state,fabric.status", "--format=csv,noheader")
+IN_PROGRESS, REGISTERED = "2 0", "3 0"
+
+
+def set_fabric(bed: Bed, state: str) -> None:
+    """Simulation: NVML's nvmlGpuFabricState_t and nvmlReturn_t, for all GPUs."""
+    bed.run("sh", "-c", f"echo {state} >/sys/module/nvidia/parameters/simulated_fabric")
+
+
+def wait_for(bed: Bed, reason: str, seconds: float = 300, *, reload: bool = True) -> dict[str, Any]:
+    if reload:
+        bed.run("systemctl", "reload", "unbounded-agent.service")
+    wait(reason, lambda: bed.last_conditions().get("FabricReady", {}).get("reason") == reason, seconds, bed.evidence)
+    conditions = bed.last_conditions()
+    return {"ready": conditions["Ready"]["status"], **conditions["FabricReady"]}
+
+
+def test_gpus_that_are_not_registered_with_their_fabric_are_not_ready(ready: Bed) -> None:
+    """The Fabric Manager is active or not: only what the GPUs say counts, and the machine half asks again by itself."""
+    assert ready.conditions()["FabricReady"]["message"] == "the GPUs have no NVLink fabric (fabric.state N/A)"
+    set_fabric(ready, IN_PROGRESS)
+    ready.guest.write(f"/run/systemd/system/{MANAGER}", UNIT)
+    ready.run("systemctl", "daemon-reload")
+    ready.run("systemctl", "start", MANAGER)
+    found = wait_for(ready, "FabricRegistering")
+    assert set(ready.node.run(*QUERY).stdout.splitlines()) == {"state  In Progress, status N/A"}
+    assert (found["status"], found["ready"]) == ("Unknown", "Unknown")
+    assert "0000:01:00.0" in found["message"]
+    assert "fabric.state In Progress, fabric.status N/A" in found["message"]
+    assert "not loaded: mlx5_ib, ib_umad" in found["message"]
+    ready.run("systemctl", "stop", MANAGER)
+    found = wait_for(ready, "FabricNotRegistered")
+    assert (found["status"], found["ready"]) == ("False", "False")
+    assert f"{MANAGER} is inactive" in found["message"]
+    ready.run("systemctl", "start", MANAGER)
+    ready.run("systemctl", "reload", "unbounded-agent.service")
+    set_fabric(ready, REGISTERED)
+    found = wait_for(ready, "FabricRegistered", 600, reload=False)
+    assert found["status"] == "True"
+    assert ready.wait_ready()["FabricReady"]["reason"] == "FabricRegistered"

@@ -1,0 +1,109 @@
+"""Whole passes on a host whose GPUs have a fabric: a change of the Fabric Manager makes the machine ask the GPUs."""
+
+import pytest
+
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
+from agent.model.errors import BusError
+from agent.model.handoff import FabricAnswer, Handoff, Publication, parse_handoff, render_report
+from agent.model.live import render_live
+from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
+from agent.model.reasons import Reason
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
+from tests.fakes.host import Host
+
+GPUS = ("0000:01:00.0", "0000:02:00.0")
+MANAGER = UNITS[2]
+KIND = ConditionType.FABRIC_READY
+
+
+def handoff(host: Host) -> Handoff:
+    return parse_handoff(host.read(handoff_file(MACHINE)))
+
+
+def report(host: Host, state: str = "", status: str = "N/A") -> None:
+    """Let the machine answer the handoff; without a state, no GPU answers about its fabric."""
+    fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE)
+    opened = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
+    identity = host.identity(handoff_file(MACHINE))
+    document = render_report(
+        handoff(host).generation,
+        (opened, *fine),
+        (),
+        "",
+        "0.1.0",
+        {},
+        2,
+        publication=Publication(identity.inode, identity.mtime_ns),
+        fabric=tuple(FabricAnswer(gpu, state, status) for gpu in GPUS) if state else (),
+    )
+    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
+
+
+@pytest.fixture
+def agent(gpu_host: Host) -> Reconciler:
+    """The agent of a host with a running machine, and a Fabric Manager that is installed and stopped."""
+    agent = reconciler(gpu_host)
+    (machine,) = agent.reconcile().machines
+    assert machine.start_settings
+    gpu_host.write(live_file(MACHINE), render_live(machine.start_settings))
+    units(gpu_host, "active")
+    report(gpu_host, "N/A")
+    agent.reconcile()
+    return agent
+
+
+def passed(agent: Reconciler) -> dict[ConditionType, Condition]:
+    (machine,) = agent.run_pass().machines
+    return {each.type: each for each in machine.conditions}
+
+
+def test_a_fault_ends_only_by_the_gpus_own_word(agent: Reconciler, gpu_host: Host) -> None:
+    """The Fabric Manager becomes active while the GPUs are not registered: no inference makes FabricReady True."""
+    assert passed(agent)[KIND].reason == "NotApplicable"
+    report(gpu_host, "In Progress")
+    found = passed(agent)
+    assert (found[KIND].reason, found[ConditionType.READY].status) == ("FabricNotRegistered", Status.FALSE)
+    before = handoff(gpu_host)
+    gpu_host.bus.unit(MANAGER, "active", started_at=4711)
+    pending = passed(agent)
+    after = handoff(gpu_host)
+    assert (after.generation, after.fabric_cause != before.fabric_cause) == (before.generation, True)
+    assert (pending[KIND].status, pending[KIND].reason) == (Status.FALSE, "FabricNotRegistered")
+    assert pending[ConditionType.RUNTIME_ACTIVE].reason == "HandoffPending", "the machine is asked, and may ask NVML"
+    report(gpu_host)
+    assert passed(agent)[KIND].status is Status.FALSE, "nvidia-smi got no answer"
+    report(gpu_host, "In Progress")
+    assert passed(agent)[KIND].status is Status.FALSE
+    report(gpu_host, "Completed", "Success")
+    found = passed(agent)
+    assert (found[KIND].reason, found[ConditionType.READY].status) == ("FabricRegistered", Status.TRUE)
+    units(gpu_host, "inactive", stopped_at=1)
+    gpu_host.bus.unit(MANAGER, "active", started_at=4711)
+    stopped = passed(agent)[KIND]
+    assert stopped.reason == "NotApplicable"
+    assert "inferred: no answer from" in stopped.message
+    assert "machine gpu-node is not running" in stopped.message
+
+
+def test_a_start_of_the_fabric_manager_is_handed_on_once(agent: Reconciler, gpu_host: Host) -> None:
+    """A Fabric Manager that crashes again and again is active at most looks; the time of its start shows it."""
+    seen = []
+    for started in (1, 1, 2, 2):
+        gpu_host.bus.unit(MANAGER, "active", started_at=started)
+        actions = agent.run_pass().actions
+        seen.append((len(actions), handoff(gpu_host).fabric_cause))
+    assert [count for count, _ in seen] == [1, 0, 1, 0]
+    assert seen[0][1] != seen[2][1]
+
+
+def test_a_fabric_manager_that_could_not_be_observed_is_no_change(agent: Reconciler, gpu_host: Host) -> None:
+    gpu_host.bus.unit(MANAGER, "active", started_at=1)
+    agent.run_pass()
+    before = handoff(gpu_host)
+    assert before.fabric_cause
+    gpu_host.bus.unit(MANAGER, "active", started_at="never")  # type: ignore[arg-type]
+    assert agent.run_pass().actions == ()
+    gpu_host.bus.failing = BusError("PID 1 does not answer")
+    agent.run_pass()
+    assert handoff(gpu_host) == before

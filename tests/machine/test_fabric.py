@@ -1,0 +1,166 @@
+"""The machine half asks GPUs for their fabric when something has changed, and never at rest."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agent.machine.failures import LONGEST
+from agent.machine.run import run
+from agent.system.process import Completed
+from tests.fakes.machine import GPUS, REQUEST, Machine, fabric_rows, hang
+
+MINUTE = 60.0
+QUERY = "nvidia-smi of fabric"
+CAUSE = "nvidia-fabricmanager.service active, started at {}"
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function by which seconds pass."""
+    passed, monotonic = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
+    return passed.append
+
+
+def asked(machine: Machine) -> bool:
+    """Run the machine half, and return whether it asked the GPUs for their fabric."""
+    machine.calls.clear()
+    run(machine)
+    return any("fabric.state" in each for call in machine.calls for each in call)
+
+
+def answers(machine: Machine) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = machine.report()["fabric"]
+    return found
+
+
+def answer(*gpus: str, state: str, status: str) -> list[dict[str, str]]:
+    return [{"gpu": gpu, "state": state, "status": status} for gpu in gpus]
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "found"),
+    [
+        ("N/A", "N/A", answer(*GPUS, state="N/A", status="N/A")),
+        ("[N/A]", "[N/A]", answer(*GPUS, state="[N/A]", status="[N/A]")),
+        ("Completed", "Success", answer(*GPUS, state="Completed", status="Success")),
+        # What the real nvidia-smi 550.163.01 prints.
+        ("state  Completed", "status Success", answer(*GPUS, state="Completed", status="Success")),
+    ],
+)
+def test_settled_gpus_are_asked_once(
+    machine: Machine, later: Callable[[float], None], printed: str, status: str, found: list[dict[str, str]]
+) -> None:
+    """A monitor that opens a GPU each minute keeps it from sleeping, and holds it while it should be unplugged."""
+    machine.program(QUERY, fabric_rows(*GPUS, state=printed, status=status))
+    runs = []
+    for _ in range(30):
+        runs.append(asked(machine))
+        assert answers(machine) == found
+        later(MINUTE)
+    assert runs == [True, *[False] * 29]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("state  In Progress", "status N/A"), ("Not Started", "N/A"), ("Completed", "Insufficient Resources")],
+)
+def test_unregistered_gpus_are_asked_again_ever_more_rarely(
+    machine: Machine, later: Callable[[float], None], state: str, status: str
+) -> None:
+    machine.program(QUERY, fabric_rows(*GPUS, state=state, status=status))
+    attempts = []
+    for minute in range(60):
+        attempts += [minute] if asked(machine) else []
+        assert len(answers(machine)) == 2, "what they said last is still reported"
+        later(MINUTE)
+    assert attempts[:5] == [0, 1, 2, 4, 8]
+    assert {second - first for first, second in itertools.pairwise(attempts[5:])} == {LONGEST / MINUTE}
+    machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
+    later(LONGEST)
+    assert asked(machine)
+    assert answers(machine) == answer(*GPUS, state="Completed", status="Success")
+    later(LONGEST)
+    assert not asked(machine)
+
+
+def test_another_cause_is_a_reason_to_ask(machine: Machine, later: Callable[[float], None]) -> None:
+    """The Fabric Manager started later, or started again: registered GPUs may have to be registered again."""
+    machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
+    first = machine.hand(REQUEST, fabric_cause=CAUSE.format(1))
+    assert [asked(machine), asked(machine)] == [True, False]
+    machine.program(QUERY, fabric_rows(*GPUS, state="In Progress"))
+    second = machine.hand(REQUEST, fabric_cause=CAUSE.format(2))
+    assert first.generation == second.generation, "nothing else is done again"
+    assert asked(machine)
+    assert answers(machine) == answer(*GPUS, state="In Progress", status="N/A")
+    assert not any("generate" in call for call in machine.calls)
+
+
+def test_other_gpus_are_asked(machine: Machine) -> None:
+    assert asked(machine)
+    machine.hand(REQUEST._replace(gpus=GPUS[:1]))
+    assert asked(machine)
+    assert answers(machine) == answer(GPUS[0], state="N/A", status="N/A")
+
+
+def test_a_driver_that_does_not_know_the_fields_is_asked_once(machine: Machine) -> None:
+    machine.program(QUERY, 'Field "fabric.state" is not a valid field to query.\n', 2)
+    assert [asked(machine), asked(machine)] == [True, False]
+    assert answers(machine) == answer(*GPUS, state="", status="")
+    assert sum("fabric.state" in each for call in machine.calls for each in call) == 0
+
+
+def lost(argv: tuple[str, ...]) -> Completed:
+    """Act as nvidia-smi if the second GPU is lost."""
+    if argv[1] == "--id=0":
+        return Completed(0, fabric_rows(GPUS[0], state="Completed", status="Success").encode(), b"")
+    return Completed(15, b"Unable to determine the device handle for GPU1: GPU is lost.\n", b"")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lost, fabric_rows(GPUS[0], state="Completed", status="Success") + fabric_rows(GPUS[1], state="[GPU is lost]")],
+)
+def test_a_gpu_that_does_not_answer_says_nothing(machine: Machine, program: Callable[..., Completed] | str) -> None:
+    """The others' answers count. No answer is no verdict: the next run asks again."""
+    machine.program(QUERY, program)
+    assert [asked(machine), asked(machine)] == [True, True]
+    assert answers(machine) == answer(GPUS[0], state="Completed", status="Success")
+
+
+@pytest.mark.parametrize("program", [hang, "", "0000:01:00.0\n,,\n\x1b[2J, a, b\n"])
+def test_nonsense_and_silence_are_no_answer(machine: Machine, program: Callable[..., Completed] | str) -> None:
+    machine.program(QUERY, program)
+    assert asked(machine)
+    assert answers(machine) == []
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_long_words_do_not_cost_the_report(machine: Machine) -> None:
+    machine.program(QUERY, fabric_rows(*GPUS, state="x" * 5000, status="\x1b[2J"))
+    assert asked(machine)
+    assert max(len(each["state"]) for each in answers(machine)) == 64
+
+
+def test_a_damaged_note_costs_a_question(machine: Machine) -> None:
+    assert asked(machine)
+    path = next(machine.tree.rglob("fabric-nvidia.json"))
+    for damage in (b"{", b"", json.dumps({"note": {}}).encode()):
+        path.write_bytes(damage)
+        assert asked(machine)
+        assert answers(machine) == answer(*GPUS, state="N/A", status="N/A")
+
+
+def test_an_older_host_half_gets_no_new_key(machine: Machine) -> None:
+    """It refuses reports with keys that it does not know."""
+    path = "/run/unbounded-agent/handoff/handoff.json"
+    document = json.loads(machine.read(path))
+    del document["restart_device_plugin"]
+    machine.put(path, json.dumps(document))
+    run(machine)
+    assert "fabric" not in machine.report()

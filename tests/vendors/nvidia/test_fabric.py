@@ -1,0 +1,182 @@
+"""FabricReady: what the GPUs say of their fabric counts; services and modules of the host only say where to look."""
+
+import pytest
+
+from agent.model.conditions import Condition, Status
+from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.goal import Grant
+from agent.model.handoff import FabricAnswer
+from agent.vendors.host_vendor import FabricReport, Sources
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, fabric_cause
+from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.remedies import remedies
+from tests.fakes.host import Host
+
+GPUS = tuple(f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))
+NO_SWITCH = Absent("no NVSwitch")
+MODULES = ("mlx5_ib", "ib_umad")
+
+
+def said(state: str, status: str = "N/A", gpus: tuple[str, ...] = GPUS) -> tuple[FabricAnswer, ...]:
+    return tuple(FabricAnswer(gpu, state, status) for gpu in gpus)
+
+
+def driver(fabric: Seen[str], service: FabricService) -> VendorFacts:
+    return VendorFacts(
+        "nvidia", driver=Driver("570.1", UserSpace(Absent(""), ()), fabric, "active", fabric_service=service)
+    )
+
+
+def ready(
+    answers: tuple[FabricAnswer, ...],
+    fabric: Seen[str] = NO_SWITCH,
+    service: FabricService = FabricService(),  # noqa: B008
+    *,
+    silence: str = "the machine has not reported",
+    awaited: bool = True,
+) -> Condition:
+    report = FabricReport(answers, silence, awaited)
+    return nvidia_conditions(driver(fabric, service), Grant("nvidia", GPUS), report)[3]
+
+
+@pytest.mark.parametrize("state", ["In Progress", "Not Started"])
+@pytest.mark.parametrize(
+    ("service", "status"),
+    [
+        ("inactive", Status.FALSE),
+        ("failed", Status.FALSE),
+        (Broken("it is masked"), Status.FALSE),
+        ("active", Status.UNKNOWN),
+        ("activating", Status.UNKNOWN),
+        (Absent("not installed"), Status.UNKNOWN),
+        (Unseen("no answer"), Status.UNKNOWN),
+    ],
+)
+@pytest.mark.parametrize("fabric", [NO_SWITCH, "active"])
+def test_gpus_that_are_not_registered_are_never_ready(
+    state: str, service: Seen[str], status: Status, fabric: Seen[str]
+) -> None:
+    """As on HGX B200 (NVIDIA/gpu-operator issue 2781): no NVSwitch is to be seen, and FabricReady was True."""
+    condition = ready(said(state), fabric, FabricService(service, 0, MODULES))
+    assert condition.status is status
+    assert condition.reason == ("FabricNotRegistered" if status is Status.FALSE else "FabricRegistering")
+    assert f"{', '.join(GPUS)}: fabric.state {state}, fabric.status N/A" in condition.message
+    assert "not loaded: mlx5_ib, ib_umad" in condition.message
+    assert "`modprobe -a mlx5_ib ib_umad` and `systemctl restart nvidia-fabricmanager`" in condition.message
+    assert "error 802" in condition.message
+
+
+def test_one_gpu_of_eight_is_enough() -> None:
+    answers = (*said("Completed", "Success", GPUS[1:]), *said("In Progress", gpus=GPUS[:1]))
+    condition = ready(answers, "active", FabricService("active"))
+    assert condition.status is Status.UNKNOWN
+    assert f"{GPUS[0]}: fabric.state In Progress" in condition.message
+    assert GPUS[1] not in condition.message
+    assert "modprobe" not in condition.message
+
+
+@pytest.mark.parametrize("status", ["Insufficient Resources", "Unknown Error", "N/A", ""])
+def test_a_registration_that_failed_is_a_fault(status: str) -> None:
+    """NVIDIA/NVSentinel issue 883 and Azure/azhpc-images pull request 506: the state alone says Completed."""
+    condition = ready(said("Completed", status, GPUS[:1]) + said("Completed", "Success", GPUS[1:]), "active")
+    assert (condition.status, condition.reason) == (Status.FALSE, "FabricFailed")
+    assert f"{GPUS[0]}: fabric.state Completed, fabric.status {status}".rstrip() in condition.message
+
+
+@pytest.mark.parametrize("service", ["inactive", Absent("not installed"), Unseen("no answer"), "active"])
+def test_registered_gpus_need_no_other_proof(service: Seen[str]) -> None:
+    """On the compute nodes of a rack, and in virtual machines, the Fabric Manager runs elsewhere."""
+    condition = ready(said("Completed", "Success"), NO_SWITCH, FabricService(service, 0, MODULES))
+    assert (condition.status, condition.reason, condition.provisional) == (Status.TRUE, "FabricRegistered", False)
+
+
+def test_registered_gpus_outweigh_what_could_not_be_observed() -> None:
+    assert ready(said("Completed", "Success"), Unseen("no answer")).reason == "FabricRegistered"
+    assert ready(said("Completed", "Success"), "activating").reason == "FabricRegistered"
+
+
+def test_a_fabric_manager_that_has_stopped_is_a_fault_although_gpus_are_registered() -> None:
+    """Then programs that start fail with error 802 (nvidia-smi(1), Fabric Manager's ABORT_CUDA_JOBS_ON_FM_EXIT)."""
+    assert ready(said("Completed", "Success"), "failed").reason == "FabricManagerNotRunning"
+
+
+@pytest.mark.parametrize("word", ["N/A", "[N/A]", "Not Supported"])
+def test_gpus_without_a_fabric_say_so(word: str) -> None:
+    condition = ready(said(word))
+    assert (condition.status, condition.reason, condition.provisional) == (Status.TRUE, "NotApplicable", False)
+    assert condition.message == "the GPUs have no NVLink fabric (fabric.state N/A)"
+
+
+def test_the_gpus_of_hgx_a100_say_nothing_so_the_service_counts() -> None:
+    """GPUs before Hopper have no fabric.state, but need the Fabric Manager."""
+    active = ready(said("N/A"), "active")
+    assert (active.status, active.reason, active.provisional) == (Status.TRUE, "FabricManagerActive", False)
+    assert "inferred: these GPUs do not say whether they are registered" in active.message
+    assert ready(said("N/A"), "failed").reason == "FabricManagerNotRunning"
+
+
+@pytest.mark.parametrize(("fabric", "reason"), [(NO_SWITCH, "NotApplicable"), ("active", "FabricManagerActive")])
+def test_without_answers_it_is_inferred_and_says_so(fabric: Seen[str], reason: str) -> None:
+    old = ready(said("", ""), fabric)
+    assert (old.reason, old.provisional) == (reason, False)
+    assert old.message.endswith("; inferred: the driver is too old to be asked for fabric.state")
+    silent = ready((), fabric)
+    assert (silent.status, silent.reason, silent.provisional) == (Status.TRUE, reason, True)
+    assert silent.message.endswith(f"; inferred: no answer from {', '.join(GPUS)}: the machine has not reported")
+    assert not ready((), fabric, silence="an older image", awaited=False).provisional
+
+
+def test_answers_for_other_gpus_do_not_count() -> None:
+    """The machine is not trusted."""
+    assert ready(said("In Progress", gpus=("0000:ff:00.0",))).reason == "NotApplicable"
+
+
+def test_a_gpu_that_is_silent_is_named() -> None:
+    condition = ready(said("Completed", "Success", GPUS[1:]), silence="nvidia-smi got no answer")
+    assert (condition.reason, condition.provisional) == ("FabricRegistered", True)
+    assert condition.message.endswith(f"; no answer from {GPUS[0]}: nvidia-smi got no answer")
+
+
+def service(host: Host, unit: Seen[str], started: Seen[int] = 4711) -> FabricService:
+    sources = Sources(
+        host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {FABRIC_UNIT: unit}, lambda _: started
+    )
+    facts = observe_nvidia(sources).driver
+    assert facts
+    return facts.fabric_service
+
+
+def test_the_host_says_where_to_look(host: Host) -> None:
+    host.driver("570.1", gpus=1)
+    assert service(host, "active") == FabricService("active", 4711, MODULES)
+    host.make_directory("/sys/module/mlx5_ib")
+    assert service(host, "inactive") == FabricService("inactive", 4711, ("ib_umad",))
+    host.node("/dev/nvidia-nvswitch0", 510, 0)
+    assert service(host, "active").missing_modules == (), "older NVSwitches are PCI devices"
+
+
+def test_whatever_may_change_the_answer_changes_the_handoff(host: Host) -> None:
+    host.driver("570.1", gpus=1)
+    causes = [fabric_cause(service(host, "active")), fabric_cause(service(host, "active", 4712))]
+    causes += [fabric_cause(service(host, state)) for state in ("inactive", Broken("it is masked"))]
+    host.make_directory("/sys/module/ib_umad")
+    causes.append(fabric_cause(service(host, "active")))
+    assert len(set(causes)) == len(causes)
+    assert fabric_cause(service(host, Absent("not installed"))) == "", "most hosts have no Fabric Manager"
+
+
+@pytest.mark.parametrize(("unit", "started"), [(Unseen("no answer"), 0), ("active", Unseen("no answer"))])
+def test_what_could_not_be_observed_is_no_change(host: Host, unit: Seen[str], started: Seen[int]) -> None:
+    host.driver("570.1", gpus=1)
+    assert fabric_cause(service(host, unit, started)) is None
+
+
+def test_the_commands_fit_the_fault() -> None:
+    facts = driver(NO_SWITCH, FabricService("inactive", 0, MODULES))
+    for reason in ("FabricRegistering", "FabricNotRegistered", "FabricFailed"):
+        lines = remedies(ready(()).type, reason, facts, frozenset())
+        assert lines[0].startswith("modprobe -a mlx5_ib ib_umad  #")
+        assert "systemctl restart nvidia-fabricmanager" in lines
+    lines = remedies(ready(()).type, "FabricNotRegistered", driver(NO_SWITCH, FabricService(Absent(""))), frozenset())
+    assert lines[0].startswith("apt install nvidia-fabricmanager-570")
