@@ -112,6 +112,9 @@ class Gpu(Struct, frozen=True, order=True):
     machine that is off."""
     virtual: bool = False
     """As in PciDevice."""
+    modules: tuple[str, ...] | None = None
+    """Of a driver that is not the vendor's: its kernel module, and those that load this one again. Empty if the driver
+    is built into the kernel; None if that is unknown."""
 
 
 class ServiceDirectory(Struct, frozen=True, order=True):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.facts import Absent, Broken, Driver, FabricService, Gpu, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.reasons import Reason
@@ -12,7 +12,7 @@ from agent.model.text import counted, printable
 from agent.vendors.devices_present import faulty_gpus, unusable
 from agent.vendors.host_vendor import FabricReport
 from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_registered
-from agent.vendors.nvidia.grant import misbound_gpus
+from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
 from agent.vendors.nvidia.remedies import bind
 
 NEEDED_BY_ALL = {
@@ -46,13 +46,8 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return false(kind, Reason.MODULE_BROKEN, f"{why}; reinstall the driver's kernel module, then reboot")
         case Absent() if misbound_gpus(facts.gpus):
             others = sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)})
-            lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in others)
-            return false(
-                kind,
-                Reason.WRONG_DRIVER,
-                f"the GPUs have kernel driver {', '.join(others)}; write {lines} into "
-                "/etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: update-initramfs -u) and reboot",
-            )
+            found = f"the GPUs have kernel driver {', '.join(others)}"
+            return false(kind, Reason.WRONG_DRIVER, "; ".join((found, *_replace_driver(facts.gpus))))
         case Absent():
             installed = isinstance(driver.user_space.version, str)
             state = f"libraries {driver.user_space.version} are installed, but the" if installed else "the"
@@ -67,6 +62,20 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return true(
                 kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {counted(len(facts.gpus), 'GPU')}"
             )
+
+
+def _replace_driver(gpus: tuple[Gpu, ...]) -> Iterator[str]:
+    if modules := modules_to_blacklist(gpus):
+        lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in modules)
+        yield (
+            f"write {lines} into /etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: update-initramfs "
+            "-u) and reboot"
+        )
+    if addresses := built_in(gpus):
+        yield (
+            f"the driver of {', '.join(addresses)} is built into the kernel and cannot be blacklisted: set "
+            "driver_override, as `unbounded-agent doctor` shows"
+        )
 
 
 def _binds(unbound: Sequence[str]) -> str:

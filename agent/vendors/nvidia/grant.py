@@ -63,6 +63,18 @@ def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in right and "vfio" not in gpu.driver))
 
 
+def modules_to_blacklist(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return the kernel modules of wrong drivers. If a module's name is unknown, it is taken to be the driver's."""
+    wrong = misbound_gpus(gpus)
+    modules = ((gpu.driver.replace("-", "_"),) if gpu.modules is None else gpu.modules for gpu in wrong)
+    return tuple(dict.fromkeys(sorted(name for names in modules for name in names)))
+
+
+def built_in(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return the PCI addresses of GPUs with a wrong driver that is built into the kernel."""
+    return tuple(gpu.pci_address for gpu in misbound_gpus(gpus) if gpu.modules == ())
+
+
 def _granted(node: DeviceNode, addresses: Set[str], settings: MachineSettings, whole_host: bool) -> bool:
     match node.kind:
         case DeviceKind.CAPABILITY if not node.pci_address:

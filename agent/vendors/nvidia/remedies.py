@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Set
 
 from agent.model.conditions import ConditionType
-from agent.model.facts import Absent, Broken, FabricService, VendorFacts
+from agent.model.facts import Absent, Broken, FabricService, Gpu, VendorFacts
 from agent.model.reasons import Reason
-from agent.vendors.nvidia.grant import misbound_gpus
+from agent.vendors.nvidia.grant import built_in, modules_to_blacklist
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
 """Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""
@@ -94,7 +94,7 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         ):
             return _register_gpus(facts.driver.fabric_service if facts.driver else FabricService(), version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
-            return _blacklist(sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)}))
+            return _replace_driver(facts.gpus)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
             # The administrator fills in the addresses, because some GPUs may be without a driver on purpose. The
             # evidence, which is printed above the command, names the granted GPUs without a driver.
@@ -147,12 +147,17 @@ def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
     return (*load, *start, FABRIC_LOG, "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv")
 
 
-def _blacklist(drivers: list[str]) -> tuple[str, ...]:
-    return (
-        *(f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in drivers),
-        "update-initramfs -u  # RPM-based hosts: dracut --force",
-        "systemctl reboot  # drain the nodes of all machines first",
-    )
+def _replace_driver(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return how to give NVIDIA's driver the GPUs that another driver has."""
+    lines: list[str] = []
+    if modules := modules_to_blacklist(gpus):
+        lines += [f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in modules]
+        lines += ["update-initramfs -u  # RPM-based hosts: dracut --force"]
+        lines += ["systemctl reboot  # drain the nodes of all machines first"]
+    for address in built_in(gpus):
+        device = f"/sys/bus/pci/devices/{address}"
+        lines += [f"echo nvidia > {device}/driver_override", f"echo {address} > {device}/driver/unbind"]
+    return (*lines, LOAD) if built_in(gpus) else tuple(lines)
 
 
 def _initialise_gpus(facts: VendorFacts) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Observes GPUs. The PCI bus shows which GPUs exist; /proc/driver/nvidia/gpus has what the driver knows."""
 
+import posixpath
 import re
 from collections.abc import Mapping, Set
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from agent.model.pci_address import PCI_ADDRESS
 from agent.model.pci_classes import BRIDGE_OTHER
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
-from agent.system.seen import classify_error, read_seen
+from agent.system.seen import classify_error, entries_if_present, read_seen
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
@@ -21,6 +22,10 @@ KERNEL_DRIVER = "nvidia"
 
 MODEL_LIMIT = 200
 """Characters of the longest model name that messages show. No real name is half as long."""
+
+PCI_DRIVERS = "/sys/bus/pci/drivers"
+COMPANIONS = {"nova_core": ("nova_drm",)}
+"""Modules that belong to another one, even if they do not show as its users."""
 
 GPUS = "/proc/driver/nvidia/gpus"
 
@@ -103,9 +108,25 @@ def observe_gpus(
     for address, device in sorted(devices.items()):
         each = known.get(address, Information())
         why_lost, is_detached = lost.get(address, ""), address in detached
-        states = (why_lost, is_detached, each.excluded, device.override, device.virtual)
+        modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
+        states = (why_lost, is_detached, each.excluded, device.override, device.virtual, modules)
         gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
+
+
+def _modules(system: System, driver: str) -> tuple[str, ...] | None:
+    """Return Gpu.modules of a driver on the PCI bus. The names may differ: the driver NovaCore is in nova_core."""
+    place = f"{PCI_DRIVERS}/{driver}"
+    try:
+        target = system.read_link(f"{place}/module")
+        if target is None:
+            return () if system.is_directory(place) else None
+        module = posixpath.basename(target)
+        # modprobe loads a blacklisted module after all if a module that is not blacklisted needs it.
+        holders = entries_if_present(system, f"/sys/module/{module}/holders")
+    except OSError:
+        return None
+    return (module, *dict.fromkeys((*COMPANIONS.get(module, ()), *holders)))
 
 
 def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:

@@ -1,0 +1,84 @@
+"""GPUs with another kernel driver: the advice names modules, whose names may differ from those of drivers."""
+
+import pytest
+
+from agent.model.facts import Absent, VendorFacts
+from agent.model.goal import Grant
+from agent.model.reasons import Reason
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.remedies import remedies
+from tests.fakes.host import Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+
+
+@pytest.fixture
+def bound(host: Host) -> Host:
+    """A host with two GPUs whose driver is not loaded."""
+    host.driver("550.163.01", gpus=2)
+    host.remove_file("/sys/module/nvidia/version")
+    return host
+
+
+def bind(host: Host, driver: str, module: str = "", holders: tuple[str, ...] = ()) -> None:
+    for address in (FIRST, SECOND):
+        host.rebind(address, driver)
+    host.make_directory(f"/sys/bus/pci/drivers/{driver}")
+    if module:
+        host.symlink(f"/sys/bus/pci/drivers/{driver}/module", f"../../../../module/{module}")
+        for holder in holders:
+            host.symlink(f"/sys/module/{module}/holders/{holder}", f"../../{holder}")
+
+
+def observed(host: Host) -> VendorFacts:
+    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
+
+
+def advice(host: Host) -> tuple[str, tuple[str, ...]]:
+    """Return the message of DriverLoaded, and the commands that `doctor` prints."""
+    facts = observed(host)
+    condition = nvidia_conditions(facts, Grant("nvidia", (FIRST, SECOND)))[0]
+    assert condition.reason == Reason.WRONG_DRIVER
+    return condition.message, remedies(condition.type, condition.reason, facts, frozenset())
+
+
+@pytest.mark.parametrize("holders", [(), ("nova_drm",)])
+def test_nova_is_blacklisted_by_the_names_of_its_modules(bound: Host, holders: tuple[str, ...]) -> None:
+    """Ubuntu 26.04 (beclab/Olares issue 3963): `blacklist NovaCore` did nothing."""
+    bind(bound, "NovaCore", "nova_core", holders)
+    message, lines = advice(bound)
+    assert message.startswith(
+        "the GPUs have kernel driver NovaCore; write `blacklist nova_core` and, on a line of its own, "
+        "`blacklist nova_drm` into /etc/modprobe.d/blacklist-gpu.conf"
+    )
+    assert [line for line in lines if "blacklist " in line] == [
+        "echo 'blacklist nova_core' >> /etc/modprobe.d/blacklist-gpu.conf",
+        "echo 'blacklist nova_drm' >> /etc/modprobe.d/blacklist-gpu.conf",
+    ]
+
+
+def test_what_would_load_the_module_again_is_blacklisted_too(bound: Host) -> None:
+    """modprobe ignores the blacklist for a module that another one needs."""
+    bind(bound, "some-driver", "its_module", ("user_of_it",))
+    assert "`blacklist its_module` and, on a line of its own, `blacklist user_of_it`" in advice(bound)[0]
+
+
+def test_a_driver_that_is_built_in_cannot_be_blacklisted(bound: Host) -> None:
+    bind(bound, "nouveau")
+    message, lines = advice(bound)
+    assert "blacklist nouveau" not in message
+    assert f"the driver of {FIRST}, {SECOND} is built into the kernel and cannot be blacklisted" in message
+    assert lines == (
+        f"echo nvidia > /sys/bus/pci/devices/{FIRST}/driver_override",
+        f"echo {FIRST} > /sys/bus/pci/devices/{FIRST}/driver/unbind",
+        f"echo nvidia > /sys/bus/pci/devices/{SECOND}/driver_override",
+        f"echo {SECOND} > /sys/bus/pci/devices/{SECOND}/driver/unbind",
+        "modprobe -a nvidia nvidia_uvm",
+    )
+
+
+def test_a_name_that_sysfs_does_not_show_is_guessed(bound: Host) -> None:
+    bound.rebind(FIRST, "some-driver")
+    assert "write `blacklist some_driver` into" in advice(bound)[0]
