@@ -197,6 +197,11 @@ def test_gpus_that_stay_unregistered_are_a_fault_until_they_are_registered() -> 
     assert (seen[0].status, seen[0].reason) == (Status.FALSE, "FabricNotRegistered")
     assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricNotRegistered")
     assert seen[0].message == "GPU: In Progress"
+    one = REGISTERING._replace(gpus=("0000:01:00.0",))
+    seen = fabric(one, fabric(one, (), START), START + STARTING_LIMIT + 1)
+    assert (seen[0].status, seen[0].gpus, seen[-1].status) == (Status.FALSE, one.gpus, Status.TRUE)
+    seen = fabric(INFERRED, seen, START + STARTING_LIMIT + 2)
+    assert (seen[0].gpus, seen[-1].reason) == (one.gpus, "SomeGPUsUnusable"), "the others serve pods"
     registered = true(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERED, "")
     assert fabric(registered, seen, START + STARTING_LIMIT + 2)[-1].status is Status.TRUE
 

@@ -71,6 +71,7 @@ def test_one_gpu_of_eight_is_enough() -> None:
     answers = (*said("Completed", "Success", GPUS[1:]), *said("In Progress", gpus=GPUS[:1]))
     condition = ready(answers, "active", FabricService("active"))
     assert condition.status is Status.UNKNOWN
+    assert condition.gpus == GPUS[:1], "the others serve pods"
     assert f"{GPUS[0]}: fabric.state In Progress" in condition.message
     assert GPUS[1] not in condition.message
     assert "modprobe" not in condition.message
