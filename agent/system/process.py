@@ -3,7 +3,7 @@
 import errno
 import os
 from _collections_abc import Callable, Mapping
-from _signal import SIGXFSZ  # type: ignore[import-not-found]
+from _signal import SIGKILL, SIGXFSZ  # type: ignore[import-not-found]
 
 from agent.model.errors import CommandError, ExitCodeError
 
@@ -12,6 +12,12 @@ OUTPUT_LIMIT = 16 << 20
 FILE_LIMIT = 4 * OUTPUT_LIMIT
 """Bytes of the largest file that a program of the host half may write, including the file in memory for its output. The
 machine half's unit sets the same limit (LimitFSIZE=). Programs of `System.run_tool` have no limit."""
+
+KILLED_HINT = (
+    "probably by the kernel, because the memory, or the unit's limit of memory (MemoryMax=), was used up: "
+    "`journalctl -k --grep=oom` says so"
+)
+"""What to do about SIGKILL that does not come from the agent."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -88,7 +94,8 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     if completed.status != 0:
         stderr = completed.stderr.decode(errors="replace")
         if completed.status < 0:
-            raise CommandError(argv, f"killed by signal {-completed.status}", stderr)
+            hint = KILLED_HINT if completed.status == -SIGKILL else ""
+            raise CommandError(argv, f"killed by signal {-completed.status}", stderr, hint)
         raise ExitCodeError(argv, completed.status, stderr, completed.stdout[:OUTPUT_LIMIT].decode(errors="replace"))
     if len(completed.stdout) > OUTPUT_LIMIT:
         raise CommandError(argv, f"printed more than {OUTPUT_LIMIT} bytes")

@@ -63,6 +63,11 @@ def test_a_host_command_that_prints_a_gibibyte_is_killed_earlier() -> None:
         run_checked(host_runner, ("head", "-c", str(1 << 30), "/dev/zero"), 60)
 
 
+def test_a_program_that_the_kernel_killed_may_have_had_too_little_memory(runner: Runner) -> None:
+    with pytest.raises(CommandError, match=r"killed by signal 9 \(probably .*MemoryMax=.*`journalctl -k --grep=oom`"):
+        run_checked(runner, ("sh", "-c", "kill -KILL $$"), 20)
+
+
 def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """A null input, our environment and not the caller's, the default of SIGPIPE, and none of our descriptors."""
     monkeypatch.setenv("LD_PRELOAD", "/nonexistent")
