@@ -58,8 +58,7 @@ class Failure(NamedTuple):
         with contextlib.suppress(OSError):
             noted = notes.load(self.note)
             first = noted.get("since") if noted.get("state") == self.state else None
-            since = first if isinstance(first, float) else now
-            until = now + min(now - since, LONGEST) - EARLY
+            since, until = next_attempt(first, now)
             notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
 
     @contextlib.contextmanager
@@ -70,6 +69,15 @@ class Failure(NamedTuple):
         except (AgentError, OSError) as error:
             self.save(message=str(error))
             raise
+
+
+def next_attempt(first: object, now: float) -> tuple[float, float]:
+    """Return when the first of several failed attempts was, and when to try again, both by CLOCK_MONOTONIC.
+
+    `first` is the noted time of the first one; any other type if the attempt that fails now is the first.
+    """
+    since = first if isinstance(first, float) else now
+    return since, now + min(now - since, LONGEST) - EARLY
 
 
 def publications(context: Context) -> list[list[int]]:

@@ -13,6 +13,11 @@ BLANK = frozenset(
 (Default_Ignorable_Code_Point in Unicode's DerivedCoreProperties.txt), the Braille pattern without dots."""
 
 
+QUOTE_LIMIT = 300
+"""Characters of an outsider's text that `quoted` shows: enough for a path with the longest possible name."""
+PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+,-./:=@_")
+
+
 def printable(text: str) -> str:
     """Return the text with whitespace other than a space turned into spaces, and other invisible characters escaped.
 
@@ -24,9 +29,23 @@ def printable(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    if character.isprintable() and character not in BLANK:
+    # Imported here: most texts are ASCII.
+    from unicodedata import category
+
+    # Marks (M) are drawn onto the character before them, so they make one name look like another.
+    if character.isprintable() and character not in BLANK and category(character)[0] != "M":
         return character
     return " " if character.isspace() else character.encode("unicode_escape").decode()
+
+
+def quoted(text: str, limit: int = QUOTE_LIMIT) -> str:
+    """Return text that an outsider may have chosen, such as a pod, for use in a sentence: at most `limit` characters.
+
+    What looks like a plain name or path stays as it is. Anything else is put in quotes, with all but ASCII escaped, so
+    it can neither look like another name nor like a part of the sentence.
+    """
+    shown = text if len(text) <= limit else f"{text[:limit]}..."
+    return shown if shown and PLAIN.issuperset(shown) else ascii(shown)
 
 
 def one_line(text: str) -> str:

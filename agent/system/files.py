@@ -104,6 +104,11 @@ class System(Rooted):
         """Return the sorted names in a directory."""
         return tuple(sorted(os.listdir(self._noted(self._at(path), follow=True, inside=True))))
 
+    def some_entries(self, path: str, limit: int) -> tuple[str, ...]:
+        """Return the names in a directory into which pods may put any number: no more than `limit`, sorted."""
+        with os.scandir(self._at(path)) as found:
+            return tuple(sorted(each.name for _, each in zip(range(limit), found, strict=False)))
+
     def find_program(self, name: str) -> str | None:
         """Return the path of the program that `run` would start by that name; None if there is none."""
         places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))

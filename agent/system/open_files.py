@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from agent.model.text import one_line
+from agent.model.text import one_line, quoted
 from agent.system.deadlines import bounded
 from agent.system.files import System
 
@@ -74,7 +74,7 @@ class Holder(NamedTuple):
 
     def describe(self, pod: str = "") -> str:
         """Return one line about the process. `pod` is the pod's name, if known."""
-        parts = [f"PID {self.pid} ({self.command})"]
+        parts = [f"PID {self.pid} ({quoted(self.command)})"]
         if self.machine:
             inner = f" (PID {self.inner_pids[0]} there)" if self.inner_pids else ""
             parts.append(f"machine {self.machine}{inner}")

@@ -192,10 +192,10 @@ class MachineVendor(ABC):
         return ()
 
     @abstractmethod
-    def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
+    def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
         """Return the qualified names of the devices in all valid specifications in a directory.
 
-        Raises AgentError or OSError.
+        A program that this runs gets `timeout` seconds. Raises AgentError or OSError.
         """
 
     @abstractmethod

@@ -1,6 +1,8 @@
 """Numbers in messages. Printable text has its own tests, test_printable.py."""
 
-from agent.model.text import counted, first_of
+import pytest
+
+from agent.model.text import counted, first_of, printable, quoted
 
 
 def test_a_single_thing_has_no_plural() -> None:
@@ -11,3 +13,33 @@ def test_a_single_thing_has_no_plural() -> None:
 def test_a_long_list_ends_with_how_many_more_there_are() -> None:
     assert [first_of("abc", number) for number in (1, 2, 3, 4)] == ["a and 2 more", "a, b and 1 more", *["a, b, c"] * 2]
     assert first_of(("a 1", "b 2", "c 3"), 2, "; ") == "a 1; b 2 and 1 more"
+
+
+@pytest.mark.parametrize("plain", ["/etc/cdi/nvidia.yaml", "nvidia.com/gpu=MIG-1/2:0", "work/cuda-0_9+x@y,z"])
+def test_plain_names_of_outsiders_are_shown_as_they_are(plain: str) -> None:
+    assert quoted(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a; all is well", "'a; all is well'"),
+        ("a\nb", r"'a\nb'"),
+        ("it's", '"it\'s"'),
+        ("\u0430dmin", r"'\u0430dmin'"),
+        ("e\u0301", r"'e\u0301'"),
+        ("a\u3164", r"'a\u3164'"),
+        ("\udcff", r"'\udcff'"),
+        ("", "''"),
+        ("x" * 301, "x" * 300 + "..."),
+        ("; " * 200, "'" + "; " * 150 + "...'"),
+    ],
+)
+def test_other_text_of_outsiders_is_quoted_and_bounded(text: str, shown: str) -> None:
+    assert quoted(text) == shown
+
+
+def test_marks_and_blanks_are_visible() -> None:
+    """An enclosing mark, an accent as a character of its own, and fillers."""
+    assert printable("a\u20dd\u0301\u3164\u2800b") == r"a\u20dd\u0301\u3164\u2800b"
+    assert printable("\u00e9") == "\u00e9"

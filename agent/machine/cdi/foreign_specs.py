@@ -5,30 +5,54 @@ earlier ones; a device name in two files of one directory is unusable; an invali
 
 Container runtimes also read files that are not regular (scanSpecDirs), so they hang on a FIFO until somebody writes to
 it. This module does not read such files, but reports them.
+
+A pod that may write in one of the directories can put anything there, in any number. So what one run reads and checks
+is limited in number, bytes and time, and what was found out about a file is noted, also that it could not be read.
 """
 
 import errno
 import posixpath
 import stat
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from agent.machine.containerd.effective import noted_directories
 from agent.machine.context import Context
+from agent.machine.failures import next_attempt
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.digest import sha256
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, CommandError
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.model.reasons import Reason
-from agent.model.text import first_of, printable
-from agent.system.files import READ_LIMIT, System
+from agent.model.text import first_of, printable, quoted
+from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
 SUFFIXES = (".json", ".yaml")
 ENABLED = "/etc/systemd/system/multi-user.target.wants"
 MASKS = "/etc/systemd/system"
 SHOWN = 4
-"""How many device names a message shows; there may be hundreds."""
+"""How many device names, and how many files, a message shows; there may be hundreds."""
+NAMES_READ = 16_384
+"""How many names of a directory are read."""
+FILES = 256
+"""How many files of a directory are read. A node with NVIDIA's DRA driver has one for each claim."""
+SIZE_LIMIT = 256 * 1024
+"""Bytes of the largest file that is read. A specification of 16 GPUs with 7 MIG instances each has half of that. What a
+parser makes of a file takes thousands of times its size at worst."""
+SIZE_OF_ALL = 4 << 20
+"""Bytes of all files that one run reads, and of the names of their devices."""
+TIME_LIMIT = 10.0
+"""Seconds in which one run checks new files. The next run checks the others."""
+SHORTEST = 0.5
+"""Seconds of TIME_LIMIT that must be left to check one more file."""
+DEVICES = 1024
+"""How many devices a file may have. One for 16 GPUs with 7 MIG instances each has 256, each with two names."""
+LONGEST_NAME = 256
+"""Characters of the longest qualified name that is kept. None of the agent's devices has a longer one."""
+TEXT_SHOWN = 200
+"""How much of a tool's message is shown. It may quote the file."""
 
 
 class OwnSpec(Protocol):
@@ -57,6 +81,8 @@ class ForeignSpec(NamedTuple):
     """Why it has no devices, as the end of a message that begins with the path; empty if it has some."""
     blocking: bool = False
     """Whether runtimes that read the file may hang forever."""
+    checked: bool = True
+    """Whether it is known which devices runtimes find in the file."""
     outranked: bool = False
     """Whether the agent's directory takes precedence over the file's directory."""
 
@@ -86,10 +112,11 @@ def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
     The remarks name invalid files, and enabled units that may write a rival specification.
     """
     specs = foreign_specs(context, vendor)
-    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
-    blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
-    foreign = with_same_kind(specs, vendor)
-    return foreign._replace(remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
+    faulty = sorted((spec for spec in specs if spec.fault and not spec.blocking), key=lambda spec: spec.checked)
+    broken = [f"{quoted(spec.path)} {spec.fault}" for spec in faulty]
+    blocking = tuple(f"{quoted(spec.path)} {spec.fault}" for spec in specs if spec.blocking)
+    remarks = (*((first_of(broken, SHOWN, "; "),) if broken else ()), *_writer_remark(context.system, vendor))
+    return with_same_kind(specs, vendor)._replace(remarks=remarks, blocking=blocking)
 
 
 def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
@@ -107,20 +134,13 @@ def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
 
 def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
     """Return all specifications that the agent did not write. Runs the vendor's tool for each new or changed file."""
-    system, notes = context.system, context.notes
     name = f"foreign-specs-{vendor.name}"
-    noted = notes.load(name)
-    specs, notes_by_path = [], {}
-    for directory, outranked in _directories(context).items():
-        for entry in system.entries(directory) if system.is_directory(directory) else ():
-            path = f"{directory}/{entry}"
-            if context.owned.has(path) or not entry.endswith(SUFFIXES) or _file_type(system, path) == stat.S_IFDIR:
-                continue
-            spec, note = _read(system, vendor, path, noted.get(path))
-            specs.append(spec._replace(outranked=outranked))
-            if note:
-                notes_by_path[path] = note
-    notes.save(name, notes_by_path)
+    reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
+    try:
+        for directory, outranked in _directories(context).items():
+            specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
+    finally:
+        context.notes.save(name, reader.notes)
     return tuple(specs)
 
 
@@ -164,7 +184,7 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
         ConditionType.CDI_SPEC_CURRENT,
         Reason.NAMES_COLLIDE,
         f"{own.spec_path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
-        f"{', '.join(paths)}; {_removal(own, paths)}",
+        f"{_shown(paths)}; {_removal(own, paths)}",
     )
 
 
@@ -173,7 +193,7 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
     if condition.status is not Status.TRUE:
         return condition
     if foreign.blocking:
-        return false(condition.type, Reason.RUNTIME_BLOCKED, f"{'; '.join(foreign.blocking)}; remove it")
+        return false(condition.type, Reason.RUNTIME_BLOCKED, f"{first_of(foreign.blocking, SHOWN, '; ')}; remove it")
     own_names = [f"{own.spec_kind}={name}" for name in devices]
     for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
         shared_names = [name for name in own_names if name in paths_by_name]
@@ -181,15 +201,16 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
             return _collision(reason, shared_names, paths, own)
     further = [
-        f"{path} has further devices of this kind: {first_of(names, SHOWN)}"
+        f"{quoted(path)} has further devices of this kind: {_shown(names)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
-    return condition._replace(message=printable("; ".join([condition.message, *further, *foreign.remarks])))
+    shown = [first_of(further, SHOWN, "; ")] if further else []
+    return condition._replace(message=printable("; ".join([condition.message, *shown, *foreign.remarks])))
 
 
 def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
     """Return the condition for devices that both the agent's published specification and other files define. Pure."""
-    names, where = first_of(shared_names, SHOWN), ", ".join(paths)
+    names, where = first_of(shared_names, SHOWN), _shown(paths)
     if reason is Reason.SHADOWED:
         why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
     else:
@@ -200,52 +221,115 @@ def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ..
 def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
     """Return what to do against these files of other programs."""
     steps = [_advice(own)] if own.rival_spec in paths else []
-    if others := ", ".join(path for path in paths if path != own.rival_spec):
-        steps.append(f"remove {others}, and stop what writes it")
+    if others := [path for path in paths if path != own.rival_spec]:
+        steps.append(f"remove {_shown(others)}, and stop what writes it")
     return "; ".join(steps)
 
 
-def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
-    """Return the specification in a file, and the note about it; the note is empty if the file cannot be read."""
-    try:
-        if _file_type(system, path) not in (None, stat.S_IFREG):
-            why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
-            return ForeignSpec(path, (), why, blocking=True), {}
-        content = _content(system, path)
-    except OSError as error:
-        return ForeignSpec(path, (), f"cannot be read: {error}"), {}
-    digest = sha256(content)
-    if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
-        listed = [str(each) for each in noted["devices"]]
-    else:
+def _shown(names: Sequence[str]) -> str:
+    """Return names or paths of others' devices and files, as a message shows them."""
+    return first_of([quoted(each) for each in names], SHOWN)
+
+
+class _Reader:
+    """Reads and checks the files, within the limits of one run."""
+
+    def __init__(self, context: Context, vendor: MachineVendor, noted: Mapping[str, object]) -> None:
+        self._system, self._owned, self._vendor, self._noted = context.system, context.owned, vendor, noted
+        self._bytes, self._deadline = SIZE_OF_ALL, time.monotonic() + TIME_LIMIT
+        self.notes: dict[str, dict[str, object]] = {}
+        """What this run knows, by path: a digest with the devices' names, or with a failure and when to try again."""
+
+    def read_directory(self, directory: str) -> list[ForeignSpec]:
+        """Return the specifications in a directory, if there is one."""
+        if not self._system.is_directory(directory):
+            return []
+        names = self._system.some_entries(directory, NAMES_READ)
+        paths = [f"{directory}/{name}" for name in names if name.endswith(SUFFIXES)]
+        # The file that the toolkit itself may write comes first: others cannot keep it from being read.
+        paths = sorted(paths, key=lambda path: path != self._vendor.rival_spec)
+        paths = [path for path in paths if not self._owned.has(path)]
+        specs = [self._read(path) for path in paths[:FILES] if _file_type(self._system, path) != stat.S_IFDIR]
+        if len(paths) > FILES or len(names) == NAMES_READ:
+            why = f"has more than {FILES} specifications of other programs, and the others are NotChecked"
+            specs.insert(0, ForeignSpec(directory, (), why, checked=False))
+        return specs
+
+    def _read(self, path: str) -> ForeignSpec:
+        try:
+            if _file_type(self._system, path) not in (None, stat.S_IFREG):
+                why = "container runtimes that read it may hang, so no container with a GPU starts"
+                return ForeignSpec(path, (), f"is not a regular file: {why}", blocking=True)
+            content = _content(self._system, path, max(0, min(SIZE_LIMIT, self._bytes)))
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                why = f"it is larger than {SIZE_LIMIT} bytes, or all files are larger than {SIZE_OF_ALL}"
+                return ForeignSpec(path, (), f"is NotChecked: {why}; remove it if nothing needs it", checked=False)
+            return ForeignSpec(path, (), f"cannot be read: {error.strerror}", checked=False)
+        self._bytes -= len(content)
+        noted = self._noted.get(path)
+        same = isinstance(noted, dict) and noted.get("digest") == sha256(content)
+        return self._check(path, content, noted if isinstance(noted, dict) and same else {"digest": sha256(content)})
+
+    def _check(self, path: str, content: bytes, noted: dict[str, object]) -> ForeignSpec:
+        """Return the specification with this content. `noted` is what is known of it, and has at least its digest."""
+        self.notes[path] = noted
+        now, until, listed = time.monotonic(), noted.get("until"), noted.get("devices")
+        if not isinstance(listed, list) and isinstance(until, float) and now < until:
+            return ForeignSpec(path, (), str(noted.get("fault")), checked=False)
+        if not isinstance(listed, list):
+            left = self._deadline - now
+            if left < SHORTEST:
+                why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
+                return ForeignSpec(path, (), why, checked=False)
+            try:
+                listed = self._list(path, content, left)
+            except (AgentError, OSError) as error:
+                fault = f"cannot be read: {_in_words(error)}"
+                since, until = next_attempt(noted.get("since"), time.monotonic())
+                self.notes[path] = {"digest": noted["digest"], "fault": fault, "since": since, "until": until}
+                return ForeignSpec(path, (), fault, checked=False)
+            self.notes[path] = {"digest": noted["digest"], "devices": listed}
+        self._bytes -= sum(map(len, listed))
+        # A specification without devices is invalid.
+        fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"
+        return ForeignSpec(path, tuple(map(str, listed)), fault)
+
+    def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
+        """Return the names of the devices in a specification with this content. Raises AgentError or OSError."""
         # The file is copied into a separate directory, so that the listed devices are only those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
         # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))
         for each in SUFFIXES:
-            system.remove(f"{directory}/spec{each}")
-        system.write(f"{directory}/spec{suffix}", content)
-        try:
-            listed = list(vendor.list_devices(system, directory))
-        except (AgentError, OSError) as error:
-            return ForeignSpec(path, (), f"cannot be read: {error}"), {}
-    # A specification without devices is invalid.
-    fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"
-    return ForeignSpec(path, tuple(listed), fault), {"digest": digest, "devices": listed}
+            self._system.remove(f"{directory}/spec{each}")
+        self._system.write(f"{directory}/spec{suffix}", content)
+        listed = self._vendor.list_devices(self._system, directory, timeout)
+        if len(listed) > DEVICES or sum(map(len, listed)) > self._bytes:
+            raise OSError(errno.EFBIG, f"NotChecked, it has more than {DEVICES} devices, or their names are too long")
+        return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]]
 
 
-def _content(system: System, path: str) -> bytes:
+def _in_words(error: AgentError | OSError) -> str:
+    """Return an error in words. What a tool printed may quote the file, into which a pod may have put anything."""
+    if isinstance(error, CommandError):
+        printed = f", and printed {quoted(' '.join(error.stderr.split()), TEXT_SHOWN)}" if error.stderr.strip() else ""
+        return f"{' '.join(error.argv[:3])}: {error.ended}{printed}"
+    return (error.strerror or "") if isinstance(error, OSError) else str(error)
+
+
+def _content(system: System, path: str, limit: int) -> bytes:
     """Return the file's content. Raises OSError.
 
     A link is followed only to a world-readable file. Otherwise a pod that may write in the directory could link to a
     secret, and the tool's error, which the report contains, would quote it.
     """
     if system.read_link(path) is None:
-        return system.read_untrusted(path)[0]
+        return system.read_untrusted(path, limit)[0]
     with system.open_public(system.real_path(path)) as file:
-        content = file.read(READ_LIMIT + 1)
-    if len(content) > READ_LIMIT:
-        raise OSError(errno.EFBIG, f"larger than {READ_LIMIT} bytes", path)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
     return content
 
 

@@ -11,7 +11,7 @@ from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType
 from agent.model.handoff import GrantedDevice, with_remark
 from agent.model.paths import MACHINE_HOST_NVIDIA
-from agent.model.text import first_of
+from agent.model.text import first_of, quoted
 from agent.system.files import System
 
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
@@ -21,6 +21,8 @@ Since containerd 1.2, they are below the directory `state` of containerd's confi
 """
 NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
+LONGEST_INDEX = 9
+"""Digits of the largest index of a driver root."""
 SHOWN = 10
 """How many pods the message names, because its length is limited; the others are counted."""
 
@@ -33,7 +35,7 @@ def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[
     pods = outdated_pods(context)
     if not pods:
         return conditions
-    described = [f"{pod} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())]
+    described = [f"{quoted(pod)} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())]
     remark = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
     return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
@@ -102,7 +104,9 @@ def _container(system: System, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
         return None
     inside = f"{MACHINE_HOST_NVIDIA}/"
-    indices = {source.removeprefix(inside).partition("/")[0] for source in sources if source.startswith(inside)}
+    places = {source.removeprefix(inside).partition("/")[0] for source in sources if source.startswith(inside)}
+    # A pod's hostPath may be any path there, existing or not. A driver root is a number.
+    indices = {place for place in places if place.isascii() and place.isdecimal() and len(place) <= LONGEST_INDEX}
     if not numbers and not indices:
         return {}
     pod = f"{annotations.get(NAMESPACE, '?')}/{annotations.get(POD, name)}"

@@ -20,7 +20,7 @@ from agent.model.errors import DocumentError
 from agent.model.extended_resources import gives_gpus
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
-from agent.model.text import first_of
+from agent.model.text import first_of, quoted
 from agent.system.ages import Ages
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
@@ -29,8 +29,14 @@ PLUGINS = "/var/lib/kubelet/device-plugins"
 """The kubelet's directory for device plugins, which is not configurable (DevicePluginPath of k8s.io/kubelet)."""
 KUBELET_SOCKET = f"{PLUGINS}/kubelet.sock"
 CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
-CHECKPOINT_LIMIT = 8 << 20
+CHECKPOINT_LIMIT = 4 << 20
 """Bytes of the largest checkpoint that is read. It lists the devices of each container."""
+NAMES_READ = 16_384
+"""How many names in the kubelet's directory are read. Pods of device plugins may write in it."""
+SOCKETS = 64
+"""How many sockets of one vendor's plugin are tried. It has one for each resource."""
+NAME_SHOWN = 120
+"""How many characters of a name, which a pod may have chosen, a message shows."""
 NAMES_SHOWN = 16
 """How many names a message shows."""
 FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
@@ -120,7 +126,7 @@ def _gives_gpus(vendor: MachineVendor, resource: str) -> bool:
 
 def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
     """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
-    names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
+    names = fnmatch.filter(system.some_entries(PLUGINS, NAMES_READ), vendor.plugin_sockets)[:SOCKETS]
     return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
 
 
@@ -183,17 +189,17 @@ def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
         why = f"its socket in {PLUGINS} is gone"
         if plugin.dead:
-            why = f"no connection is accepted at {', '.join(plugin.dead)}"
+            why = f"no connection is accepted at {in_words(plugin.dead)}"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
     if plugin.dead:
         # Each resource has its own socket: one that is served says nothing about the others.
-        why = f"no connection is accepted at {', '.join(plugin.dead)}, only at {', '.join(plugin.serving)}"
+        why = f"no connection is accepted at {in_words(plugin.dead)}, only at {in_words(plugin.serving)}"
         return false(
             KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
         )
     if not plugin.up_to_date:
         message = (
-            f"the device plugin serves {', '.join(plugin.serving)}, but the kubelet has no list of devices from it yet"
+            f"the device plugin serves {in_words(plugin.serving)}, but the kubelet has no list of devices from it yet"
         )
         return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
     return None
@@ -214,8 +220,9 @@ def _compare(
     """
     gpus = _gpus(vendor, request, registered)
     pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
-    foreign = {f"{resource} {each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
-    counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
+    foreign = {f"{resource}={each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
+    resources = [f"{quoted(resource, NAME_SHOWN)}: {len(ids)}" for resource, ids in sorted(registered.items())]
+    counts = first_of(resources, NAMES_SHOWN)
     if request.gpus and not in_spec:
         return unknown(
             KIND, Reason.NOT_PUBLISHED, f"no CDI specification names the granted GPUs yet, see CDISpecCurrent; {counts}"
@@ -251,5 +258,5 @@ def used_plugins(conditions: list[Condition]) -> list[Condition]:
 
 
 def in_words(names: Iterable[str]) -> str:
-    """Return names of GPUs or devices, sorted, as a message shows them."""
-    return first_of(sorted(names), NAMES_SHOWN)
+    """Return names of GPUs, devices or sockets, sorted, as a message shows them."""
+    return first_of([quoted(each, NAME_SHOWN) for each in sorted(names)], NAMES_SHOWN)

@@ -5,6 +5,9 @@ from typing import Any
 
 from agent.model.errors import DocumentError
 
+LONGEST_KIND = 256
+"""Characters of the longest kind that is accepted. Real ones have some twenty."""
+
 
 def device_names(text: str) -> tuple[str, ...]:
     """Return the qualified names of a specification's devices; none if it has no kind or no list of devices.
@@ -19,6 +22,9 @@ def device_names(text: str) -> tuple[str, ...]:
     kind, devices = (_member(document, key) for key in ("kind", "devices"))
     if not isinstance(kind, str) or not isinstance(devices, list):
         return ()
+    # Each device's qualified name begins with the kind: a long one would take its length times the number of devices.
+    if len(kind) > LONGEST_KIND:
+        raise DocumentError(f"its kind has more than {LONGEST_KIND} characters", "shorten it, or remove the file")
     names = (_member(each, "name") for each in devices)
     return tuple(
         f"{kind}={name if isinstance(name, str) else json.dumps(name)}" for name in names if isinstance(name, str | int)

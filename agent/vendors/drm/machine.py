@@ -57,7 +57,7 @@ class DrmMachine(MachineVendor):
     ) -> Verdict:
         return cdi.verify(self.spec_kind, spec, request, live, present)
 
-    def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
+    def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
         return tuple(
             name for each in system.entries(directory) for name in device_names(system.read_text(f"{directory}/{each}"))
         )

@@ -2,13 +2,19 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from agent.machine.cdi.foreign_specs import SIZE_LIMIT
 from agent.machine.containerd.effective import NOTE
 from agent.machine.containerd.formats import CRI_2, MAIN
 from agent.machine.notes import Notes
 from agent.machine.run import run
+from agent.system.process import Completed
 from tests.fakes.machine import Machine, nvidia_ctk, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"
@@ -179,7 +185,10 @@ def test_a_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -
 def test_a_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
     """Runtimes may be able to read it, so nothing is claimed about it."""
     machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
-    assert "/var/run/cdi/site.yaml cannot be read: " in condition(machine)[2]
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert "/var/run/cdi/site.yaml is NotChecked: it is larger than 262144 bytes" in message
+    assert listings(machine) == 0
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -254,6 +263,110 @@ def test_a_failed_tool_runs_again(machine: Machine) -> None:
     assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     assert condition(machine)[2].startswith(f"pods get nvidia.com/gpu=1 from /var/run/cdi/site.yaml instead of {SPEC},")
+
+
+def test_attack_a_file_that_the_tool_cannot_check_is_not_checked_each_minute(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, a MiB cost each run 73 seconds. The waits grow as those after other failures do."""
+    run(machine)
+    machine.put("/var/run/cdi/site.yaml", spec("1"))
+    machine.program("nvidia-ctk", "", 1)
+    now, before = time.monotonic(), listings(machine)
+    for minute in range(20):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + 60 * minute: at)
+        assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list: exit" in condition(machine)[2]
+    assert 2 <= listings(machine) - before <= 6
+
+
+def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """13,000 files once took more than the unit's 120 seconds, and what was found out was lost with the run."""
+    run(machine)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(argv: tuple[str, ...]) -> Completed:
+        clock[0] += 1
+        return nvidia_ctk(machine, argv, recorded_spec())
+
+    machine.program("nvidia-ctk", slow)
+    for number in range(600):
+        machine.put(f"/etc/cdi/{number}.json", json.dumps({"n": number}))
+    machine.put(REFRESHED, spec("9"))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified"), "pods can use the GPUs"
+    assert listings(machine) == 10
+    assert "/etc/cdi has more than 256 specifications of other programs, and the others are NotChecked" in message
+    assert "/etc/cdi/107.json is NotChecked yet: a run takes 10 s at most to check new files" in message
+    for _ in range(30):
+        condition(machine)
+    assert listings(machine) == 257, "each run checks some more, of 256 in each directory"
+    message = condition(machine)[2]
+    assert f"{REFRESHED} has further devices of this kind: nvidia.com/gpu=9" in message
+    assert "and 253 more" in message
+    assert len(message) < 2000
+
+
+def test_attack_what_is_read_is_limited_in_all(machine: Machine) -> None:
+    """Not only each file, also all files together."""
+    run(machine)
+    for number in range(24):
+        machine.put(f"/etc/cdi/{number:02}.json", json.dumps({"n": number}).ljust(256 * 1024))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert "and 20 more" in message, "16 are invalid, and 8 were not read"
+    assert listings(machine) == 16
+
+
+BOMBS = {
+    "a long kind": json.dumps({"kind": "a/" + "b" * 100_000, "devices": [{"name": "a"}] * 10_000}),
+    "many devices": json.dumps({"kind": "nvidia.com/gpu", "devices": [{"name": str(n)} for n in range(13_000)]}),
+    "brackets": "[" * 262_000,
+    "many objects": "[" + "{}," * 87_000 + "{}]",
+    "aliases": "a: &a [" + "x," * 1000 + "]\n" + "".join(f"b{n}: [" + "*a," * 1000 + "]\n" for n in range(60)),
+}
+READ_AS_AMD = """
+import resource, sys, time
+from agent.model.errors import AgentError
+from agent.vendors.cdi.names import device_names
+text, before = sys.stdin.read(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    device_names(text)
+except AgentError:
+    pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+def test_attack_no_file_that_is_read_takes_much_memory(text: str) -> None:
+    """The largest file that is read, parsed as for Intel and AMD: it takes no more than 200 times its size."""
+    assert len(text) <= SIZE_LIMIT
+    command = [sys.executable, "-c", READ_AS_AMD]
+    finished = subprocess.run(
+        command, input=text, capture_output=True, text=True, check=True, timeout=600, cwd=Path(__file__).parents[3]
+    )
+    assert int(finished.stdout) < 200 * SIZE_LIMIT / 1024
+
+
+@pytest.mark.parametrize("count", [1024, 1025])
+def test_attack_a_file_with_too_many_devices_is_not_kept(machine: Machine, count: int) -> None:
+    machine.put("/var/run/cdi/site.yaml", spec(*(f"d{number}" for number in range(count))))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert ("site.yaml cannot be read: NotChecked, it has more than 1024 devices" in message) is (count > 1024)
+
+
+def test_attack_text_of_a_pod_is_quoted(machine: Machine) -> None:
+    """The name of a file, of a device, and what the tool prints of the content."""
+    name = "/var/run/cdi/x.yaml; all is well\u3164.yaml"
+    machine.put(name, spec("0"))
+    assert "from '/var/run/cdi/x.yaml; all is well\\u3164.yaml' instead of" in condition(machine)[2]
+    machine.drop(name)
+    machine.put("/var/run/cdi/a.yaml", "kind: nvidia.com/gpu\ndevices: [{name: '1; all is well'}]\n")
+    machine.program("nvidia-ctk", "", 1, stderr="; all is well\u0301")
+    assert "exit code 1, and printed '; all is well\\u0301'" in condition(machine)[2]
 
 
 @pytest.mark.parametrize("masked", [False, True])

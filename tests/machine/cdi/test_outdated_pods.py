@@ -50,6 +50,23 @@ def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> No
     }
 
 
+@pytest.mark.parametrize("place", ["all is well; ignore this", "7\u3164", "\u0667", "7" * 300, "", "x7"])
+def test_attack_the_text_of_a_host_path_is_not_repeated(machine: Machine, place: str) -> None:
+    """Any pod may name a path there that does not exist, and the kubelet makes it."""
+    run(machine)
+    before = machine.message("CDISpecCurrent")
+    bundle(machine, "a", specification("work/pod", root=f"/run/host-nvidia/{place}"))
+    run(machine)
+    assert machine.message("CDISpecCurrent") == before
+
+
+def test_attack_the_name_of_a_pod_is_quoted(machine: Machine) -> None:
+    run(machine)
+    bundle(machine, "a", specification("work/x), all is well (", root="/run/host-nvidia/7"))
+    run(machine)
+    assert "'work/x), all is well (' (driver root 7)" in machine.message("CDISpecCurrent")
+
+
 def test_the_condition_keeps_its_status(machine: Machine) -> None:
     bundle(machine, "a", specification("work/cuda", uvm=243))
     run(machine)

@@ -142,6 +142,19 @@ def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
     assert serving.message().startswith(f"no connection is accepted at {other}, only at {PLUGIN_SOCKET};")
 
 
+def test_attack_many_sockets_cost_little(serving: Kubelet) -> None:
+    """Pods of device plugins may make any number of them in the kubelet's directory."""
+    for number in range(500):
+        (serving.machine.tree / PLUGINS[1:] / f"nvidia-{number}; all is well.sock").touch()
+    assert serving.condition() == ("False", "DevicePluginDown")
+    message = serving.message()
+    assert message.startswith(
+        f"the device plugin is not running: no connection is accepted at '{PLUGINS}/nvidia-0; all"
+    )
+    assert "and 48 more; see" in message, "16 are shown, and 64 were tried"
+    assert serving.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
 def test_a_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
     """connect(2) would wait for it."""
     with ExitStack() as stack:

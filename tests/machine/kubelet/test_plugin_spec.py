@@ -60,15 +60,15 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "GPU came": (lambda spec: spec["devices"].pop(), "it has no device with /dev/nvidia1"),
     "GPU went": (
         lambda spec: spec["devices"][0]["containerEdits"]["deviceNodes"].append({"path": "/dev/nvidia7"}),
-        "device node '/dev/nvidia7' is not granted to this machine",
+        "device node /dev/nvidia7 is not granted to this machine",
     ),
     "path that is a list": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(path=["/dev/nvidia-uvm"]),
-        "device node ['/dev/nvidia-uvm'] is not granted to this machine",
+        """device node "['/dev/nvidia-uvm']" is not granted to this machine""",
     ),
     "host path that is an object": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(hostPath={"a": 1}),
-        "device node {'a': 1} is not granted to this machine",
+        """device node "{'a': 1}" is not granted to this machine""",
     ),
     "major changed": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(major=511),
@@ -82,7 +82,15 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
         lambda spec: spec["containerEdits"]["hooks"][0].update(path="/usr/local/nvidia/toolkit/nvidia-cdi-hook"),
         "/usr/local/nvidia/toolkit/nvidia-cdi-hook does not exist",
     ),
-    "another kind": (lambda spec: spec.update(kind="site.com/gpu"), "its kind is 'site.com/gpu'"),
+    "another kind": (lambda spec: spec.update(kind="site.com/gpu"), "its kind is site.com/gpu, not k8s.device-plugin."),
+    "text in a kind": (
+        lambda spec: spec.update(kind="in order; nothing to do\u0301"),
+        "its kind is 'in order; nothing to do\\u0301', not k8s.device-plugin.",
+    ),
+    "text in a path": (
+        lambda spec: spec["containerEdits"]["mounts"][4].update(hostPath="/x is fine; " + "y" * 1000),
+        "'/x is fine; " + "y" * 288 + "...' does not exist",
+    ),
     "no form": (lambda spec: spec.update(devices={}), "devices is not a list"),
 }
 

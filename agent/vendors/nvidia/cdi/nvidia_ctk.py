@@ -196,12 +196,12 @@ def _version(system: System) -> tuple[int, ...]:
     return version
 
 
-def list_devices(system: System, directory: str) -> tuple[str, ...]:
+def list_devices(system: System, directory: str, timeout: float) -> tuple[str, ...]:
     """Return the names of the devices in all CDI specifications in a directory, as runtimes read them.
 
     Raises CommandError. Invalid specifications are ignored: nvidia-ctk only warns of them.
     """
-    return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=20).split())
+    return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=timeout).split())
 
 
 def with_no_gpu(spec: object) -> object:

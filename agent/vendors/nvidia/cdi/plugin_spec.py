@@ -12,6 +12,7 @@ from typing import Any
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import DocumentError
 from agent.model.handoff import Request
+from agent.model.text import quoted
 from agent.vendors.cdi.document import all_edits, devices, object_of, objects, strings
 from agent.vendors.nvidia.device_plugin import SPEC_KIND
 
@@ -27,7 +28,7 @@ def plugin_spec_problems(
     try:
         document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
-            return (f"its kind is {document.get('kind')!r}, not {SPEC_KIND}",)
+            return (f"its kind is {quoted(str(document.get('kind')))}, not {SPEC_KIND}",)
         found = [
             problem
             for each in all_edits(document, annotated=True)
@@ -46,20 +47,20 @@ def _problems(
     for node in objects(edits, "deviceNodes"):
         path = node.get("hostPath") or node.get("path")
         if not isinstance(path, str):
-            yield f"device node {path!r} is not granted to this machine"
+            yield f"device node {quoted(str(path))} is not granted to this machine"
             continue
         number = live.get(path)
         if number is None:
             what = "is not in this machine" if path in granted else "is not granted to this machine"
-            yield f"device node {path!r} {what}"
+            yield f"device node {quoted(path)} {what}"
         # If the major is omitted, the container runtime looks up the number. If only the minor is omitted, it is 0.
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
-            specified, is_now = f"{node['major']}:{node.get('minor', 0)}", f"{number.major}:{number.minor}"
+            specified, is_now = quoted(f"{node['major']}:{node.get('minor', 0)}"), f"{number.major}:{number.minor}"
             yield f"device node {path} is {specified} in the specification, but {is_now} in this machine"
     for key, field in (("mounts", "hostPath"), ("hooks", "path")):
         for path in sorted(strings(edits, key, field)):
             if not exists(path):
-                yield f"{path} does not exist"
+                yield f"{quoted(path)} does not exist"
 
 
 def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
