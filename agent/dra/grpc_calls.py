@@ -30,13 +30,22 @@ class _Job:
 class Calls:
     """The running calls of one server. The public methods are called in the server's thread."""
 
-    def __init__(self, limit: int, post: Post) -> None:
+    def __init__(self, unary: int, streams: int, memory: int, post: Post) -> None:
+        """Limit the running calls with one response, those with several responses, and the bytes of their requests."""
         self.stopping = False
         """Whether new calls are refused, because the server is stopping."""
-        self._limit, self._post = limit, post
+        self._memory, self._post = memory, post
         self._jobs: dict[tuple[Connection, int], _Job] = {}
-        self._unused = threading.Semaphore(limit)
-        """How many more threads may become busy."""
+        self._limits = {True: unary, False: streams}
+        """The limits of calls with one response, and of others. They are separate, because streams may last as long as
+        a connection, and must not keep claims from being prepared."""
+        self._lock = threading.Lock()
+        """For `_busy` and `held`."""
+        self._busy = {True: 0, False: 0}
+        """How many threads are busy with calls that have one response, and how many with others. If the client no
+        longer waits for a call, the call has ended, but its thread may still be busy. So threads are counted."""
+        self.held = 0
+        """Bytes of the requests of these calls."""
         self._idle = threading.Semaphore(0)
         """How many threads wait for a call."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -52,11 +61,9 @@ class Calls:
         """Run a call whose request is complete. Raises RpcError if it cannot."""
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
-        # If the client no longer waits for a call, the call has ended, but its thread may still be busy. So busy
-        # threads are counted, not calls.
-        if not self._unused.acquire(blocking=False):
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
-        job = self._jobs[connection, stream] = _Job(isinstance(method, Unary))
+        unary = isinstance(method, Unary)
+        self._occupy(unary, len(request))
+        job = self._jobs[connection, stream] = _Job(unary)
         call = partial(self._run, job, connection, stream, method, request)
         if self._idle.acquire(blocking=False):
             self._work.put(call)
@@ -64,8 +71,24 @@ class Calls:
         try:
             threading.Thread(target=self._work_on, args=(call,), name="grpc-call", daemon=True).start()
         except RuntimeError as error:
-            self._unused.release()
+            self._release(unary, len(request))
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
+
+    def _occupy(self, unary: bool, size: int) -> None:
+        """Count a call with a request of this size. Raises RpcError if that is one too many."""
+        with self._lock:
+            if self._busy[unary] >= self._limits[unary]:
+                kind = "calls" if unary else "streams"
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits[unary]} {kind} are running, which is the limit")
+            if self.held + size > self._memory:
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"requests have more than {self._memory} bytes together")
+            self._busy[unary] += 1
+            self.held += size
+
+    def _release(self, unary: bool, size: int) -> None:
+        with self._lock:
+            self._busy[unary] -= 1
+            self.held -= size
 
     def sent(self, connection: Connection, stream: int) -> None:
         """Note that all responses that a call has made so far have been sent."""
@@ -82,7 +105,7 @@ class Calls:
 
     def end(self) -> None:
         """Make all threads end: idle ones now, others after their calls."""
-        for _ in range(self._limit):
+        for _ in range(sum(self._limits.values())):
             self._work.put(None)
 
     def _work_on(self, call: Callable[[], None] | None) -> None:
@@ -110,11 +133,11 @@ class Calls:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Release both semaphores before the response is sent, because the client's next call may follow at once.
-            # `_idle` comes first. If `_unused` came first, the next call could start a new thread although this thread
-            # is about to be idle, and there could be more than `limit` threads.
+            # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
+            # first. If it came last, the next call could start a new thread although this thread is about to be idle,
+            # and there could be more threads than the limits permit.
             self._idle.release()
-            self._unused.release()
+            self._release(job.unary, len(request))
 
         def finish() -> None:
             # The response of a unary call is sent together with its end: server and client wake up only once.

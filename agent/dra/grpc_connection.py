@@ -40,7 +40,7 @@ from agent.dra.grpc_wire import (
 
 RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
 
-INCOMPLETE_LIMIT = 2 << 20
+INCOMPLETE_LIMIT = 1 << 17
 """Bytes that may arrive without completing a frame or headers. h2 would keep any number of them, because it checks a
 frame's length only when the frame is complete."""
 
@@ -122,6 +122,11 @@ class Connection:
         # Catch every exception, not only h2's ProtocolError: a bug must end only this connection.
         except Exception as error:
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept of requests, and of responses that the client's windows have held back."""
+        return self._incomplete + sum(len(call.body) + len(call.unsent) for call in self.calls.values())
 
     def to_send(self) -> bytes:
         """Return the bytes that have become ready for the client since the last call."""

@@ -1,13 +1,12 @@
 """Serves gRPC on a Unix socket: one thread for all connections, and one for each running call.
 
-Clients are processes of root, such as the kubelet. A client that does something wrong loses its connection; others are
-not affected.
+A function decides which process may connect: the kubelet. A client that does something wrong loses its connection;
+others are not affected.
 """
 
 import contextlib
 import logging
 import math
-import os
 import selectors
 import socket
 import threading
@@ -20,7 +19,7 @@ from agent.dra.grpc_calls import Calls
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_wire import Code, Method
 from agent.dra.threads import start
-from agent.dra.unix_socket import ListeningSocket, peer_user
+from agent.dra.unix_socket import ListeningSocket
 from agent.model.errors import AgentError
 
 log = logging.getLogger(__name__)
@@ -33,6 +32,11 @@ LONGEST_WAIT = 3600.0
 """Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
+REFUSALS_LOGGED = 10.0
+"""Seconds from one log message about a refused connection to the next: anybody can connect often."""
+
+Admit = Callable[[socket.socket], str]
+"""Returns why the process that made a connection may not use it; empty if it may. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,17 @@ class Limits:
     """Limits on clients. Times are in seconds."""
 
     connections: int = 16
+    """With one more, the connection that has been idle for the longest time is closed."""
     calls: int = 32
-    """How many calls, of all clients together, may run at a time. Further calls fail with RESOURCE_EXHAUSTED."""
+    """How many calls with one response, of all clients together, may run at a time. Further calls fail with
+    RESOURCE_EXHAUSTED."""
+    streams: int = 8
+    """The same for calls with several responses, which may last as long as the connection."""
     message: int = 1 << 20
     """Bytes of the largest request."""
-    unsent: int = 4 << 20
-    """Bytes that may wait for a client that does not read. With more, its connection is closed."""
+    memory: int = 15 << 20
+    """Bytes of all requests and of all responses that clients have not taken yet. With more, the connection with the
+    most of them is closed. Requests of running calls get at most half of it."""
     greeting: float = 5.0
     """How long a client may take to begin HTTP/2."""
     stall: float = 30.0
@@ -58,19 +67,34 @@ class _Peer:
     def __init__(self, stream: socket.socket, connection: Connection, now: float) -> None:
         self.stream, self.connection = stream, connection
         self.unsent = bytearray()
-        self.connected = self.progress = now
+        self.connected = self.progress = self.active = now
         """Times by time.monotonic(). `connected`: when the client connected. `progress`: when the client last read
-        something, or when there was last nothing for it to read."""
+        something, or when there was last nothing for it to read. `active`: when the client last sent something."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs, and nothing waits for the client."""
+        return not self.connection.calls and not self.unsent
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept for the client."""
+        return len(self.unsent) + self.connection.held
 
 
 class Server:
-    """Serves gRPC on a Unix socket at a path, as soon as it is created."""
+    """Serves gRPC on a Unix socket, as soon as it is created."""
 
-    def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits = Limits()) -> None:
-        """The keys of `methods` are paths, `/package.Service/Method`. Raises AgentError if it cannot listen."""
-        self._methods, self._limits = methods, limits
-        self._listener = ListeningSocket(path)
-        self._calls = Calls(limits.calls, self._post)
+    def __init__(
+        self, listener: ListeningSocket, methods: Mapping[str, Method], admit: Admit, limits: Limits = Limits()
+    ) -> None:
+        """The keys of `methods` are paths, `/package.Service/Method`. The server closes the listener.
+
+        Raises AgentError if it cannot start.
+        """
+        self._methods, self._admit, self._limits = methods, admit, limits
+        self._listener = listener
+        self._calls = Calls(limits.calls, limits.streams, limits.memory // 2, self._post)
         self._peers: dict[Connection, _Peer] = {}
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -78,6 +102,8 @@ class Server:
         """The time.monotonic() at which a stopping server closes its connections, even if calls still run."""
         self._not_accepted = ""
         """Why the last connection could not be accepted; empty if it was."""
+        self._refusal_logged = -math.inf
+        """When the last refused connection was logged, by time.monotonic()."""
         self._announced_stop = False
         """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()
@@ -85,7 +111,7 @@ class Server:
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
         self._thread = threading.Thread(target=self._serve, name="grpc", daemon=True)
         try:
-            start(self._thread, f"serve {path}")
+            start(self._thread, f"serve {listener.path}")
         except AgentError:
             self._listener.close()
             self._close()
@@ -114,8 +140,10 @@ class Server:
             while not self._calls.stopping or (self._calls.unary_running and time.monotonic() < self._end):
                 for key, _ in self._selector.select(self._pause()):
                     key.data()
+                    self._keep_in_memory()
                 while self._posted:
                     self._run_guarded(*self._posted.popleft())
+                    self._keep_in_memory()
                 for connection, peer in tuple(self._peers.items()):
                     self._run_guarded(connection, lambda peer=peer: self._check_and_send(peer))  # type: ignore[misc]
         finally:
@@ -186,10 +214,9 @@ class Server:
             return
         self._not_accepted = ""
         try:
-            user = peer_user(stream)
-            refusal = self._refusal(user)
+            refusal = self._admit(stream) or self._make_room()
             if refusal:
-                log.warning("refused a connection: %s", refusal)
+                self._log_refusal(refusal)
                 stream.close()
                 return
             stream.setblocking(False)
@@ -203,13 +230,43 @@ class Server:
             log.debug("connection closed: %s", error)
             stream.close()
 
-    def _refusal(self, user: int) -> str:
-        """Return why a user may not connect now; empty if the user may."""
-        if user != os.geteuid():
-            return f"it is from user {user}, and only user {os.geteuid()} may connect"
-        if len(self._peers) >= self._limits.connections:
-            return f"{len(self._peers)} are open, which is the limit"
+    def _make_room(self) -> str:
+        """If there is no room for another connection, close the one that has been idle for the longest time.
+
+        Return why there is still no room; empty if there is.
+        """
+        if len(self._peers) < self._limits.connections:
+            return ""
+        idle = [peer for peer in self._peers.values() if peer.idle]
+        if not idle:
+            return f"{len(self._peers)} connections with running calls are open, which is the limit"
+        longest = min(idle, key=lambda peer: peer.active).connection
+        longest.refuse(Code.UNAVAILABLE, "another client has connected")
+        self._run_guarded(longest, lambda: self._close_connection("it was idle, and another client has connected"))
         return ""
+
+    def _close_connection(self, why: str) -> None:
+        raise ConnectionLostError(why)
+
+    def _log_refusal(self, refusal: str) -> None:
+        now = time.monotonic()
+        if now - self._refusal_logged >= REFUSALS_LOGGED:
+            self._refusal_logged = now
+            log.warning("refused a connection to %s: %s", self._listener.path, refusal)
+
+    def _keep_in_memory(self) -> None:
+        """Close the connection with the most bytes, one after the other, while there are more than the limit."""
+        while self._calls.held + sum(peer.held for peer in self._peers.values()) > self._limits.memory:
+            largest = max(self._peers.values(), key=lambda peer: peer.held, default=None)
+            if largest is None or not largest.held:
+                return
+            log.warning(
+                "closed a connection to %s: requests and responses together have more than %s bytes, and most are "
+                "this connection's",
+                self._listener.path,
+                self._limits.memory,
+            )
+            self._hang_up(largest.connection)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -219,8 +276,9 @@ class Server:
             return
         if not data:
             raise ConnectionLostError("the client has hung up")
+        peer.active = time.monotonic()
         if not self._announced_stop:
-            peer.connection.receive(data, time.monotonic())
+            peer.connection.receive(data, peer.active)
 
     def _check_and_send(self, peer: _Peer) -> None:
         """End expired calls, send what is ready, and close the connection if the client is too slow."""
@@ -229,7 +287,7 @@ class Server:
         self._write(peer)
         if not peer.connection.greeted and now >= peer.connected + self._limits.greeting:
             raise ConnectionLostError("the client has not begun HTTP/2")
-        if len(peer.unsent) > self._limits.unsent or (peer.unsent and now >= peer.progress + self._limits.stall):
+        if peer.unsent and now >= peer.progress + self._limits.stall:
             raise ConnectionLostError("the client does not read")
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         key = self._selector.get_key(peer.stream)

@@ -3,7 +3,7 @@
 import logging
 from typing import Protocol
 
-from agent.dra.grpc_server import Server
+from agent.dra.grpc_server import Admit, Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Unary
 from agent.dra.health import HealthService
 from agent.dra.messages import (
@@ -15,11 +15,14 @@ from agent.dra.messages import (
     encode_unprepared,
 )
 from agent.dra.registration import Registration
+from agent.dra.unix_socket import ListeningSocket
 from agent.model.errors import AgentError, DocumentError
 
 log = logging.getLogger(__name__)
 
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+REGISTRATION_LIMITS = Limits(connections=4, calls=4, streams=0, message=1 << 16, memory=1 << 20)
+"""Both servers together keep at most 16 MiB of requests and responses."""
 
 
 class Claims(Protocol):
@@ -35,15 +38,23 @@ class Claims(Protocol):
 class DriverPlugin:
     """The driver's two servers. `keep_serving` must be called regularly."""
 
-    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str) -> None:
-        """Start serving. `kubelet_root` is the kubelet's root directory. Raises AgentError."""
-        endpoint = f"{kubelet_root}/plugins/{driver}/dra.sock"
-        self._claims, self._health = claims, health
-        self._registration = Registration(driver, endpoint)
+    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str, admit: Admit) -> None:
+        """Start serving. `kubelet_root` is the kubelet's root directory. `admit` says who may connect.
+
+        Raises AgentError.
+        """
+        self._claims, self._health, self._admit = claims, health, admit
+        base, endpoint = f"{kubelet_root}/plugins", f"{driver}/dra.sock"
+        self._registration = Registration(driver, f"{base}/{endpoint}")
         # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
         self._sockets = (
-            (endpoint, self._methods | health.methods),
-            (f"{kubelet_root}/plugins_registry/{driver}-reg.sock", self._registration.methods),
+            (base, endpoint, self._methods | health.methods, Limits()),
+            (
+                f"{kubelet_root}/plugins_registry",
+                f"{driver}-reg.sock",
+                self._registration.methods,
+                REGISTRATION_LIMITS,
+            ),
         )
         self._servers: list[Server] = []
         try:
@@ -77,8 +88,8 @@ class DriverPlugin:
         self._close()
 
     def _start(self) -> None:
-        for path, methods in self._sockets:
-            self._servers.append(Server(path, methods))
+        for base, relative, methods, limits in self._sockets:
+            self._servers.append(Server(ListeningSocket(base, relative), methods, self._admit, limits))
 
     def _close(self) -> None:
         # The last server, which is for registration, is stopped first, so that the kubelet does not connect to an

@@ -20,6 +20,7 @@ from agent.dra.credentials import Credentials
 from agent.dra.evictions import Evictions
 from agent.dra.health import HealthService
 from agent.dra.inventory import Inventory
+from agent.dra.kubelet_peer import KubeletPeer
 from agent.dra.kubelet_state import read_record
 from agent.dra.offer import Offer, Result
 from agent.dra.plugin_server import DriverPlugin
@@ -27,7 +28,7 @@ from agent.dra.publisher import SELECTOR
 from agent.dra.slices import COLLECTION
 from agent.dra.threads import start
 from agent.dra.watcher import Watcher
-from agent.model.conditions import Condition, ConditionType
+from agent.model.conditions import Condition, ConditionType, false
 from agent.model.dra_status import RENEWED_AFTER, DraStatus, render_dra_status
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER, DRA_STATUS
@@ -51,6 +52,8 @@ SETUP = "unbounded-agent-gpu.service"
 """The machine half's unit. It passes this service's status on to the host, once a minute."""
 SETUP_AGAIN = "unbounded-agent-gpu-again.service"
 """The unit that starts SETUP once more. It is started when the condition GPUsAdvertised may have changed."""
+THREAD_LIMIT = 1.0
+"""Seconds to wait for the end of the thread that looks for the kubelet."""
 NO_KUBELET_PAUSE = 1.0
 """Seconds between checks whether a kubelet runs."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
@@ -81,6 +84,8 @@ class Service:
     def __init__(self, system: System) -> None:
         self._system = system
         self._wake, self._stopping = threading.Event(), False
+        self._kubelet = KubeletPeer()
+        self._identity_changed = False
         self._status = DraStatus(0.0)
         self._written = 0.0
         """When the status was last written, by time.monotonic()."""
@@ -100,7 +105,7 @@ class Service:
         log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
         client = ApiClient(Credentials(self._system, identity.kubeconfig))
         checkpoint = Checkpoint(self._system, identity.root)
-        with contextlib.closing(checkpoint), contextlib.closing(client):
+        with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._kubelet):
             try:
                 self._serve(identity, client, checkpoint)
             except AgentError as error:
@@ -114,38 +119,86 @@ class Service:
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
         while not self._stopping:
-            found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+            found = self._find_kubelet()
             if isinstance(found, Identity):
                 return found
             self._report(DraStatus(0.0, reason=found.reason, message=found.message))
             self._wake.wait(NO_KUBELET_PAUSE)
         return None
 
+    def _find_kubelet(self) -> Identity | Condition:
+        """Return the running kubelet's identity, and let only this kubelet connect; a condition if there is none."""
+        found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+        # A process that is not followed yet is followed, and then looked for again: before, another process could have
+        # got the id of a kubelet that had just ended.
+        if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
+            self._kubelet.follow(found.process)
+            found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+        if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
+            self._kubelet.close()
+            return false(
+                ConditionType.GPUS_ADVERTISED,
+                Reason.KUBELET_NOT_RUNNING,
+                "the kubelet keeps ending and starting: see `journalctl -u kubelet`",
+            )
+        return found
+
+    def _follow_kubelet(self, identity: Identity, ended: threading.Event) -> None:
+        """Find the kubelet again after each of its starts, until `ended`, or until its identity has changed.
+
+        In a thread of its own, because passes wait for the API server, and the kubelet must not wait for them.
+        """
+        checked = time.monotonic()
+        while not ended.wait(NO_KUBELET_PAUSE):
+            if self._kubelet.runs and time.monotonic() - checked < IDENTITY_CHECK:
+                continue
+            checked = time.monotonic()
+            try:
+                current = self._find_kubelet()
+            except OSError as error:
+                log.warning("cannot look for the kubelet: %s", error)
+                continue
+            if isinstance(current, Identity) and not current.is_same(identity):
+                log.warning(
+                    "the kubelet's name, kubeconfig or directory has changed: this service starts again for node %s",
+                    current.node,
+                )
+                self._identity_changed = True
+                self._wake.set()
+                return
+
     def _serve(self, identity: Identity, client: ApiClient, checkpoint: Checkpoint) -> None:
         inventory = Inventory(self._system)
         record = functools.partial(read_record, self._system, identity.root)
         claims = NodeClaims(identity.node, claim_reader(client), inventory.devices, checkpoint, record)
         health = HealthService()
-        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root)
+        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._kubelet.refusal)
         watchers = [
             Watcher(client, COLLECTION, SELECTOR.format(identity.node), self._wake.set),
             Watcher(client, "/api/v1/nodes", f"metadata.name={identity.node}", self._wake.set),
         ]
+        ended = threading.Event()
+        following = threading.Thread(
+            target=self._follow_kubelet, args=(identity, ended), name="follow the kubelet", daemon=True
+        )
         try:
-            for each in watchers:
+            for each in (following, *watchers):
                 start(each, each.name)
             evictions = Evictions(claim_reader(client), client.request)
             offer = Offer(identity.node, client, inventory)
             self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions))
         finally:
+            ended.set()
             for each in watchers:
                 each.stop()
             plugin.stop()
+            if following.ident:
+                following.join(THREAD_LIMIT)
 
     def _pass_until_stopped(self, parts: Parts) -> None:
         """Make passes until `stop`, or until the kubelet's identity has changed."""
-        due, retry, checked, evicted = 0.0, FIRST_RETRY, time.monotonic(), 0.0
-        while not self._stopping:
+        due, retry, evicted = 0.0, FIRST_RETRY, 0.0
+        while not self._stopping and not self._identity_changed:
             parts.checkpoint.sync()
             changed, now = parts.inventory.refresh(), time.monotonic()
             if changed:
@@ -163,10 +216,6 @@ class Service:
                 evicted = now
                 parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
             self._keep_serving(parts)
-            if now - checked >= IDENTITY_CHECK:
-                checked = now
-                if self._identity_changed(parts.identity):
-                    return
             self._wake.wait(POLL)
 
     def _keep_serving(self, parts: Parts) -> None:
@@ -184,17 +233,6 @@ class Service:
         reason = problems[0][0] if problems else ""
         message = "; ".join((*(text for _, text in problems), *parts.inventory.problems))
         self._report(DraStatus(0.0, node, registration.registered, result.offers, reason, message))
-
-    def _identity_changed(self, identity: Identity) -> bool:
-        """Return whether the kubelet now has another name, kubeconfig or directory; False while that is unknown."""
-        current = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
-        if isinstance(current, Condition) or current == identity:
-            return False
-        log.warning(
-            "the kubelet's name, kubeconfig or directory has changed: this service starts again for node %s",
-            current.node,
-        )
-        return True
 
     def _report(self, status: DraStatus) -> None:
         """Write the status if it has changed, or if the written one is RENEWED_AFTER seconds old."""

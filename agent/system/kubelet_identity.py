@@ -1,8 +1,9 @@
 """Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
 The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running kubelet,
-because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. Processes in
-containers are ignored: a pod may call its process kubelet, and name a kubeconfig that makes kubectl run a program.
+because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. systemd says which
+processes are services. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig
+that makes kubectl run a program.
 """
 
 import re
@@ -10,10 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, false
+from agent.model.errors import CommandError
 from agent.model.reasons import Reason
 from agent.system.files import System
 
 COMMAND_LINE_LIMIT = 1 << 20
+SYSTEMD_LIMIT = 10.0
+"""Seconds for systemd's answer: PID 1 does not answer while it reloads its units."""
 ROOT = "/var/lib/kubelet"
 """The default of --root-dir (defaultRootDir of cmd/kubelet/app/options)."""
 HOST_NAME = "/proc/sys/kernel/hostname"
@@ -28,6 +32,12 @@ class Identity(NamedTuple):
     kubeconfig: str
     root: str = ROOT
     """The kubelet's directory, in which it looks for sockets of drivers (--root-dir)."""
+    process: int = 0
+    """The kubelet's process id."""
+
+    def is_same(self, other: "Identity") -> bool:
+        """Return whether the other one is the same kubelet, even if it was started again."""
+        return self._replace(process=0) == other._replace(process=0)
 
 
 def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
@@ -35,13 +45,21 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
 
     Raises OSError if /proc cannot be read.
     """
-    arguments = _kubelet(system)
-    if arguments is None:
+    try:
+        found = _kubelet(system)
+    except CommandError as error:
+        return false(
+            kind,
+            Reason.KUBELET_NOT_RUNNING,
+            f"systemd does not say which processes are this machine's services: {error}",
+        )
+    if found is None:
         return false(
             kind,
             Reason.KUBELET_NOT_RUNNING,
             "no kubelet is running as a service in this machine: see `systemctl status kubelet`",
         )
+    process, arguments = found
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):
         what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so the kubelet has no API server"
@@ -52,45 +70,70 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
     if not NODE_NAME.fullmatch(node):
         advice = "correct its --hostname-override or, if that is not set, the machine's host name"
         return false(kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: {advice}")
-    return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT)
+    return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT, process)
 
 
-def _kubelet(system: System) -> tuple[str, ...] | None:
-    """Return the arguments of the kubelet that runs as a service of root; None if there is none.
+def _kubelet(system: System) -> tuple[int, tuple[str, ...]] | None:
+    """Return process id and arguments of the kubelet that runs as a service of root; None if there is none.
 
-    If there are several, the one with the lowest process id counts.
+    If there are several, the one with the lowest process id counts. Raises CommandError.
     """
-    for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
-        try:
-            line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
-            arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
-            # The second argument selects the kubelet in a program with many names (hyperkube).
-            is_kubelet = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
-            if is_kubelet and _is_root_service(system, process):
-                return arguments
-        except OSError:
-            # The process has exited meanwhile.
-            continue
+    processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
+    named = {process: arguments for process in processes if (arguments := _kubelet_arguments(system, process))}
+    # systemd is asked only if there is a process to ask about.
+    services = _main_processes(system) if named else frozenset()
+    for process, arguments in named.items():
+        # The arguments are read again: since systemd was asked, the process may have ended, and another have its id.
+        if _is_root_service(system, process, services) and _kubelet_arguments(system, process) == arguments:
+            return process, arguments
     return None
 
 
-def _is_root_service(system: System, process: str) -> bool:
+def _kubelet_arguments(system: System, process: int) -> tuple[str, ...]:
+    """Return a process's arguments if it calls itself kubelet; none otherwise, or if it has ended."""
+    try:
+        line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
+    except OSError:
+        return ()
+    arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
+    # The second argument selects the kubelet in a program with many names (hyperkube).
+    is_kubelet = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
+    return arguments if is_kubelet else ()
+
+
+def _main_processes(system: System) -> frozenset[int]:
+    """Return the ids of the main processes of all services, as systemd knows them. Raises CommandError."""
+    shown = system.run("systemctl", "show", "--property=MainPID", "--value", "*.service", timeout=SYSTEMD_LIMIT)
+    # 0 is the id for a service without a main process.
+    return frozenset(int(each) for each in shown.split() if each.isdecimal()) - {0}
+
+
+def _is_root_service(system: System, process: int, services: frozenset[int]) -> bool:
     """Return whether a process runs as root in a service of this machine, outside containers.
 
-    A kubeconfig can name a program, which kubectl would run as root. So this checks what neither a container nor
-    another user can choose: user ids, PID namespace and cgroup. The cgroup of a service ends in .service or .slice, and
-    is not below user.slice, which is for users. The cgroup of a pod's container ends in .scope or has no suffix (runc),
-    and is below kubepods (kubelet).
+    A kubeconfig can name a program, which kubectl would run as root. So a name proves nothing, neither the process's
+    nor its cgroup's: a container with the machine's process ids can have any. The process must be the main process of
+    a service, as systemd knows it, or a child of one, like the kubelets of RKE2 and k0s. A container's first process is
+    a child of its shim, which is not a main process.
+
+    A child must also be in a service's cgroup, which ends in .service or .slice; a container's ends in .scope or has no
+    suffix (runc). No cgroup may be below kubepods (pods) or user.slice (users; the main process of user@0.service is
+    root's).
     """
-    status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
+    try:
+        status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
+        cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+    except OSError:
+        # The process has ended meanwhile.
+        return False
     fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
-    cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
     paths = [line.split(":", 2)[-1] for line in cgroups]
     in_unit = any(path.endswith((".service", ".slice")) for path in paths)
     in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in paths)
     # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
     is_root, in_own_namespace = fields.get("Uid") == ["0"] * 4, len(fields.get("NSpid", ())) == 1
-    return is_root and in_own_namespace and in_unit and not in_pod_or_session
+    is_child = in_unit and fields.get("PPid") in [[str(each)] for each in services]
+    return is_root and in_own_namespace and not in_pod_or_session and (process in services or is_child)
 
 
 def _option(arguments: Sequence[str], name: str) -> str:

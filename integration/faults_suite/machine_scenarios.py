@@ -125,6 +125,7 @@ def _begin_with_node(directory: Path) -> MachineWorld:
     machine.put("/usr/local/bin/kubectl")
     machine.program("kubectl", machine.kubectl)
     machine.process(40, *KUBELET)
+    machine.services(40)
     return world
 
 

@@ -16,6 +16,7 @@ from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
 from tests.dra.test_grpc_attacks import asking, connected
+from tests.fakes.grpc_serving import serve
 from tests.fakes.waiting import wait_for
 
 LONG = 300.0
@@ -76,7 +77,7 @@ def path() -> Iterator[str]:
 
 @pytest.fixture
 def server(path: str, example: Example) -> Iterator[Server]:
-    running = Server(path, example.methods)
+    running = serve(path, example.methods)
     yield running
     running.stop(0.1)
 
@@ -132,7 +133,7 @@ def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> 
 
 
 def test_too_many_calls_are_refused(path: str, example: Example) -> None:
-    server = Server(path, example.methods, Limits(calls=2))
+    server = serve(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
         wait_for(lambda: len(server._calls._jobs) == 2)
@@ -140,6 +141,25 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
         example.go_on.set()
         assert [each.result() for each in waiting] == [b"", b""]
         assert call(channel, "Echo", b"x") == b"x"
+    server.stop()
+
+
+def test_streams_block_no_calls(path: str, example: Example) -> None:
+    """A client may open streams and leave them open; claims must still be prepared."""
+    server = serve(path, example.methods, Limits(streams=2, calls=2))
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        open_stream = channel.unary_stream("/test.Example/Forever")
+        streams = [open_stream(b"x", timeout=LONG) for _ in range(2)]
+        assert [next(each) for each in streams] == [b"x"] * 2
+        with pytest.raises(grpc.RpcError) as caught:
+            next(open_stream(b"x", timeout=LONG))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        waiting = channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG)
+        assert call(channel, "Echo", b"x") == b"x"
+        example.go_on.set()
+        assert waiting.result() == b""
+        streams[0].cancel()
+        wait_for(lambda: next(open_stream(b"y", timeout=LONG)) == b"y" if example.closed.is_set() else False)
     server.stop()
 
 
@@ -240,10 +260,10 @@ def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: 
 
 def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> None:
     """As after kill -9; a client connects again by itself."""
-    first = Server(path, example.methods)
+    first = serve(path, example.methods)
     with grpc.insecure_channel(f"unix:{path}") as channel:
         assert call(channel, "Echo", b"1") == b"1"
-        second = Server(path, example.methods)
+        second = serve(path, example.methods)
         assert not first.healthy
         first.stop()
         assert second.healthy, "the first one has removed the second one's socket"
@@ -252,12 +272,9 @@ def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> No
 
 
 def test_what_cannot_be_a_socket_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "sock").mkdir()
-    with pytest.raises(AgentError, match="sock: cannot listen: Is a directory"):
-        Server(str(tmp_path / "sock"), {})
     (tmp_path / "file").touch()
-    with pytest.raises(AgentError, match="cannot listen"):
-        Server(str(tmp_path / "file" / "sock"), {})
+    with pytest.raises(AgentError, match=r"cannot listen: .*check that .*file is a directory"):
+        serve(str(tmp_path / "file" / "sock"), {})
 
 
 def test_sockets_are_for_root_only(tmp_path: Path) -> None:
@@ -265,7 +282,7 @@ def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     path = tmp_path / ("long" * 30) / "test.sock"
     before = os.umask(0)
     try:
-        server = Server(str(path), {})
+        server = serve(str(path), {})
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -283,6 +300,6 @@ def test_a_server_without_a_thread_is_an_error_with_advice(tmp_path: Path, monke
     monkeypatch.setattr(threading.Thread, "start", start)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(AgentError, match=r"cannot serve .*test.sock: can't start new thread .*TasksMax"):
-        Server(f"{tmp_path}/test.sock", {})
+        serve(f"{tmp_path}/test.sock", {})
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == len(before)

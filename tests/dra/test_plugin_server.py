@@ -1,15 +1,17 @@
 """The driver and a kubelet: registration, claims and health, over real sockets, by grpcio as client."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from agent.dra.plugin_server import DriverPlugin
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
+from tests.fakes.grpc_serving import this_process
 from tests.fakes.kubelet_api import make, read
 from tests.fakes.waiting import wait_for
 
@@ -57,9 +60,14 @@ def kubelet() -> Iterator[Path]:
         yield Path(directory)
 
 
+def serve(kubelet: Path, health: HealthService) -> DriverPlugin:
+    """Serve the driver in a kubelet's directory. This process is the kubelet."""
+    return DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet), this_process().refusal)
+
+
 @pytest.fixture
 def plugin(kubelet: Path) -> Iterator[DriverPlugin]:
-    running = DriverPlugin(DRA_DRIVER, FakeClaims(), HealthService(repeat=0.1), str(kubelet))
+    running = serve(kubelet, HealthService(repeat=0.1))
     yield running
     running.stop()
 
@@ -69,28 +77,28 @@ def sockets(kubelet: Path) -> tuple[Path, Path]:
     return (kubelet / f"plugins_registry/{DRA_DRIVER}-reg.sock", kubelet / f"plugins/{DRA_DRIVER}/dra.sock")
 
 
-def call(socket: Path, method: str, request: bytes) -> bytes:
-    with grpc.insecure_channel(f"unix:{socket}") as channel:
+def call(path: Path, method: str, request: bytes) -> bytes:
+    with grpc.insecure_channel(f"unix:{path}") as channel:
         answer: bytes = channel.unary_unary(method)(request, timeout=LONG, wait_for_ready=True)
         return answer
 
 
-def ask(socket: Path, method: str, *claims: ClaimReference) -> Any:  # noqa: ANN401
+def ask(path: Path, method: str, *claims: ClaimReference) -> Any:  # noqa: ANN401
     """Return the results of claims by uid."""
     fields = [{"namespace": each.namespace, "name": each.name, "uid": each.uid} for each in claims]
     kind = "NodePrepareResources" if method == PREPARE else "NodeUnprepareResources"
-    return read(f"{kind}Response", call(socket, method, make(f"{kind}Request", claims=fields))).claims
+    return read(f"{kind}Response", call(path, method, make(f"{kind}Request", claims=fields))).claims
 
 
 def register(kubelet: Path, accept: bool = True, error: str = "") -> Path:
     """Do what the kubelet does when it finds the socket, and return the driver's endpoint."""
-    socket = sockets(kubelet)[0]
-    info = read("PluginInfo", call(socket, "/pluginregistration.Registration/GetInfo", make("InfoRequest")))
+    path = sockets(kubelet)[0]
+    info = read("PluginInfo", call(path, "/pluginregistration.Registration/GetInfo", make("InfoRequest")))
     assert (info.type, info.name) == ("DRAPlugin", DRA_DRIVER)
     assert info.supported_versions[0] == "v1.DRAPlugin"
     assert {f"/{each}/NodeWatchResources" for each in info.supported_versions[1:]} == set(METHODS)
     status = make("RegistrationStatus", plugin_registered=accept, error=error)
-    assert call(socket, "/pluginregistration.Registration/NotifyRegistrationStatus", status) == b""
+    assert call(path, "/pluginregistration.Registration/NotifyRegistrationStatus", status) == b""
     return Path(info.endpoint)
 
 
@@ -123,20 +131,20 @@ def test_each_claim_has_its_own_result(plugin: DriverPlugin, kubelet: Path) -> N
 
 
 def test_a_malformed_request_is_an_error(plugin: DriverPlugin, kubelet: Path) -> None:
-    for socket, method in (
+    for number, method in (
         (1, PREPARE),
         (1, UNPREPARE),
         (0, "/pluginregistration.Registration/NotifyRegistrationStatus"),
     ):
         with pytest.raises(grpc.RpcError) as caught:
-            call(sockets(kubelet)[socket], method, b"\x0a\xff")
+            call(sockets(kubelet)[number], method, b"\x0a\xff")
         assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, method: str) -> None:
     health = HealthService(repeat=0.1)
-    plugin = DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet))
+    plugin = serve(kubelet, health)
     gpu = Device("gpu-0", "vendor", (), "", health=Health.HEALTHY)
     lost = Device("gpu-0", "vendor", (), "", health=Health.UNHEALTHY, health_message="Xid 79: fallen off the bus")
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
@@ -159,7 +167,7 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
 def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
     """Not even if it comes while nothing is sent."""
     health = HealthService(repeat=10 * LONG)
-    plugin = DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet))
+    plugin = serve(kubelet, health)
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
         for state in (Health.HEALTHY, Health.UNHEALTHY):
@@ -181,13 +189,102 @@ def test_removed_sockets_are_made_again(plugin: DriverPlugin, kubelet: Path) -> 
     register(kubelet)
     assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
     plugin.stop()
-    assert not any(socket.exists() for socket in sockets(kubelet))
+    assert not any(path.exists() for path in sockets(kubelet))
+
+
+def make_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("/nowhere/at/all")
+
+
+def make_socket(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    foreign = socket.socket(socket.AF_UNIX, kind)
+    foreign.bind(str(path))
+    if kind == socket.SOCK_STREAM:
+        foreign.listen()
+    return foreign
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    "make_foreign",
+    [
+        make_directory,
+        Path.touch,
+        make_link,
+        os.mkfifo,
+        make_socket,
+        functools.partial(make_socket, kind=socket.SOCK_DGRAM),
+    ],
+)
+def test_what_is_in_a_sockets_place_is_put_aside(
+    kubelet: Path, number: int, make_foreign: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root in a pod that has the kubelet's directory can put it there. The kubelet must not find it, but people can."""
+    path = sockets(kubelet)[number]
+    path.parent.mkdir(parents=True)
+    kept = make_foreign(path)
+    inode = path.lstat().st_ino
+    plugin = serve(kubelet, HealthService())
+    register(kubelet)
+    assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
+    (aside,) = (each for each in path.parent.iterdir() if each != path)
+    assert aside.name.startswith(f".{path.name}.put-aside-"), "the kubelet connects to what has no dot before its name"
+    assert aside.lstat().st_ino == inode
+    assert f"{path} is not from this service: renamed to {aside.name}" in caplog.text
+    plugin.stop()
+    if isinstance(kept, socket.socket):
+        kept.close()
+
+
+def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
+    kubelet: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dra.sock").touch()
+    path = sockets(kubelet)[1].parent
+    path.parent.mkdir()
+    path.symlink_to(tmp_path)
+    plugin = serve(kubelet, HealthService())
+    register(kubelet)
+    assert not path.is_symlink()
+    assert f"{path} is not from this service: renamed" in caplog.text
+    plugin.stop()
+    assert os.listdir(tmp_path) == ["dra.sock"]
+
+
+def test_a_socket_that_was_moved_behind_a_link_is_removed_and_nothing_else(kubelet: Path, tmp_path: Path) -> None:
+    """Somebody replaces the driver's directory by a link while the service runs."""
+    plugin = serve(kubelet, HealthService())
+    path = sockets(kubelet)[1].parent
+    path.rename(kubelet / "moved")
+    path.symlink_to(tmp_path)
+    make_socket(tmp_path / "dra.sock").close()
+    plugin.keep_serving()
+    plugin.stop()
+    assert os.listdir(kubelet / "moved") == []
+    assert os.listdir(tmp_path) == ["dra.sock"]
+
+
+def test_a_driver_that_another_process_calls_is_not_registered(plugin: DriverPlugin, kubelet: Path) -> None:
+    """Root in a pod that has the kubelet's directory says that the kubelet has registered the driver."""
+    script = "import grpc, sys; c = grpc.insecure_channel('unix:' + sys.argv[1]);"
+    script += "c.unary_unary('/pluginregistration.Registration/NotifyRegistrationStatus')(b'\\x08\\x01', timeout=20)"
+    argv = [sys.executable, "-c", script, str(sockets(kubelet)[0])]
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=LONG)
+    assert "StatusCode.UNAVAILABLE" in finished.stderr
+    with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
+        grpc.channel_ready_future(channel).result(LONG)
+        assert not plugin.registration.registered
 
 
 def test_a_failed_start_leaves_nothing(kubelet: Path) -> None:
-    sockets(kubelet)[0].mkdir(parents=True)
+    sockets(kubelet)[0].parent.touch()
     with pytest.raises(AgentError, match=r"reg\.sock: cannot listen"):
-        DriverPlugin(DRA_DRIVER, FakeClaims(), HealthService(), str(kubelet))
+        serve(kubelet, HealthService())
     assert not sockets(kubelet)[1].exists()
 
 
@@ -234,7 +331,7 @@ def test_kill_9_between_checkpoint_and_answer(driver: Driver) -> None:
         ask(driver.sockets[1], PREPARE, reference("a"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert driver.process.wait(LONG) == -signal.SIGKILL
-    assert all(socket.exists() for socket in driver.sockets), "stale"
+    assert all(path.exists() for path in driver.sockets), "stale"
     (driver.tree / "die").unlink()
     driver.start()
     register(driver.tree / "var/lib/kubelet")
@@ -306,4 +403,4 @@ def test_a_second_driver_leaves_the_first_one_alone(driver: Driver) -> None:
 def test_a_stopped_driver_leaves_no_socket(driver: Driver) -> None:
     (driver.tree / "stop").touch()
     assert driver.process.wait(LONG) == 0
-    assert not any(socket.exists() for socket in driver.sockets)
+    assert not any(path.exists() for path in driver.sockets)

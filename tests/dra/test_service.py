@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
+import grpc
 import pytest
 
 from agent.dra import service as module
@@ -200,13 +203,38 @@ def test_a_kubelet_that_starts_later_is_waited_for(api: ApiServer, machine: DraM
 def test_another_kubeconfig_ends_the_service_and_a_stopped_kubelet_does_not(
     api: ApiServer, running: DraMachine
 ) -> None:
-    running.put("/proc/700/cmdline", "gone")
+    running.put(f"/proc/{os.getpid()}/cmdline", "gone")
     time.sleep(0.3)
     assert running._thread is not None
     assert running._thread.is_alive()
     running.put("/etc/other.conf", api.kubeconfig())
-    running.put("/proc/700/cmdline", f"kubelet\0--kubeconfig=/etc/other.conf\0--root-dir={running.kubelet}\0")
+    running.put(
+        f"/proc/{os.getpid()}/cmdline", f"kubelet\0--kubeconfig=/etc/other.conf\0--root-dir={running.kubelet}\0"
+    )
     until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+
+
+def test_only_the_kubelet_may_call_also_after_it_was_started_again(api: ApiServer, joined: DraMachine) -> None:
+    kubeconfig = joined.read(KUBECONFIG).decode()
+    # Not in the tree, whose path is too long for grpcio.
+    with tempfile.TemporaryDirectory() as directory, subprocess.Popen(["sleep", "1000"]) as kubelet:
+        Path(joined.kubelet).symlink_to(directory)
+        joined.drop_process(os.getpid())
+        joined.run_kubelet(kubeconfig, kubelet.pid)
+        joined.start()
+        path = f"{directory}/plugins_registry/gpu.unbounded-agent.io-reg.sock"
+        until("it serves", lambda: os.path.exists(path))
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            ask = channel.unary_unary("/pluginregistration.Registration/GetInfo")
+            with pytest.raises(grpc.RpcError):
+                ask(b"", timeout=SECONDS)
+            kubelet.kill()
+            kubelet.wait()
+            joined.drop_process(kubelet.pid)
+            joined.run_kubelet(kubeconfig)
+            assert ask(b"", timeout=60, wait_for_ready=True)
+        assert joined.failure is None
+        joined.stop()
 
 
 def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:

@@ -45,6 +45,8 @@ class DraMachine(System):
         self.tree = tree
         self.gpus: dict[str, GpuStatus] = {}
         self.calls: list[tuple[str, ...]] = []
+        self.process = 0
+        """The kubelet's process, the main process of a service; 0 if there is none."""
         self.unreadable: set[str] = set()
         """Paths of files that cannot be read for lack of file descriptors."""
         super().__init__(self._run, str(tree))
@@ -63,13 +65,18 @@ class DraMachine(System):
         """Replace a file atomically, as the halves do."""
         self.write(path, content.encode() if isinstance(content, str) else content)
 
-    def run_kubelet(self, kubeconfig: str = "{}") -> None:
-        """Let a kubelet run with this kubeconfig. Its sockets are in the tree."""
+    def run_kubelet(self, kubeconfig: str = "{}", process: int = os.getpid()) -> None:
+        """Let a process, by default this one, be the kubelet, with this kubeconfig. Its sockets are in the tree."""
+        self.process = process
         self.put(KUBECONFIG, kubeconfig)
         arguments = ("/usr/bin/kubelet", f"--kubeconfig={KUBECONFIG}", f"--root-dir={self.kubelet}")
-        self.put("/proc/700/cmdline", "".join(f"{each}\0" for each in arguments))
-        self.put("/proc/700/cgroup", "0::/system.slice/kubelet.service\n")
-        self.put("/proc/700/status", "Name:\tkubelet\nUid:\t0\t0\t0\t0\nNSpid:\t700\n")
+        self.put(f"/proc/{process}/cmdline", "".join(f"{each}\0" for each in arguments))
+        self.put(f"/proc/{process}/cgroup", "0::/system.slice/kubelet.service\n")
+        self.put(f"/proc/{process}/status", f"Name:\tkubelet\nPPid:\t1\nUid:\t0\t0\t0\t0\nNSpid:\t{process}\n")
+
+    def drop_process(self, process: int) -> None:
+        """Let a process end."""
+        self.remove_tree(f"/proc/{process}")
 
     @property
     def kubelet(self) -> str:
@@ -135,6 +142,8 @@ class DraMachine(System):
                     SMI_LINE.format(bus=each[5:7], memory=MEMORY // (2 if each == GPUS[0] else 1)) for each in self.gpus
                 )
                 return Completed(0, "".join(lines).encode(), b"")
+            case ("systemctl", "show", "--property=MainPID", "--value", "*.service"):
+                return Completed(0, f"0\n\n{self.process}\n".encode(), b"")
             case ("systemctl", "--no-block", "start", "unbounded-agent-gpu-again.service"):
                 return Completed(0, b"", b"")
             case _:

@@ -1,7 +1,8 @@
 """The driver as a process, as the kubelet meets it: real sockets and files in a directory, without an API server.
 
-Run with the directory as argument. Claims are the files `claims/<name>.json` there. If the file `die` exists, the
-process kills itself after it has noted a claim, before it answers. It imports all of agent.dra, as the service does.
+Run with the directory as argument. The parent of the process is the kubelet. Claims are the files `claims/<name>.json`
+there. If the file `die` exists, the process kills itself after it has noted a claim, before it answers. It imports all
+of agent.dra, as the service does.
 """
 
 import importlib
@@ -18,6 +19,7 @@ from agent.dra.checkpoint import Checkpoint, Prepared
 from agent.dra.claims import ClaimGoneError, NodeClaims
 from agent.dra.devices import Device, Health
 from agent.dra.health import HealthService
+from agent.dra.kubelet_peer import KubeletPeer
 from agent.dra.kubelet_state import read_record
 from agent.dra.messages import ClaimReference
 from agent.dra.plugin_server import DriverPlugin
@@ -56,7 +58,9 @@ def main(tree: Path) -> None:
     claims = NodeClaims(NODE, fetch, lambda: devices, checkpoint, lambda: read_record(system, KUBELET))
     health = HealthService()
     health.publish(NODE, devices.values())
-    plugin = DriverPlugin(DRA_DRIVER, claims, health, str(tree / KUBELET[1:]))
+    kubelet = KubeletPeer()
+    kubelet.follow(os.getppid())
+    plugin = DriverPlugin(DRA_DRIVER, claims, health, str(tree / KUBELET[1:]), kubelet.refusal)
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     while not (tree / "stop").exists():

@@ -26,11 +26,35 @@ class Node(Machine):
     replaced: list[dict[str, Any]]
 
     def process(
-        self, number: int, *arguments: str, cgroup: str = SERVICE, pids: str | None = None, users: str = "0\t0\t0\t0"
+        self,
+        number: int,
+        *arguments: str,
+        cgroup: str = SERVICE,
+        pids: str | None = None,
+        users: str = "0\t0\t0\t0",
+        parent: int = 1,
     ) -> None:
         self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
         self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
-        self.put(f"/proc/{number}/status", f"Name:\tx\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n")
+        ids = f"PPid:\t{parent}\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n"
+        self.put(f"/proc/{number}/status", f"Name:\tx\n{ids}")
+
+    def services(self, *processes: int) -> None:
+        """Let these be the main processes of the services that systemd has."""
+        text, other = "\n\n".join(str(each) for each in (0, *processes)), self.programs.get("systemctl")
+
+        def answer(argv: tuple[str, ...]) -> Completed:
+            if argv[-1] == "*.service":
+                return Completed(0, text.encode(), b"")
+            assert other is not None, argv
+            return other(argv)
+
+        self.program("systemctl", answer)
+
+    @property
+    def requests(self) -> list[tuple[str, ...]]:
+        """The calls of kubectl."""
+        return [argv for argv in self.calls if argv[0] == "kubectl"]
 
     def publish_status(self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)

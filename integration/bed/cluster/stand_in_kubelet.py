@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from agent.dra.plugin_server import SERVICE
-from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
 from integration.bed.cluster.node_status import change_node_status
+from integration.bed.machine.kubelet_relay import RELAY
 from integration.bed.waiting import wait
 from tests.fakes.dra_machine import DraMachine
 from tests.fakes.kubelet_api import make, read
@@ -75,10 +75,13 @@ class StandInKubelet:
 
 
 class DriverSocket:
-    """The driver's socket in a kubelet's directory. The end of a `with` statement closes it."""
+    """The driver's socket in a kubelet's directory, through the kubelet's process (kubelet_relay).
+
+    The end of a `with` statement closes it.
+    """
 
     def __init__(self, kubelet: str) -> None:
-        self._channel = grpc.insecure_channel(f"unix:{kubelet}/plugins/{DRA_DRIVER}/dra.sock")
+        self._channel = grpc.insecure_channel(f"unix:{kubelet}/{RELAY}")
         self._prepare, self._unprepare = (
             self._channel.unary_unary(f"{SERVICE}/Node{verb}Resources") for verb in ("Prepare", "Unprepare")
         )

@@ -1,7 +1,7 @@
 """Runs the service that offers GPUs, as its unit does, in namespaces that take the place of a machine.
 
-The program under test is real. The kubelet (a process of that name that only sleeps), its cgroup, nvidia-smi and
-systemctl are simulated.
+The program under test is real. The kubelet (a process of that name that passes on a test's connections), its cgroup,
+nvidia-smi and systemctl are simulated.
 """
 
 import subprocess
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from integration.bed.cache import REPOSITORY
 from integration.bed.lifetime import Lifetime
+from integration.bed.machine import kubelet_relay
 from integration.bed.process import Argument
 from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
 
@@ -24,8 +25,8 @@ GPU 0: Simulated GPU (UUID: GPU-01)
 """
 SCRIPT = """
 set -eu
-tree=$1 node=$2 python=$3
-shift 3
+tree=$1 node=$2 python=$3 relay=$4
+shift 4
 echo "$node" >/proc/sys/kernel/hostname
 for directory in /run/unbounded-agent /var/lib/unbounded-agent; do
     mount -t tmpfs tmpfs "${directory%/*}"
@@ -33,7 +34,8 @@ for directory in /run/unbounded-agent /var/lib/unbounded-agent; do
     mount --bind "$tree$directory" "$directory"
 done
 mount --bind "$tree/programs" /usr/local/sbin
-(exec -a kubelet "$python" -I -S -c 'import signal; signal.pause()' "$@") &
+(exec -a kubelet "$python" -I -S "$relay" "$@") &
+echo $! >"$tree/kubelet-process"
 # The cgroup that a kubelet has as a service of systemd.
 mount --bind "$tree/cgroup" /proc/$!/cgroup
 cd /
@@ -54,12 +56,13 @@ class DraNamespace(Lifetime):
         lines = "".join(SMI_LINE.format(bus=each[5:7], memory=MEMORY) for each in GPUS)
         cases = f"*--query-gpu=*) printf '%s' '{lines}' ;; -L) printf '%s' '{MIG_LINES}' ;;"
         self._program("nvidia-smi", f"case $* in {cases} esac")
-        self._program("systemctl", "exit 0")
+        self._program("systemctl", f"case $1 in show) cat {self._tree}/kubelet-process ;; esac")
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         arguments: list[Argument] = [
             self._tree,
             NODE,
             sys.executable,
+            kubelet_relay.__file__,
             f"--kubeconfig={KUBECONFIG}",
             f"--root-dir={self._kubelet}",
         ]

@@ -1,7 +1,7 @@
 """Namespaces that take the place of a machine, to test the condition on its Node.
 
-The API server, kubectl and the program under test are real. The kubelet (a process of that name that only sleeps) and
-its cgroup are simulated.
+The API server, kubectl and the program under test are real. The kubelet (a process of that name that only sleeps), its
+cgroup and systemctl are simulated.
 """
 
 import shlex
@@ -42,6 +42,8 @@ while [ ! -s "$root/started" ]; do sleep 0.05; done
 # The cgroup that a kubelet has as a service of systemd.
 echo 0::/system.slice/kubelet.service >"$root/cgroup"
 mount --bind "$root/cgroup" /proc/$kubelet/cgroup
+printf '#!/bin/sh\necho %s\n' $kubelet >/usr/local/sbin/systemctl
+chmod +x /usr/local/sbin/systemctl
 status=0
 cd / && "$python" -P -m agent.machine.kubelet.node_condition || status=$?
 kill $kubelet

@@ -36,6 +36,7 @@ def node(tmp_path: Path) -> Node:
     machine.put("/usr/local/bin/kubectl")
     machine.program("kubectl", machine.kubectl)
     machine.process(40, *KUBELET)
+    machine.services(40)
     machine.publish_status()
     return machine
 
@@ -53,7 +54,7 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
     common = ("kubectl", "--kubeconfig=/etc/kubernetes/kubelet.conf", "--request-timeout=10s")
-    assert node.calls == [
+    assert node.requests == [
         (*common, "get", "--raw=/api/v1/nodes/gpu-node"),
         (*common, "replace", "--raw=/api/v1/nodes/gpu-node/status", f"--filename={NODE}"),
     ]
@@ -185,7 +186,7 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
     assert not node.exists(NODE_CONDITION_MARK)
     node.calls.clear()
     run(node, NOW + 70)
-    assert node.calls == []
+    assert node.requests == []
     node.publish_status(evaluated=NOW + 80)
     run(node, NOW + 80)
     assert node.on_node()["status"] == "True", "and is set again"
@@ -231,8 +232,8 @@ def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
 def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: str, kubeconfig: str) -> None:
     node.process(40, *arguments)
     run(node, NOW)
-    assert node.calls[-1][1] == f"--kubeconfig={kubeconfig}"
-    assert node.calls[-1][-2] == f"--raw=/api/v1/nodes/{name}/status"
+    assert node.requests[-1][1] == f"--kubeconfig={kubeconfig}"
+    assert node.requests[-1][-2] == f"--raw=/api/v1/nodes/{name}/status"
 
 
 @pytest.mark.parametrize(
@@ -245,18 +246,62 @@ def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: 
         ("0::/k8s.io/1", "30"),
         ("1:name=systemd:/kubepods/burstable/pod1/1\n0::/system.slice/containerd.service", "30"),
         ("0::/node.slice/node-kubepods.slice/node-kubepods-pod1.slice", "30"),
+        ("0::/system.slice/app.service/libpod-payload-1", "30"),
         (SERVICE, "30\t1"),
     ],
 )
 def test_a_kubelet_in_a_container_is_not_trusted(node: Node, cgroup: str, pids: str) -> None:
     """A kubeconfig can name a program, which would run as root in the machine."""
     forged = ("kubelet", "--kubeconfig=/var/lib/kubelet/pods/1/volumes/evil.conf")
-    node.process(30, *forged, cgroup=cgroup, pids=pids)
+    # Its parent is the main process of a service, like the parent of a container that a unit starts with podman.
+    node.process(30, *forged, cgroup=cgroup, pids=pids, parent=40)
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
     node.drop("/proc/40/cmdline")
     run(node, NOW + 1)
     assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+def test_a_kubelet_in_a_container_whose_cgroup_has_the_units_name_is_not_trusted(node: Node) -> None:
+    """`nerdctl run --pid=host`: the process ids are the machine's, and a container may name its cgroup as it likes."""
+    node.process(20, "/usr/bin/containerd-shim-runc-v2", cgroup="0::/system.slice/containerd.service")
+    node.process(30, "kubelet", "--kubeconfig=/evil", cgroup=SERVICE, parent=20)
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
+    node.drop("/proc/40/cmdline")
+    run(node, NOW + 1)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+def test_a_kubelet_that_a_service_starts_is_trusted(node: Node) -> None:
+    """RKE2's and k0s's main process starts the kubelet, which k0s puts into another service's cgroup."""
+    node.drop("/proc/40/cmdline")
+    node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
+    node.process(30, "/var/lib/k0s/bin/kubelet", "--kubeconfig=/k", cgroup="0::/system.slice/other.service", parent=20)
+    node.services(20)
+    run(node, NOW)
+    assert "--kubeconfig=/k" in node.requests[-1]
+
+
+def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node) -> None:
+    """The kubelet ends while systemd is asked."""
+    answer = node.programs["systemctl"]
+
+    def slow(argv: tuple[str, ...]) -> Completed:
+        node.process(40, "kubelet", "--kubeconfig=/evil")
+        return answer(argv)
+
+    node.program("systemctl", slow)
+    run(node, NOW)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+    assert node.requests == []
+
+
+def test_no_process_is_trusted_without_an_answer_of_systemd(node: Node) -> None:
+    node.program("systemctl", "", 1, "Failed to connect to bus")
+    run(node, NOW)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+    assert "Failed to connect to bus" in node.outcome_message()
 
 
 @pytest.mark.parametrize(
@@ -269,9 +314,9 @@ def test_a_kubelet_in_a_container_is_not_trusted(node: Node, cgroup: str, pids: 
     ],
 )
 def test_a_kubelet_of_another_user_is_not_trusted(node: Node, users: str, cgroup: str) -> None:
-    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users)
+    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users, parent=40)
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
 
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
@@ -279,7 +324,7 @@ def test_a_program_with_the_kubelets_name_as_argument_is_not_the_kubelet(node: N
     """The other program's process id is lower than the kubelet's, so that process is found first."""
     node.process(30, "vi", path, "--kubeconfig=/other")
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +342,7 @@ def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[st
     node.process(40, *arguments)
     run(node, NOW)
     assert node.outcome() == ("False", reason)
-    assert node.calls == []
+    assert node.requests == []
 
 
 # ---- what the API server says
@@ -328,7 +373,7 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
     run(node, NOW)
     assert node.outcome() == ("False", reason)
     assert stderr in node.outcome_message()
-    assert len(node.calls) == 1, "the run does not try again"
+    assert len(node.requests) == 1, "the run does not try again"
     node.program("kubectl", node.kubectl)
     run(node, NOW + 60)
     assert node.outcome() == ("True", "Set")

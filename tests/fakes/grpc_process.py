@@ -1,0 +1,26 @@
+"""A gRPC server as a process, for tests that measure its memory. Run with the path of its socket.
+
+Its parent is the kubelet, and ends it by closing its standard input.
+"""
+
+import os
+import sys
+
+from agent.dra.grpc_server import Server
+from agent.dra.grpc_wire import Unary
+from agent.dra.kubelet_peer import KubeletPeer
+from agent.dra.unix_socket import ListeningSocket
+
+ECHO, BIG = "/test.Example/Echo", "/test.Example/Big"
+SIZE = 1 << 20
+"""Bytes of a response of BIG."""
+
+if __name__ == "__main__":
+    kubelet = KubeletPeer()
+    kubelet.follow(os.getppid())
+    methods = {ECHO: Unary(bytes), BIG: Unary(lambda _: bytes(SIZE))}
+    server = Server(ListeningSocket(*os.path.split(sys.argv[1])), methods, kubelet.refusal)
+    sys.stdout.write("serving\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    server.stop(0.1)
