@@ -8,7 +8,10 @@ from agent.model.reasons import Reason
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
 NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plugin: could not load NVML library"
 # The numbers are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
-NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH)"
+NO_FABRIC = (
+    "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH); in a confidential "
+    "virtual machine, GPUs that nobody has set ready cause it too: `nvidia-smi conf-compute -srs 1`"
+)
 MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
 EPERM = "a GPU opens on the host, but not in the machine: EPERM"
 NO_DEVICES = "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"

@@ -108,6 +108,7 @@ def test_error_codes_that_people_confuse_are_explained() -> None:
         each.reason: each.symptoms for each in diagnose(MachineOutcome("m", conditions(fabric, versions))).findings
     }
     assert "802 (SYSTEM_NOT_READY)" in found["FabricManagerNotRunning"]
+    assert "`nvidia-smi conf-compute -srs 1`" in found["FabricManagerNotRunning"], "NVIDIA/nvtrust issue 37"
     assert "803 (SYSTEM_DRIVER_MISMATCH)" in found["VersionMismatch"]
 
 
