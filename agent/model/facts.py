@@ -72,6 +72,8 @@ class PciDevice(Struct, frozen=True, order=True):
     virtual: bool = False
     """It is an SR-IOV virtual function, and its physical function is on this host. False in a virtual machine that has
     only the virtual function."""
+    integrated: bool = False
+    """It is in one slot with the security processor of AMD's processors, so it is a part of the processor."""
 
 
 class DrmDevice(Struct, frozen=True, order=True):
@@ -112,6 +114,8 @@ class Gpu(Struct, frozen=True, order=True):
     machine that is off."""
     virtual: bool = False
     """As in PciDevice."""
+    integrated: bool = False
+    """It is a part of the processor. In a virtual machine, this may be True for a card too."""
     modules: tuple[str, ...] | None = None
     """Of a driver that is not the vendor's: its kernel module, and those that load this one again. Empty if the driver
     is built into the kernel; None if that is unknown."""

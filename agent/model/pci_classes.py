@@ -7,3 +7,5 @@ ACCELERATOR = 0x12
 """Base class of processing accelerators."""
 BRIDGE_OTHER = 0x0680
 """Base class and subclass of NVSwitches."""
+ENCRYPTION = 0x1080
+"""Base class and subclass of encryption controllers, such as the security processor of AMD's processors."""

@@ -5,6 +5,7 @@ on an emulated host. It shows no DRM node if udevd has never run. And it reads `
 driver; none of the files read here can block.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Protocol
 from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
 from agent.model.paths import PCI_DEVICES
 from agent.model.pci_address import PCI_ADDRESS
-from agent.model.pci_classes import ACCELERATOR, BRIDGE_OTHER, DISPLAY
+from agent.model.pci_classes import ACCELERATOR, BRIDGE_OTHER, DISPLAY, ENCRYPTION
 from agent.system.errnos import NOT_FOUND
 from agent.system.files import System
 from agent.system.udev import CONTROL, DATABASE
@@ -51,7 +52,8 @@ class Sysfs:
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
         try:
-            found = [self._pci_device(name) for name in self._names(PCI_DEVICES)]
+            names = self._names(PCI_DEVICES)
+            found = [self._pci_device(name, names) for name in names]
         except OSError as error:
             return Unseen(f"{error.filename or PCI_DEVICES}: {error.strerror or error}")
         return tuple(sorted(each for each in found if each))
@@ -75,7 +77,7 @@ class Sysfs:
             # The kernel has no PCI bus, or no DRM driver is loaded.
             return ()
 
-    def _pci_device(self, address: str) -> PciDevice | None:
+    def _pci_device(self, address: str, names: tuple[str, ...]) -> PciDevice | None:
         """Return the device; None if its class is not `listed`, or the device was removed meanwhile."""
         place = f"{PCI_DEVICES}/{address}"
         try:
@@ -87,12 +89,26 @@ class Sysfs:
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
             override = "" if driver else self._override(place)
             virtual = self._system.exists(f"{place}/physfn")
+            integrated = self._is_integrated(address, names)
             vendor = self._number(f"{place}/vendor")
         except OSError as error:
             if error.errno in NOT_FOUND:
                 return None
             raise
-        return PciDevice(address, vendor, kind, driver, override, virtual)
+        return PciDevice(address, vendor, kind, driver, override, virtual, integrated)
+
+    def _is_integrated(self, address: str, names: tuple[str, ...]) -> bool:
+        """Return PciDevice.integrated. `names` are the addresses of all PCI devices."""
+        slot = address.rpartition(".")[0]
+        return any(
+            self._is_security_processor(each) for each in names if each.startswith(f"{slot}.") and each != address
+        )
+
+    def _is_security_processor(self, address: str) -> bool:
+        # An error, as of a function that was removed meanwhile, says nothing about the GPU in its slot.
+        with contextlib.suppress(OSError):
+            return self._number(f"{PCI_DEVICES}/{address}/class") >> 8 == ENCRYPTION
+        return False
 
     def _override(self, place: str) -> str:
         """Return the device's driver_override; empty if it has none (driver_override_show in the kernel)."""

@@ -108,6 +108,21 @@ def test_a_virtual_function_and_a_reserved_device_are_recognised(tree: Tree) -> 
     )
 
 
+def test_a_gpu_beside_the_security_processor_is_a_part_of_the_processor(tree: Tree) -> None:
+    """Radeon 780M and a Radeon card, each behind a port; the card has functions for sound and USB."""
+    own = [(f"0000:c1:00.{number}", kind) for number, kind in enumerate(("030000", "040300", "108000", "0c0330"))]
+    card = [(f"0000:03:00.{number}", kind) for number, kind in enumerate(("030000", "040300", "0c0330", "0c8000"))]
+    for address, kind in (*own, *card):
+        tree.pci(address, "0x1002", f"0x{kind}", "amdgpu" if kind == "030000" else "")
+    found = tree.source.pci_devices()
+    assert isinstance(found, tuple)
+    assert {each.address: each.integrated for each in found} == {"0000:03:00.0": False, "0000:c1:00.0": True}
+    (tree.sys / BRIDGE / "0000:c1:00.2/class").unlink()
+    again = tree.source.pci_devices()
+    assert isinstance(again, tuple)
+    assert len(again) == 2, "a function that was removed does not hide the GPU in its slot"
+
+
 def test_every_class_of_a_vendor_s_gpus_is_listed() -> None:
     described = [vendor.description for vendor in HOST_VENDORS if isinstance(vendor, DrmHost)]
     assert described

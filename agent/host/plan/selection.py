@@ -80,12 +80,13 @@ def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
     # new GPU with a lower address must not replace a GPU that pods use.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
-    def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
-        # The vendor comes before the address, because an integrated GPU has a low address and is rarely wanted. The
-        # vendor also comes before the driver: the driver of a preferred vendor may load late, and a machine keeps the
-        # GPU that it gets first.
+    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, bool, str]:
+        # An integrated GPU is rarely wanted, and has a low address. It comes after all others, and the driver comes
+        # after that and after the vendor: the driver of a preferred GPU may load late, and a machine keeps the GPU that
+        # it gets first.
         current = gpu.pci_address in share.current
-        return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
+        kind = gpu.integrated, rank(gpu.vendor), not gpu.driver
+        return gpu.pci_address in last, not current, *kind, gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
     if len(chosen) == count:

@@ -10,6 +10,8 @@ from agent.vendors.drm.description import Description, SharedNode
 from agent.vendors.host_vendor import Sources
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
+ROOT_BUS = "00:"
+"""The bus without a port above it, on which Intel's integrated GPUs are. Those of AMD are behind an internal port."""
 REGISTERED = "drm"
 """The name in /proc/devices under which all drivers register their DRM nodes."""
 
@@ -32,6 +34,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
             detached=each.address in sources.detached,
             override=each.override,
             virtual=each.virtual,
+            integrated=each.integrated or each.address.partition(":")[2].startswith(ROOT_BUS),
         )
         for each in pci
         if vendor.is_gpu(each)

@@ -252,6 +252,33 @@ def test_a_number_of_gpus_takes_the_processors_own_last(cards: Cards) -> None:
     assert select(vendors, "count=4", Share()).problems == (problem,)
 
 
+def selected(vendors: tuple[VendorFacts, ...], count: int, *current: str) -> list[str]:
+    return [gpu.pci_address for gpu in select(vendors, f"count={count}", Share(current=frozenset(current))).gpus]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_card_comes_before_the_processors_own_gpu_of_the_same_vendor(cards: Cards, late: bool) -> None:
+    """Intel's UHD 770 has the lower address, and its driver may be there first (ollama-intel-gpu issue 7)."""
+    arc = "0000:03:00.0"
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(arc, INTEL, "" if late else "xe", number=None if late else 1)
+    cards.make_directory("/sys/module/xe")
+    vendors = cards.look()
+    assert selected(vendors, 1) == [arc]
+    assert selected(vendors, 2) == [arc, IGPU]
+    assert selected(vendors, 1, IGPU) == [IGPU], "the machine keeps what it has"
+
+
+def test_a_card_of_any_vendor_comes_before_an_integrated_gpu(cards: Cards) -> None:
+    integrated = "0000:c1:00.0"
+    assert isinstance(cards.pci, tuple)
+    cards.pci += (PciDevice(integrated, AMD, VGA, "amdgpu", integrated=True),)
+    cards.card(FLEX, INTEL, "xe", number=1)
+    assert selected(cards.look(), 1) == [FLEX]
+    cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 2)
+    assert selected(cards.look(), 3) == [INSTINCT, FLEX, integrated]
+
+
 def test_two_machines_share_the_gpus_of_all_vendors(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(INSTINCT, AMD, "amdgpu", number=1)

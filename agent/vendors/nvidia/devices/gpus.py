@@ -109,7 +109,7 @@ def observe_gpus(
         each = known.get(address, Information())
         why_lost, is_detached = lost.get(address, ""), address in detached
         modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
-        states = (why_lost, is_detached, each.excluded, device.override, device.virtual, modules)
+        states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
         gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
