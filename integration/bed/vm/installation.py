@@ -16,11 +16,11 @@ CONFIGURATION = f"[machines.{MACHINE}]\n"
 def install(guest: Guest, configuration: str = CONFIGURATION) -> None:
     """Install everything but start nothing: `unbounded-agent apply` or the service is the next step."""
     wheel = wheels.agent()
-    files = [wheel, REPOSITORY / "requirements.lock"]
+    guest.write(f"{CHECKOUT}/{wheel.name}", wheel.read_bytes(), 0o644)
+    files = [REPOSITORY / "requirements.lock", REPOSITORY / "agent/system/removal.py"]
     files += [path for path in (REPOSITORY / "systemd").iterdir() if path.is_file()]
     for file in files:
-        folder = "systemd/" if file.parent.name == "systemd" else ""
         executable = bool(file.stat().st_mode & 0o100)
-        guest.write(f"{CHECKOUT}/{folder}{file.name}", file.read_bytes(), 0o755 if executable else 0o644)
+        guest.write(f"{CHECKOUT}/{file.relative_to(REPOSITORY)}", file.read_bytes(), 0o755 if executable else 0o644)
     guest.run([f"{CHECKOUT}/systemd/install", f"{CHECKOUT}/{wheel.name}"], timeout=300)
     guest.write("/etc/unbounded-agent/config.toml", configuration.encode())
