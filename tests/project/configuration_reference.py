@@ -82,9 +82,13 @@ def _section(table: str, model: type[Table]) -> str:
         elif f"{table}.{field.name}" in TABLES:
             default = "see below"
         else:
-            default = "required" if field.required else f"default `{toml(default_of(field))}`"
+            default = "required" if field.required else _default(default_of(field))
         parts.append(f"\n### `{field.name}`\n\n*{values(field.type)}; {default}*\n\n{_prose(texts[field.name])}")
     return "".join(parts)
+
+
+def _default(value: object) -> str:
+    return "not set by default" if value is None else f"default `{toml(value)}`"
 
 
 def keys(model: type[Table]) -> list[str]:

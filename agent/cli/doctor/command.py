@@ -14,7 +14,9 @@ from agent.cli.output import style
 from agent.cli.printing import say
 from agent.host.observe.joined import observe_joined
 from agent.host.reconcile import Reconciler
+from agent.model.conditions import ConditionType
 from agent.model.handoff import DRA
+from agent.model.reasons import Reason
 
 
 def doctor(
@@ -67,4 +69,10 @@ def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     if kubeconfig:
         read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))
         cluster = ClusterDiagnosis(findings(read), read.unknown)
-    return Report(diagnoses, diagnose_host(facts, reconciler.config, system, reconciler.rejected), cluster)
+    # A machine that has not reported may have a kubelet.
+    kubelets = any(
+        each.name in of_up or each.condition(ConditionType.GPUS_ADVERTISED).reason != Reason.NO_KUBELET
+        for each in machines
+    )
+    host = diagnose_host(facts, reconciler.config, system, reconciler.rejected, kubelets=kubelets)
+    return Report(diagnoses, host, cluster)

@@ -55,11 +55,15 @@ class HostDiagnosis(Struct, frozen=True):
     """Sentences on what was refused, discarded or not understood. These are not faults: they may be intended."""
 
 
-def diagnose_host(facts: Facts, config: Config, system: System, rejected: str = "") -> HostDiagnosis:
+def diagnose_host(
+    facts: Facts, config: Config, system: System, rejected: str = "", *, kubelets: bool = True
+) -> HostDiagnosis:
     """Return the host's findings, the drivers for pods, and the machine image that its GPUs need.
 
-    `rejected` says why the configuration on disk is not the one in force; empty if it is.
+    `rejected` says why the configuration on disk is not the one in force; empty if it is. `kubelets` is whether a
+    machine may have a kubelet.
     """
+    settings = KERNEL_SETTINGS if kubelets else {}
     findings = (
         *_configuration(rejected),
         *_template(facts),
@@ -68,7 +72,7 @@ def diagnose_host(facts: Facts, config: Config, system: System, rejected: str = 
         *_modules(facts, system),
         *_gpu_faults(facts),
         *_space(system),
-        *(each for name, wanted in KERNEL_SETTINGS.items() for each in _setting(system, name, wanted)),
+        *(each for name, wanted in settings.items() for each in _setting(system, name, wanted)),
     )
     drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
     # If a problem is a finding already, do not list it as a remark too.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
-from agent.cli.doctor.remedies import AS_ROOT, BY_HAND, REMARKS, remedy
+from agent.cli.doctor.remedies import ADDRESS, AS_ROOT, BY_HAND, REMARKS, remedy
 from agent.cli.summary import causes, prevents_ready
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
@@ -91,7 +91,7 @@ def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT)
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
     order = list(ConditionType)
     groups.sort(key=lambda group: order.index(group[0].type))
-    findings = tuple(_finding(group, machine.name, environment) for group in groups)
+    findings = tuple(_finding(group, machine, environment) for group in groups)
     return Diagnosis(machine.name, machine.ready, findings)
 
 
@@ -108,7 +108,7 @@ def _remarks(condition: Condition) -> list[str]:
     return [command for word, command in REMARKS.items() if word in condition.message]
 
 
-def _finding(group: Sequence[Condition], machine: str, environment: Environment) -> MachineFinding:
+def _finding(group: Sequence[Condition], machine: MachineOutcome, environment: Environment) -> MachineFinding:
     first, kinds = group[0], tuple(each.type for each in group)
     return MachineFinding(
         kinds,
@@ -138,7 +138,7 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environm
     return "; ".join(dict.fromkeys(reported))
 
 
-def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[str, ...]:
+def _fix(condition: Condition, machine: MachineOutcome, environment: Environment) -> tuple[str, ...]:
     kind, reason = condition.type, condition.reason
     vendors = [each for each in environment.vendors if _names_node(condition, each)] or environment.vendors
     special = [host_vendor(each.vendor).remedies(kind, reason, each, environment.modules) for each in vendors]
@@ -148,11 +148,31 @@ def _fix(condition: Condition, machine: str, environment: Environment) -> tuple[
     fix = dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
     for end, other in () if environment.made_by_up else BY_HAND:
         fix = dict.fromkeys(each.replace(end, other) for each in fix)
+    gpus = _gpus(condition, machine, environment)
     return tuple(
-        each.replace("{machine}", machine).replace("{node}", environment.node)
+        line.replace("{machine}", machine.name).replace("{node}", environment.node)
         for each in fix
         if each != AS_ROOT or not environment.as_root
+        for line in _for_each(each, gpus)
     )
+
+
+def _gpus(condition: Condition, machine: MachineOutcome, environment: Environment) -> Sequence[str]:
+    """Return the PCI addresses of the GPUs that a condition is about; none if they are not known."""
+    known = [gpu for vendor in environment.vendors for gpu in vendor.gpus]
+    match condition.reason:
+        case Reason.GPU_LOST:
+            return machine.lost
+        case Reason.GPU_DETACHED:
+            return [gpu.pci_address for gpu in known if gpu.detached]
+        case _:
+            # The machine may have reported any text.
+            return [gpu.pci_address for gpu in known if gpu.pci_address in condition.gpus]
+
+
+def _for_each(command: str, gpus: Sequence[str]) -> Sequence[str]:
+    """Return the command for each of the GPUs, if it has a placeholder for one and they are known."""
+    return [command.replace(ADDRESS, gpu) for gpu in gpus] if ADDRESS in command and gpus else [command]
 
 
 def _names_node(condition: Condition, vendor: VendorFacts) -> bool:

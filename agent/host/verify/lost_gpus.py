@@ -56,9 +56,8 @@ def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
     )
     if lost := lost_gpus(machine, remembered):
         gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
-        forget = f"if it was removed on purpose, run `unbounded-agent gpus forget {lost[0].pci_address}`"
-        if len(lost) > 1:
-            forget = "for each GPU that was removed on purpose, run `unbounded-agent gpus forget PCI-ADDRESS`"
+        commands = ", ".join(f"`unbounded-agent gpus forget {gpu.pci_address}`" for gpu in lost)
+        forget = f"{'if it' if len(lost) == 1 else 'for each GPU that'} was removed on purpose, run {commands}"
         message = (
             f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
             f"log; {forget}"

@@ -47,7 +47,7 @@ OPEN_ERRORS = {
     errno.EIO: (
         Reason.GPU_FAILED,
         "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU and run "
-        "`unbounded-agent gpus attach PCI-ADDRESS` there or, if the reset fails, reboot the host: `unbounded-agent "
+        "`unbounded-agent gpus attach {gpu}` there or, if the reset fails, reboot the host: `unbounded-agent "
         "doctor` has the commands",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
@@ -262,7 +262,8 @@ def _condition(wrong: Mapping[str, str], codes: Mapping[str, int], gpus: Mapping
     reason = Reason.WRONG_NODE if wrong else failed[0][2]
     sentences = list(wrong.values())
     sentences += [
-        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice}" for path, code, _, advice in failed
+        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice.format(gpu=gpus[path] or 'PCI-ADDRESS')}"
+        for path, code, _, advice in failed
     ]
     concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
     limited = concerned if all(concerned) else ()

@@ -13,7 +13,7 @@ from agent.vendors.devices_present import faulty_gpus, unusable
 from agent.vendors.host_vendor import FabricReport
 from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_registered
 from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
-from agent.vendors.nvidia.remedies import bind
+from agent.vendors.nvidia.remedies import bind, make_nodes
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
@@ -93,7 +93,7 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
         grant,
         DeviceKind.GPU,
         "/dev/nvidiaN",
-        "run `nvidia-smi` or `nvidia-modprobe -c N`",
+        f"run `nvidia-smi` or {' and '.join(f'`{each}`' for each in make_nodes(facts, grant.gpus))}",
         lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`",
     )
     # If no GPU works, that may be why the nodes that all need are missing.

@@ -1,8 +1,9 @@
 """The commands that fix faults of NVIDIA's driver on the host. Pure."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 from agent.model.conditions import ConditionType
+from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, FabricService, Gpu, VendorFacts
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.grant import built_in, modules_to_blacklist
@@ -37,12 +38,6 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): (
         "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",
         "systemctl reboot  # drain the nodes of all machines first",
-    ),
-    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): (
-        "nvidia-smi",
-        "nvidia-modprobe -c N  # for each missing /dev/nvidiaN; -c 255 for /dev/nvidiactl",
-        # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
-        "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
     (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REINSTALL,),
@@ -81,9 +76,7 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
     match kind, reason:
         case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH:
             return (_choose_alternative(version), *reload_driver(modules))
-        case ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED:
-            return reload_driver(modules)
-        case ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS:
+        case (_, Reason.RELOAD_NEEDED) | (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS):
             return reload_driver(modules)
         case ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION:
             return (REINSTALL,)
@@ -96,9 +89,16 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _replace_driver(facts.gpus)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
-            # The administrator fills in the addresses, because some GPUs may be without a driver on purpose. The
-            # evidence, which is printed above the command, names the granted GPUs without a driver.
-            return (f"{bind('PCI-ADDRESS')}  # for each GPU named above", DRIVER_LOG)
+            # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
+            return (bind("PCI-ADDRESS"), DRIVER_LOG)
+        case ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING:
+            # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
+            return (
+                "nvidia-smi",
+                *(f"{each}  # for {_node(each)}" for each in make_nodes(facts)),
+                "nvidia-modprobe -c 255  # for /dev/nvidiactl",
+                "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
+            )
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
             return _initialise_gpus(facts)
         case _:
@@ -108,6 +108,24 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
 def bind(pci_address: str) -> str:
     """Return the command that binds the loaded driver to a GPU (sysfs-bus-pci of the kernel's documentation)."""
     return f"echo {pci_address} > /sys/bus/pci/drivers/nvidia/bind"
+
+
+def make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the commands that make the missing nodes of GPUs; with `addresses`, only of these GPUs."""
+    nodes = facts.devices if isinstance(facts.devices, tuple) else ()
+    present = {node.pci_address for node in nodes if node.kind is DeviceKind.GPU}
+    missing = [
+        gpu.minor
+        for gpu in facts.gpus
+        if gpu.driver and gpu.pci_address not in present and (not addresses or gpu.pci_address in addresses)
+    ]
+    commands = [f"nvidia-modprobe -c {minor}" for minor in missing if minor is not None]
+    # The driver has not said which minor the GPU has.
+    return (*commands, "nvidia-modprobe -c N") if None in missing or not commands else tuple(commands)
+
+
+def _node(command: str) -> str:
+    return f"/dev/nvidia{command.rpartition(' ')[2]}"
 
 
 def reload_driver(modules: Set[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from agent.config.settings import Config
 from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.http.health import status_line
 from agent.host.observe.driver_roots import STATE_IS_LINKED
+from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
 from agent.model.gpu_facts import GpuFault
@@ -36,6 +37,17 @@ def found(host: Host) -> tuple[Finding, ...]:
 
 def test_a_sound_host_has_no_finding(sound: Host) -> None:
     assert found(sound) == ()
+
+
+def test_settings_of_kubelets_matter_only_where_one_may_run(sound: Host) -> None:
+    """`doctor` found a fault on each host whose machines have no kubelet."""
+    sound.file("/proc/sys/vm/overcommit_memory", "0\n")
+    assert [each.cause for each in found(sound)] == [
+        "vm.overcommit_memory is 0, but kubelets in machines start only if it is 1"
+    ]
+    assert doctor(Reconciler(EMPTY, sound, sound)) == 0
+    unknown_machine = examine(reconciler(sound))
+    assert len(unknown_machine.host.findings) == 1, "it has not reported yet"
 
 
 @pytest.mark.parametrize("sockets", [SOCKETS.format(port=9787, state="0A"), SOCKETS.format(port=9788, state="01")])

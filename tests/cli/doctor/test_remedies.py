@@ -48,8 +48,16 @@ def documented() -> list[tuple[ConditionType, str]]:
     return found
 
 
-def fix(kind: ConditionType, reason: str, around: Environment = AROUND, message: str = "it is so") -> tuple[str, ...]:
-    machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), message)))
+def fix(
+    kind: ConditionType,
+    reason: str,
+    around: Environment = AROUND,
+    message: str = "it is so",
+    *,
+    gpus: tuple[str, ...] = (),
+    lost: tuple[str, ...] = (),
+) -> tuple[str, ...]:
+    machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), message, gpus)), lost=lost)
     return diagnose(machine, around).findings[0].fix
 
 
@@ -223,6 +231,8 @@ def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
     lines = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around)
     assert lines[0].startswith("echo PCI-ADDRESS > /sys/bus/pci/drivers/nvidia/bind")
+    named = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around, gpus=(gpus[1].pci_address,))
+    assert named[0] == f"echo {gpus[1].pci_address} > /sys/bus/pci/drivers/nvidia/bind"
     assert not any("modprobe" in line for line in lines)
     messages = [each.message for each in nvidia_conditions(around.vendors[0], Grant("nvidia", (gpus[1].pci_address,)))]
     address = gpus[1].pci_address
@@ -230,6 +240,32 @@ def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     assert any(each.startswith(expected) for each in messages)
     unloaded = replace(around, modules=frozenset())
     assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, unloaded)[0].startswith("modprobe")
+
+
+def test_commands_name_the_gpus_that_are_known() -> None:
+    """They had a placeholder for the address, or for the number of the node, although both were known."""
+    vendor = replace(NVIDIA[0], gpus=(facts.gpu(0), replace(facts.gpu(1), detached=True)))
+    around = replace(AROUND, vendors=(vendor,))
+    first, second = (gpu.pci_address for gpu in vendor.gpus)
+    failed = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=(first, second))
+    assert [line for line in failed if line.startswith("nvidia-smi")] == [
+        f"nvidia-smi --gpu-reset -i {first}",
+        f"nvidia-smi --gpu-reset -i {second}",
+    ]
+    evil = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=("$(reboot)",))
+    assert "nvidia-smi --gpu-reset -i PCI-ADDRESS" in evil, "a machine may report any text"
+    detached = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_DETACHED, around)
+    assert detached[-1] == f"unbounded-agent gpus attach {second}"
+    lost = fix(ConditionType.GPUS_COMPLETE, Reason.GPU_LOST, around, lost=("0000:0a:00.0", "0000:0b:00.0"))
+    assert [line.split("  #")[0] for line in lost if " forget " in line] == [
+        "unbounded-agent gpus forget 0000:0a:00.0",
+        "unbounded-agent gpus forget 0000:0b:00.0",
+    ]
+    nodes = (each for each in vendor.devices if each.pci_address != second) if isinstance(vendor.devices, tuple) else ()
+    without = replace(around, vendors=(replace(vendor, devices=tuple(nodes)),))
+    missing = fix(ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING, without)
+    assert f"nvidia-modprobe -c {vendor.gpus[1].minor}  # for /dev/nvidia{vendor.gpus[1].minor}" in missing
+    assert not [line for line in missing if "-c N" in line]
 
 
 def test_another_driver_is_blacklisted_by_its_name() -> None:

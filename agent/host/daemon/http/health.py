@@ -42,16 +42,28 @@ def _in_words(machine: MachineOutcome) -> str:
 def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
     """Yield the log level and a sentence for each condition whose status or reason differs from `logged`.
 
-    A condition that is not in `logged` is yielded only if it is not True, or if it is Ready.
+    A condition that is not in `logged` counts only if it is not True, or if it is Ready. Conditions of one cause have
+    one sentence.
     """
+    for (status, reason, message), kinds in _changed(machine, logged).items():
+        level = logging.INFO if status is Status.TRUE else logging.WARNING
+        verb = "is" if len(kinds) == 1 else "are"
+        yield level, one_line(f"{machine.name}: {', '.join(kinds)} {verb} {status}: {reason}: {message}")
+
+
+def _changed(
+    machine: MachineOutcome, logged: Mapping[ConditionType, Condition]
+) -> dict[tuple[Status, str, str], list[ConditionType]]:
+    """Return the types of the changed conditions, by status, reason and message."""
+    changed: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
         before = logged.get(each.type)
         if before is not None and (before.status, before.reason) == (each.status, each.reason):
             continue
         if before is None and each.status is Status.TRUE and each.type is not ConditionType.READY:
             continue
-        level = logging.INFO if each.status is Status.TRUE else logging.WARNING
-        yield level, one_line(f"{machine.name}: {each.type} is {each.status}: {each.reason}: {each.message}")
+        changed.setdefault((each.status, each.reason, each.message), []).append(each.type)
+    return changed
 
 
 Check: TypeAlias = tuple[bool, str, str]

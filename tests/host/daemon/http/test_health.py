@@ -2,7 +2,7 @@
 
 from http import HTTPStatus
 
-from agent.host.daemon.http.health import machine_pages, status_line
+from agent.host.daemon.http.health import changes, machine_pages, status_line
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import ConditionType, false, unknown
 from agent.model.reasons import Reason
@@ -27,3 +27,21 @@ def test_before_its_first_pass_a_machine_is_not_evaluated() -> None:
     page = machine_pages(path, NOT_YET)[path]
     assert page.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert page.body == b"[-]Ready not evaluated\nreadyz/machines/gpu-node check failed\n"
+
+
+def test_one_cause_is_one_line_of_the_journal() -> None:
+    """A missing machine had 16 lines, one for each condition."""
+    why = "/var/lib/machines/gpu-node does not exist"
+    unknown_ones = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
+    missing = [
+        false(kind, Reason.NO_SUCH_MACHINE, why) for kind in (ConditionType.MACHINE_RUNNING, ConditionType.READY)
+    ]
+    machine = MachineOutcome("gpu-node", conditions(*unknown_ones, *missing))
+    lines = [sentence for _, sentence in changes(machine, {})]
+    assert lines[0].startswith("gpu-node: DriverLoaded, ")
+    assert lines[0].endswith(f" are Unknown: NoSuchMachine: {why}")
+    assert [line.partition(": NoSuch")[0] for line in lines[1:]] == [
+        "gpu-node: MachineRunning is False",
+        "gpu-node: Ready is False",
+    ]
+    assert list(changes(machine, {each.type: each for each in machine.conditions})) == []
