@@ -82,6 +82,8 @@ class Machine(WithDeadLinks):
         self.removed: list[str] = []
         """Paths of mounts whose bound node the host has removed; one entry for each mount."""
         self.programs: dict[str, Answer] = {}
+        self.durations: dict[str, float] = {}
+        """Seconds that programs take, by name; others take none."""
         self.before_write: Callable[[str], None] = lambda path: None
         """May raise, like a full disk or a kill."""
         self.before_link = self.after_link = self.before_write
@@ -195,6 +197,8 @@ class Machine(WithDeadLinks):
         name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
         name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"
+        if timeout < self.durations.get(name, 0):
+            raise TimeLimitError
         return self.programs[name](argv)
 
 

@@ -136,6 +136,15 @@ def test_the_second_run_only_asks_systemd_and_containerd(machine: Machine) -> No
     assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
 
 
+@pytest.mark.parametrize("program", ["containerd", "ctr", "ldconfig", "nvidia-ctk", "systemctl"])
+def test_a_program_that_is_slow_on_a_busy_machine_costs_nothing(machine: Machine, program: str) -> None:
+    """At boot, everything starts at the same time: `containerd --version` has taken more than 10 seconds."""
+    machine.durations[program] = 25
+    started(machine)
+    run(machine)
+    assert [each for each in machine.conditions().values() if each[0] != "True"] == [("Unknown", "NoKubelet")]
+
+
 def test_systemd_answers_while_links_are_made(machine: Machine) -> None:
     """Both take about as long as a generator has left, so one must not wait for the other."""
     asked = threading.Event()

@@ -83,7 +83,10 @@ def check_active(context: Context, configured: Condition) -> Condition:
     changed = notes.load(CHANGED)
     # Another release may have noted another type since the boot of the machine.
     changed_at = noted if isinstance(noted := changed.get("microseconds"), int) else 0
-    unit = unit_properties(context)
+    try:
+        unit = unit_properties(context)
+    except CommandError as error:
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"cannot tell whether containerd runs: {error}")
     state = unit.get("ActiveState", "unknown")
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
@@ -137,7 +140,7 @@ def _check_cri(system: System, address: str) -> Condition:
         return true(ACTIVE, Reason.RUNNING, f"{running}; {remark}")
     options = ("--address", address) if address else ()
     try:
-        output = system.run("ctr", *options, "plugins", "ls", "--detailed", *CRI_PLUGINS, timeout=20)
+        output = system.run("ctr", *options, "plugins", "ls", "--detailed", *CRI_PLUGINS)
     except CommandError as error:
         return unknown(ACTIVE, Reason.NO_ANSWER, f"{running}, but did not say whether it serves the kubelet: {error}")
     plugins = plugin_errors(output)
@@ -204,7 +207,7 @@ def unit_properties(context: Context) -> dict[str, str]:
     """
 
     def show() -> dict[str, str]:
-        output = context.system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT, timeout=20)
+        output = context.system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
         return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
     return context.once.get(UNIT, show)
@@ -234,4 +237,4 @@ def restart(system: System) -> None:
     # containerd is ordered after this service, so its start waits until this run ends. Without --no-block, systemctl
     # would wait for that start. containerd's stop does not wait (job_compare in systemd's job.c), so there is no CRI
     # from now until this run ends.
-    system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)
+    system.run("systemctl", "--no-block", "try-restart", UNIT)

@@ -24,7 +24,7 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     identity, noted = list(system.identity(program)), notes.load(NOTE)
     if noted.get("program") == identity and isinstance(noted.get("version"), list):
         return tuple(noted["version"])
-    version = parse_version(system.run("containerd", "--version", timeout=10))
+    version = parse_version(system.run("containerd", "--version"))
     notes.save(NOTE, {"program": identity, "version": list(version)})
     return version
 
@@ -91,7 +91,7 @@ def _running_without_groups(context: Context, program: str) -> str:
         # The process may be another program, such as a shell that waits for containerd. It must not be run.
         return ""
     try:
-        version = parse_version(system.run(running, "--version", timeout=10))
+        version = parse_version(system.run(running, "--version"))
     except DocumentError:
         return ""
     if version >= GROUPS_SINCE:

@@ -17,7 +17,7 @@ DISK_SIZE = "4G"
 # Files that the bed adds to the image, as an administrator would: settings, and the unit that imports pod images.
 MACHINE_FILES = Path(__file__).with_name("machine_files")
 # When a snapshot is restored and the clock jumps, these would start and take the emulated processor from the tests.
-DISTURBING_TIMERS = ("apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "fstrim.timer")
+DISTURBING_TIMERS = ("dpkg-db-backup.timer", "fstrim.timer")
 POD_IMAGES = "var/lib/unbounded-agent-bed/images"
 
 

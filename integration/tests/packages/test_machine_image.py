@@ -30,6 +30,8 @@ def test_an_image_of_packages() -> None:
             assert root.run("systemctl", "is-enabled", unit) == "enabled", unit
         root.run("env", "PYTHONPATH=/usr/lib/unbounded-agent", "python3", "-P", "-c", "import agent.machine.run")
         assert not (root.path / "tmp/packages").exists()
+        for timer in ("apt-daily.timer", "apt-daily-upgrade.timer", "motd-news.timer"):
+            assert (root.path / "etc/systemd/system" / timer).readlink() == Path("/dev/null")
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_a_containerd_that_does_not_answer(machine: Machine) -> None:
     """It may hang, or refuse the connection: nobody knows then, and the next run asks again."""
     restarted(machine)
     for answer, said in (
-        (hang, "stopped after its time limit of 20 s"),
+        (hang, "stopped after its time limit of 30 s"),
         (lambda argv: Completed(1, b"", b"ctr: failed to dial"), "failed to dial"),
         (lambda argv: Completed(-9, b"", b""), "killed by signal 9"),
         (lambda argv: Completed(0, b"\xff what?\n", b""), "printed no plugin: "),
@@ -89,6 +89,10 @@ def test_a_containerd_that_does_not_answer(machine: Machine) -> None:
     machine.program("ctr", SERVES_CRI)
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    machine.program("systemctl", hang)
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NoAnswer")
+    assert "cannot tell whether containerd runs: systemctl show" in machine.message("RuntimeActive")
 
 
 def test_an_image_without_ctr(machine: Machine) -> None:

@@ -190,7 +190,7 @@ def _version(system: System) -> tuple[int, ...]:
             return (major, minor, patch)
         case _:
             pass
-    version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
+    version = parse_version(system.run(NVIDIA_CTK, "--version"))
     # An error ends the run: if nothing can be written to /run, the specification cannot be written either.
     system.write(VERSION_CACHE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
     return version
