@@ -52,7 +52,7 @@ def test_podman_and_docker_build_images_too(tmp_path: Path) -> None:
     assert build(tmp_path, program="docker").returncode == 0
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[:3] == ["buildx", "build", "--load"]
-    assert not {"--layers", "--isolation", "--ulimit"} & set(arguments)
+    assert not {"--layers", "--isolation", "--ulimit", "--force-rm"} & set(arguments)
     assert contexts(tmp_path).keys() == {"agent", "systemd", "packages"}
 
 
@@ -117,6 +117,13 @@ def test_a_wrong_argument_prints_the_usage(arguments: tuple[str, ...]) -> None:
     assert finished.returncode == 2
     assert finished.stderr.startswith("Build a machine image")
     assert "localhost/unbounded-agent/NAME" not in finished.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("program", ["buildah", "podman"])
+def test_a_build_that_fails_leaves_no_container(tmp_path: Path, program: str) -> None:
+    """Its layers would be in use by the container, so `rmi --prune` would fail after each later build."""
+    assert build(tmp_path, "false", program=program).returncode == 1
+    assert "--force-rm" in (tmp_path / "arguments").read_text().splitlines()
 
 
 def test_a_base_is_pulled_if_it_is_missing(tmp_path: Path) -> None:

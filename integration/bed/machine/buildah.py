@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from integration.bed.cache import BUILD, REPOSITORY, cache_root, locked
@@ -22,8 +22,10 @@ def build(name: str, base: str, *options: Argument) -> str:
     with locked("buildah"):
         # --build-toolkit: the toolkit is compiled, because not every computer can reach NVIDIA's packages.
         run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment() | BUILD)
-        # Remove layers of earlier builds that no image uses now.
-        buildah("rmi", "--prune")
+        # Remove layers of earlier builds that no image uses now. The container that a killed build left still uses
+        # some, which only take space.
+        with suppress(CommandError):
+            buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"
 
 
