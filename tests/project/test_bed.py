@@ -77,7 +77,7 @@ def test_files_of_any_checkout_get_the_same_owner_and_modes(tmp_path: Path) -> N
     if os.geteuid() != 0:
         pytest.skip("only root can build, or give a file to another user")
     checkout = tmp_path / "checkout"
-    for name in ("agent", "containerfiles", "systemd"):
+    for name in ("agent", "containerfiles", "deploy", "systemd"):
         shutil.copytree(REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "systemd/machine/.unbounded-agent-gpu.service.swp").touch()
     run("chown", "-R", "1000:1000", str(checkout))
