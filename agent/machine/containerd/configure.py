@@ -1,7 +1,7 @@
 """Configures containerd, and reads back the resulting configuration."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from agent.machine.containerd import files, tables
@@ -215,7 +215,8 @@ def _planned_change(
     order = [path for path in all_loaded if path not in paths.former]
     loaded_later = tuple(order[order.index(drop_in) + 1 :])
     loaded = {path: all_loaded[path] for path in order if path != drop_in}
-    configuration = Configuration(main, loaded, _baseline(system, main, loaded, version), loaded_later, drop_in)
+    configuration = Configuration(main, loaded, {}, loaded_later, drop_in)
+    configuration = configuration._replace(dump=_baseline(system, configuration, version))
     document = tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
     try:
         same = before[drop_in] is not None and files.parse(drop_in, before[drop_in] or b"") == document
@@ -234,18 +235,19 @@ def _planned_change(
     )
 
 
-def _baseline(system: System, main: Table, imported: Iterable[str], version: tuple[int, ...]) -> Table:
-    """Return containerd's effective configuration for the main file and these imports alone.
+def _baseline(system: System, configuration: Configuration, version: tuple[int, ...]) -> Table:
+    """Return containerd's effective configuration for the main file and its imports alone.
 
     Raises DocumentError if containerd refuses them; also CommandError and OSError.
     """
-    system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
+    imported = list(configuration.imported)
+    system.write(BASELINE, files.render_toml(configuration.main | {"imports": imported}), 0o600)
     try:
         return files.effective_config(system, BASELINE, version)
     except ExitCodeError as error:
         raise DocumentError(
             f"containerd refuses {MAIN} and its imports, even without the agent's drop-in (tried as the copy "
-            f"{BASELINE}): {error}",
+            f"{BASELINE}): {error}{configuration.newer_files(version)}",
             "repair these files: containerd cannot start with them either",
         ) from error
 

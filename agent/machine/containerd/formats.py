@@ -63,6 +63,19 @@ class Configuration(NamedTuple):
         named = ((path, document.get("version")) for path, document in self.documents.items())
         return {path: value for path, value in named if isinstance(value, int) and value > 1}
 
+    def newer_files(self, containerd: tuple[int, ...]) -> str:
+        """Return which imported files have a newer version than the main file; empty if this containerd accepts them.
+
+        containerd 2.3 refuses such files, but does not name them.
+        """
+        versions = self.versions()
+        if containerd < MIGRATES_EACH_FILE or MAIN not in versions:
+            return ""
+        newer = [f"{path} has version {each}" for path, each in versions.items() if each > versions[MAIN]]
+        return (
+            f"; {', '.join(newer)}, and {MAIN} has version {versions[MAIN]}: write them in one version" if newer else ""
+        )
+
     def mixture(self, containerd: tuple[int, ...]) -> str:
         """Return why files are not read as they are written, and what to do; empty if this containerd reads them so."""
         versions = self.versions()

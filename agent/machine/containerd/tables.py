@@ -86,9 +86,11 @@ def render(
         )
     version = configuration.version(containerd)
     if version < 2:
+        # Up to containerd 2.2, some settings of version 1 get lost, such as sandbox_image.
+        prints = "dump` prints it in version 2" if containerd < (2, 0, 0) else "migrate` prints it in a newer version"
         raise UnsupportedError(
             f"{MAIN} has version {version}, whose tables containerd no longer documents",
-            f"`containerd config migrate` prints it in a newer version: check the output and write it to {MAIN}",
+            f"`containerd config {prints}: add the settings that are missing there, and write it to {MAIN}",
         )
     for path, document in configuration.documents.items():
         disabled = document.get("disabled_plugins", [])

@@ -391,7 +391,7 @@ BROKEN = "version = 2\n\nx = = 1\n"
         ({MAIN: "version = 2\nimports = 1\n"}, f"{MAIN}: key imports is not a list"),
         ({MAIN: "version = 9\n"}, rf"containerd refuses {MAIN} and its imports.* `?9`?"),
         ({MAIN: 'version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n'}, f"{MAIN} disables .*CRI plugin"),
-        ({MAIN: '[plugins.cri]\nsandbox_image = "x"\n'}, rf"{MAIN} has version 1\b.*containerd config migrate"),
+        ({MAIN: '[plugins.cri]\nsandbox_image = "x"\n'}, rf"{MAIN} has version 1\b.*containerd config (dump|migrate)`"),
     ],
     ids=["main", "imported", "missing import", "imports", "version 9", "cri disabled", "version 1"],
 )

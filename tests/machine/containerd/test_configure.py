@@ -258,13 +258,39 @@ def test_a_table_that_its_file_s_version_does_not_have_does_not_count() -> None:
     ("main", "containerd", "expected"),
     [
         (MAIN_2, (1, 6, 20), "1.6.20 is too old: 1.7.0 is the first with CDI"),
-        ("[plugins.cri]\n", V17, "version 1"),
+        ("[plugins.cri]\n", V17, "version 1, .*`containerd config dump` prints it in version 2"),
+        ("[plugins.cri]\n", V21, "version 1, .*`containerd config migrate` prints it in a newer version"),
         ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
     ],
 )
 def test_settings_that_cannot_work_are_named(main: str, containerd: tuple[int, ...], expected: str) -> None:
     with pytest.raises(UnsupportedError, match=expected):
         drop_in(main, containerd)
+
+
+@pytest.mark.parametrize(
+    ("version", "main", "imported", "named"),
+    [
+        ("v2.3.2", "version = 2\n", "version = 4\n", f"{IMPORTED} has version 4, and {MAIN} has version 2"),
+        ("v2.3.2", "version = 2\n", "version = 2\n", ""),
+        ("v2.3.2", "version = 3\n", "version = 2\n", ""),
+        ("v2.1.9", "version = 2\n", "version = 4\n", ""),
+    ],
+)
+def test_a_drop_in_of_a_newer_version_is_named(
+    machine: Machine, version: str, main: str, imported: str, named: str
+) -> None:
+    """containerd 2.3.2 does not name it: "drop-in config version 4 higher than root config version 2"."""
+    said = b"containerd: drop-in config version 4 higher than root config version 2"
+    version_answer = Completed(0, f"containerd containerd {version} 0\n".encode(), b"")
+    machine.program("containerd", lambda argv: Completed(1, b"", said) if "dump" in argv else version_answer)
+    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{main}')
+    machine.put(IMPORTED, imported)
+    run(machine)
+    message = machine.message("RuntimeConfigured")
+    assert said.decode() in message
+    assert named in message
+    assert ("has version" in message) == bool(named)
 
 
 def test_versions_and_imports() -> None:
