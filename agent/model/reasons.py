@@ -161,6 +161,7 @@ class Reason(StrEnum):
     # NodeConditionSet:
     NO_KUBECTL = "NoKubectl"
     KUBELET_NOT_RUNNING = "KubeletNotRunning"
+    UNSUPPORTED_DISTRIBUTION = "UnsupportedDistribution"
     NO_KUBECONFIG = "NoKubeconfig"
     BAD_NODE_NAME = "BadNodeName"
     NODE_DELETED = "NodeDeleted"

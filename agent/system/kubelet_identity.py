@@ -1,5 +1,7 @@
 """Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
+Also finds programs that have a kubelet inside.
+
 The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running kubelet,
 because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. systemd says which
 processes are services. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig
@@ -7,7 +9,7 @@ that makes kubectl run a program.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, false
@@ -21,6 +23,15 @@ SYSTEMD_LIMIT = 10.0
 ROOT = "/var/lib/kubelet"
 """The default of --root-dir (defaultRootDir of cmd/kubelet/app/options)."""
 HOST_NAME = "/proc/sys/kernel/hostname"
+WITH_KUBELET = {
+    "k3s agent": "K3s",
+    "k3s server": "K3s",
+    "k3s-agent": "K3s",
+    "k3s-server": "K3s",
+    "kubelite": "MicroK8s",
+    "microshift run": "MicroShift",
+}
+"""Names of distributions of Kubernetes that run the kubelet inside another program, by the start of its command."""
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """The form of a Node's name that the API server requires: a subdomain of RFC 1123."""
 
@@ -46,13 +57,17 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
     Raises OSError if /proc cannot be read.
     """
     try:
-        found = _kubelet(system)
+        found = _root_service(system, _is_kubelet)
+        other = "" if found else program_with_kubelet(system)
     except CommandError as error:
         return false(
             kind,
             Reason.KUBELET_NOT_RUNNING,
             f"systemd does not say which processes are this machine's services: {error}",
         )
+    if other:
+        advice = "which is not supported: make the node with `unbounded-agent up` or kubeadm"
+        return false(kind, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {advice}")
     if found is None:
         return false(
             kind,
@@ -73,32 +88,56 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
     return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT, process)
 
 
-def _kubelet(system: System) -> tuple[int, tuple[str, ...]] | None:
-    """Return process id and arguments of the kubelet that runs as a service of root; None if there is none.
+def program_with_kubelet(system: System) -> str:
+    """Return which program of WITH_KUBELET runs as a service of root, as part of a sentence; empty if none does.
+
+    Raises OSError if /proc cannot be read; also CommandError.
+    """
+    if found := _root_service(system, lambda arguments: bool(_distribution(arguments))):
+        process, arguments = found
+        return f"{_distribution(arguments)} runs in this machine (process {process}), with a kubelet of its own inside"
+    return ""
+
+
+def _distribution(arguments: Sequence[str]) -> str:
+    # K3s overwrites its arguments with a title, which is one argument with a space.
+    words = " ".join(arguments[:2]).split()
+    name = _base_name(words[0]) if words else ""
+    return WITH_KUBELET.get(name) or WITH_KUBELET.get(" ".join((name, *words[1:2])), "")
+
+
+def _is_kubelet(arguments: Sequence[str]) -> bool:
+    # The second argument selects the kubelet in a program with many names (hyperkube).
+    return "kubelet" in (_base_name(arguments[0]), *arguments[1:2])
+
+
+def _base_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _root_service(system: System, wanted: Callable[[Sequence[str]], bool]) -> tuple[int, Sequence[str]] | None:
+    """Return process id and arguments of a wanted process that runs as a service of root; None if there is none.
 
     If there are several, the one with the lowest process id counts. Raises CommandError.
     """
     processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
-    named = {process: arguments for process in processes if (arguments := _kubelet_arguments(system, process))}
+    named = {each: arguments for each in processes if (arguments := _arguments(system, each)) and wanted(arguments)}
     # systemd is asked only if there is a process to ask about.
     services = _main_processes(system) if named else frozenset()
     for process, arguments in named.items():
         # The arguments are read again: since systemd was asked, the process may have ended, and another have its id.
-        if _is_root_service(system, process, services) and _kubelet_arguments(system, process) == arguments:
+        if _is_root_service(system, process, services) and _arguments(system, process) == arguments:
             return process, arguments
     return None
 
 
-def _kubelet_arguments(system: System, process: int) -> tuple[str, ...]:
-    """Return a process's arguments if it calls itself kubelet; none otherwise, or if it has ended."""
+def _arguments(system: System, process: int) -> Sequence[str]:
+    """Return a process's arguments; none if it has ended."""
     try:
         line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
     except OSError:
         return ()
-    arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
-    # The second argument selects the kubelet in a program with many names (hyperkube).
-    is_kubelet = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
-    return arguments if is_kubelet else ()
+    return tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
 
 
 def _main_processes(system: System) -> frozenset[int]:

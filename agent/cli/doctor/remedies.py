@@ -75,6 +75,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
     ),
     (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
+    (None, Reason.UNSUPPORTED_DISTRIBUTION): ("unbounded-agent up {machine}  # or make the node with kubeadm",),
     (None, Reason.NO_GPU): (
         "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
         "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",

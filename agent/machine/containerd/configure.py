@@ -53,7 +53,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     drop_in, name = paths.drop_in, _note(vendor)
     program = system.find_program("containerd")
     if program is None:
-        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
+        return _no_containerd(system)
     if handler and not system.exists(handler.binary):
         return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
     if not context.owned.make_way(drop_in):
@@ -89,6 +89,17 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
     notes.save(name, result if faults else {**result, "import": planned.pattern})
     return _condition(faults, drop_in)
+
+
+def _no_containerd(system: System) -> Condition:
+    # Imported here: a machine with containerd does not need it.
+    from agent.system.kubelet_identity import program_with_kubelet
+
+    if running := program_with_kubelet(system):
+        hint = "and with another runtime than containerd.service, which the agent would configure"
+        hint += ": make the node with `unbounded-agent up` or kubeadm"
+        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{running}, {hint}")
+    return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
 
 
 def _note(vendor: MachineVendor) -> str:

@@ -584,6 +584,21 @@ def test_a_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
 
+def test_a_program_with_a_runtime_inside_is_named_instead_of_a_missing_containerd(machine: Machine) -> None:
+    machine.drop("/usr/bin/containerd")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "NoContainerd")
+    machine.put("/proc/77/cmdline", "/usr/local/bin/k3s agent\0\0\0")
+    machine.put("/proc/77/cgroup", "0::/system.slice/k3s-agent.service\n")
+    services = Completed(0, b"0\n77\n", b"")
+    machine.program("systemctl", lambda argv: services if "--value" in argv else systemctl("active", 10)(argv))
+    machine.put("/proc/77/status", "Name:\tk3s-agent\nUid:\t0\t0\t0\t0\nNSpid:\t77\n")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+    assert machine.message("RuntimeConfigured").startswith("K3s runs in this machine (process 77), with a kubelet ")
+    assert "install" not in machine.message("RuntimeConfigured")
+
+
 @pytest.mark.parametrize(
     ("state", "load", "expected"),
     [("failed", "loaded", ("False", "Failed")), ("inactive", "not-found", ("False", "NoContainerd"))],

@@ -345,6 +345,39 @@ def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[st
     assert node.requests == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        # It overwrites its arguments with one title, because they may have a token.
+        (("/usr/local/bin/k3s agent", "", ""), "K3s"),
+        (("/usr/local/bin/k3s", "server"), "K3s"),
+        (("/snap/microk8s/7394/kubelite", "--scheduler-args-file=/a", "--start-control-plane=true"), "MicroK8s"),
+        (("microshift", "run"), "MicroShift"),
+    ],
+)
+def test_a_kubelet_inside_another_program_is_named(node: Node, arguments: tuple[str, ...], name: str) -> None:
+    """There is no kubelet whose arguments name a kubeconfig, and no unit of it to look at."""
+    node.process(40, *arguments)
+    run(node, NOW)
+    assert node.outcome() == ("False", "UnsupportedDistribution")
+    assert node.outcome_message().startswith(f"{name} runs in this machine (process 40), with a kubelet ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cgroup"),
+    [
+        (("/usr/local/bin/k3s", "kubectl", "get", "nodes"), SERVICE),
+        (("vi", "k3s"), SERVICE),
+        (("/usr/local/bin/k3s agent",), "0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope"),
+    ],
+)
+def test_a_program_without_a_kubelet_is_not_taken_for_one(node: Node, arguments: tuple[str, ...], cgroup: str) -> None:
+    """K3s may also run in a pod: k3d and virtual clusters do that."""
+    node.process(40, *arguments, cgroup=cgroup)
+    run(node, NOW)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
 # ---- what the API server says
 
 
