@@ -3,6 +3,7 @@
 import posixpath
 import re
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 
 from agent.machine.containerd.effective import noted_address
@@ -87,14 +88,13 @@ def check_active(context: Context, configured: Condition) -> Condition:
         unit = unit_properties(context)
     except CommandError as error:
         return unknown(ACTIVE, Reason.NO_ANSWER, f"cannot tell whether containerd runs: {error}")
-    state = unit.get("ActiveState", "unknown")
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
     # containerd's unit itself may have started this run, with an ExecStartPost= from the agent's drop-in for the unit.
     # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
-    running = state == "active" or unit.get("SubState") == "start-post"
+    running = unit.get("ActiveState") == "active" or unit.get("SubState") == "start-post"
     command_line = _command_line(context.system, unit.get("MainPID", "0")) if running else b""
     config_path = _normal(argument(command_line, "config"))
     if config_path not in ("", MAIN):
@@ -112,14 +112,22 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return context.once.get("cri", lambda: _check_cri(context.system, address or noted_address(notes)))
     if running:
         return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
+    return _not_running(unit, has_run=bool(notes.load(LOADED)))
+
+
+def _not_running(unit: Mapping[str, str], *, has_run: bool) -> Condition:
+    """Return RuntimeActive for a containerd that does not run.
+
+    `unit` has its unit's properties. `has_run` says whether it has run since the machine's boot.
+    """
+    state = unit.get("ActiveState", "unknown")
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
     if state == "inactive":
         masked = unit.get("LoadState") == "masked"
         start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
-        # The note shows that containerd has run since the machine's boot. If it is being restarted, this run comes
-        # between its stop and its start, which is queued then.
-        if notes.load(LOADED) and not unit.get("Job"):
+        # If it is being restarted, this run comes between its stop and its start, which is queued then.
+        if has_run and not unit.get("Job"):
             return false(ACTIVE, Reason.STOPPED, f"{UNIT} was stopped: run {start} in the machine")
         # While the machine boots, that is normal: this run comes before containerd's start.
         advice = f"if the machine has booted, run {start} in the machine"
