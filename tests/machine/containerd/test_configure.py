@@ -69,6 +69,7 @@ DUMP = {"plugins": {CRI_2: {"containerd": {"runtimes": {"runc": {"runtime_type":
 
 
 IMPORTED = "/etc/containerd/conf.d/10-site.toml"
+BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 RUNTIME_CONFIG = "/etc/nvidia-container-runtime/config.toml"
 
 
@@ -635,6 +636,47 @@ def test_a_containerd_that_was_started_with_another_file(
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=52))
     run(machine)
     assert machine.conditions()["RuntimeActive"] == expected
+
+
+@pytest.mark.parametrize("left", [None, 0o644, 0o666], ids=["none", "readable", "writable"])
+def test_the_copy_of_the_main_file_is_for_root_alone(machine: Machine, left: int | None) -> None:
+    """It is tried without the drop-in, and may have passwords of registries. A pod may have left such a file."""
+    machine.put(MAIN, MAIN_2)
+    if left is not None:
+        machine.put(BASELINE, "")
+        (machine.tree / BASELINE[1:]).chmod(left)
+    seen = list[int]()
+
+    def look(argv: tuple[str, ...]) -> Completed:
+        if BASELINE in argv:
+            seen.append(machine.mode(BASELINE))
+        return containerd(machine, argv)
+
+    machine.program("containerd", look)
+    run(machine)
+    assert seen == [0o600]
+
+
+def test_a_link_at_the_place_of_the_copy_is_replaced(machine: Machine) -> None:
+    machine.put(MAIN, MAIN_2)
+    machine.put("/etc/victim", "kept")
+    machine.make_directory(MACHINE_STATE)
+    machine.link(BASELINE, "/etc/victim")
+    run(machine)
+    assert machine.read_text("/etc/victim") == "kept"
+    assert machine.read_link(BASELINE) is None
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_nvidias_runtime_is_configured_although_cdi_is_on(machine: Machine) -> None:
+    machine.put(
+        MAIN,
+        f'{MAIN_2}[plugins."{CRI_2}".x]\n'.replace(
+            "sandbox_image", 'enable_cdi = true\n  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n  sandbox_image'
+        ),
+    )
+    run(machine)
+    assert "nvidia-container-runtime" in machine.read_text(DROP_IN)
 
 
 def test_a_refused_configuration_is_reverted(machine: Machine) -> None:

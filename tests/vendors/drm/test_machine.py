@@ -392,6 +392,38 @@ def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
     assert not machine.exists("/etc/containerd/conf.d")
 
 
+def test_a_machine_without_a_main_file_gets_one(machine: Machine) -> None:
+    """containerd reads no drop-in without it, whatever is on by default."""
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert tomlkit.parse(machine.read_text("/etc/containerd/config.toml"))["imports"] == [
+        "/etc/containerd/conf.d/*.toml"
+    ]
+
+
+def test_a_drop_in_that_moves_leaves_its_former_place(machine: Machine) -> None:
+    """CDI is on because of the former drop-in, so that says nothing about whether the new one is needed."""
+    place = "/etc/cri/conf.d/20-cdi.part"
+    machine.hand(INTEL, EMPTY, containerd_drop_in=place)
+    settled(machine)
+    assert machine.exists(place)
+    machine.hand(INTEL, EMPTY)
+    settled(machine)
+    assert not machine.exists(place)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.exists("/etc/containerd/conf.d/99-cdi.toml")
+
+
+def test_a_drop_in_for_cdi_alone_is_restored(machine: Machine) -> None:
+    """CDI is on because of the drop-in itself, so that does not show that it is not needed."""
+    settled(machine)
+    drop_in = "/etc/containerd/conf.d/99-cdi.toml"
+    before = machine.read_text(drop_in)
+    machine.put(drop_in, before.replace("[plugins", 'root = "/srv"\n[plugins', 1))
+    settled(machine)
+    assert machine.read_text(drop_in) == before
+
+
 def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
     """The vendor's drop-in replaces the one that only enabled CDI. It stays afterwards, because it enables CDI too."""
     add_nodes(machine, INTEL)
