@@ -27,6 +27,11 @@ EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
         ("unbounded-agent status --wide  # on the host: RuntimeConfigured and RuntimeActive",),
     ),
     (
+        re.compile(r"apparmor is not supported"),
+        "a pod asks for an AppArmor profile, and containerd in a machine can load none",
+        ("remove appArmorProfile from what makes the pod, or set its type to Unconfined",),
+    ),
+    (
         re.compile(r"unresolvable CDI devices? \S+"),
         "a pod asks for a CDI device that no specification has",
         (

@@ -36,6 +36,8 @@ class Pod:
     user: int = 0
     """User and group ID of the container's process."""
     image: str = CUDA_TEST
+    apparmor: bool = False
+    """Whether it asks for the runtime's default profile of AppArmor."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Directories of the node, by their paths in the container, which may only read them."""
 
@@ -113,9 +115,14 @@ def _container_config(pod: Pod) -> dict[str, Any]:
         "mounts": [{"container_path": to, "host_path": path, "readonly": True} for to, path in pod.mounts.items()],
         "CDI_devices": [{"name": name if "=" in name else f"{KIND}={name}"} for name in pod.cdi],
         "log_path": "main.log",
-        "linux": {"security_context": _user(pod.user)} if pod.user else {},
+        "linux": {"security_context": _user(pod.user) | _profile(pod)} if pod.user or pod.apparmor else {},
     }
 
 
 def _user(number: int) -> dict[str, Any]:
     return {"run_as_user": {"value": number}, "run_as_group": {"value": number}}
+
+
+def _profile(pod: Pod) -> dict[str, Any]:
+    # 0 is RuntimeDefault in CRI's ProfileType.
+    return {"apparmor": {"profile_type": 0}} if pod.apparmor else {}

@@ -92,6 +92,17 @@ def test_a_pod_cannot_change_the_mode_of_the_hosts_nodes(shared: Bed) -> None:
     assert shared.run("stat", "-c", "%a", *nodes).stdout == before
 
 
+def test_apparmor_confines_no_pod(shared: Bed) -> None:
+    """The kernel has it, but the machine has no /sys/kernel/security, as docs/security.md says."""
+    assert shared.run("cat", "/sys/module/apparmor/parameters/enabled").stdout.strip() == "Y"
+    assert shared.node.shell("ls -A /sys/kernel/security").stdout.strip() == ""
+    plain = shared.node.pod(Pod(("cat", "/proc/self/attr/current"), cdi=("1",)))
+    assert plain.stdout.strip() == "unconfined"
+    refused = shared.node.pod(Pod(("true",), apparmor=True), check=False)
+    assert refused.status != 0
+    assert "apparmor is not supported" in refused.stderr
+
+
 def test_runtime_class_gives_our_spec_and_nothing_else(shared: Bed) -> None:
     """With runtimeClassName nvidia, NVIDIA_VISIBLE_DEVICES may be an index, a UUID or `all`.
 

@@ -237,6 +237,7 @@ def test_cuda_that_is_too_new(message: str) -> None:
         ('pods "x" is forbidden: pod rejected: RuntimeClass "nvidia" not found', "kube manifests runtime-class"),
         ('Failed to create pod sandbox: no runtime for "nvidia" is configured', "RuntimeConfigured"),
         ("unresolvable CDI devices nvidia.com/gpu=GPU-1", "CDISpecCurrent"),
+        ("failed to generate apparmor spec opts: apparmor is not supported", "remove appArmorProfile"),
     ],
 )
 def test_what_events_say(message: str, fix: str) -> None:
