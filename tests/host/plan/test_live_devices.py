@@ -13,10 +13,11 @@ from agent.host.apply.live_devices import change_devices
 from agent.host.apply.steps import apply
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
+from agent.host.state.owned_files import MARK
 from agent.model.actions import ChangeDevices, RemoveFile, WriteFile
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
-from agent.model.facts import Facts, VendorFacts
+from agent.model.facts import Facts, FileState, VendorFacts
 from agent.model.live import LiveSettings, parse_live, render_live
 from agent.model.paths import (
     OWNED,
@@ -248,6 +249,7 @@ def test_a_failed_permission_may_be_effective_and_is_retried(host: Host) -> None
 NOTHING = Acknowledged()
 RELEASED = Acknowledged(released=frozenset([MACHINE]))
 LACKING = Acknowledged(missing_nodes=frozenset([MACHINE]))
+FORBIDDEN = Acknowledged(forbidden_nodes=frozenset([MACHINE]))
 
 
 def changes(seen: Facts, acknowledged: Acknowledged = NOTHING) -> list[ChangeDevices]:
@@ -382,3 +384,90 @@ def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> 
     assert [permission in each for each in applied.failures] == [True]
     assert host.exists(drop_in)
     assert applied.done == ()
+
+
+@pytest.mark.parametrize("state", ["inactive", "activating", "deactivating", "failed"])
+def test_a_machine_that_does_not_run_is_not_changed(state: str) -> None:
+    """Its next start gives it everything."""
+    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    seen = running(facts(), before)
+    assert changes(seen)
+    assert changes(replace(seen, machines=(replace(seen.machines[0], unit_state=state),))) == []
+
+
+def test_nodes_that_are_reported_as_missing_once_more_are_not_all_bound_again() -> None:
+    """systemd before 255 would stack a second mount on each of them."""
+    seen = facts()
+    goal = plan(CONFIG, seen).goal.machines[0]
+    first = {path: number for path, number in goal.live.nodes.items() if path != "/dev/nvidia1"}
+    (change,) = changes(running(seen, replace(goal.live, rebound=goal.generation, nodes=first)), LACKING)
+    assert change.before.nodes == first
+    assert change.after == replace(goal.live, rebound=goal.generation)
+
+
+def test_nodes_may_be_bound_again_only_after_a_report_that_misses_none() -> None:
+    """Before, a report may be about an earlier handoff, or still miss them."""
+    seen = facts()
+    goal = plan(CONFIG, seen).goal.machines[0]
+    bound_again = running(seen, replace(goal.live, rebound=goal.generation))
+    assert changes(bound_again, NOTHING) == []
+    assert changes(bound_again, LACKING) == []
+    both = Acknowledged(released=frozenset([MACHINE]), missing_nodes=frozenset([MACHINE]))
+    assert changes(bound_again, both) == []
+    (change,) = changes(bound_again, RELEASED)
+    assert change.after.rebound == ""
+
+
+def listed(seen: Facts, *allow: DeviceAllow) -> Facts:
+    """Return the facts with these entries in the list of the machine's unit."""
+    return replace(seen, machines=(replace(seen.machines[0], device_allow=allow),))
+
+
+def test_a_permission_that_somebody_removed_is_given_again_if_the_machine_misses_it() -> None:
+    """`systemctl set-property` may have changed the unit's list."""
+    seen = facts()
+    live = plan(CONFIG, seen).goal.machines[0].live
+    (*others, taken) = live.allow
+    assert changes(listed(running(seen, live), *live.allow), FORBIDDEN) == []
+    assert changes(listed(running(seen, live), *others)) == [], "nobody misses it"
+    (change,) = changes(listed(running(seen, live), *others), FORBIDDEN)
+    assert taken not in change.before.allow
+    assert set(change.after.allow) == set(live.allow)
+
+
+def test_missing_nodes_are_bound_together_with_missing_permissions(host: Host) -> None:
+    """A GPU that left the bus while the machine started is in the record, but not in the settings of that start."""
+    seen = facts()
+    live = plan(CONFIG, seen).goal.machines[0].live
+    (change,) = changes(listed(running(seen, live), *live.allow[:-1]), LACKING)
+    assert change.before.unsure
+    change_devices(change, host)
+    assert [call[0] for call in host.bus.changes[:2]] == ["SetUnitProperties", "BindMountMachine"]
+    (change,) = changes(listed(running(seen, live), *live.allow), LACKING)
+    assert not change.before.unsure
+
+
+def test_what_an_outdated_drop_in_lists_is_not_an_administrators() -> None:
+    """If it could not be updated, PID 1 lists its withdrawn devices again after a daemon-reload."""
+    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    withdrawn, foreign = DeviceAllow("/dev/char/195:9", "rw"), DeviceAllow("char-alsa", "rw")
+    seen = listed(running(facts(), before), *before.allow, withdrawn, foreign)
+    for content, expected in (
+        (MARK + b"\n[Service]\nDeviceAllow=/dev/char/195:9 rw\n", {foreign}),
+        (b"[Service]\nDeviceAllow=/dev/char/195:9 rw\n", {withdrawn, foreign}),
+    ):
+        files = {**seen.files, unit_drop_in(MACHINE): FileState(content, owned=True)}
+        (change,) = changes(replace(seen, files=files))
+        assert set(change.foreign) == expected
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_machine_that_does_not_answer_is_not_asked_for_each_node(host: Host, silent: bool) -> None:
+    """Each call would take as long to fail, and hold up all other machines."""
+    error = BusError("no answer in time")
+    error.__cause__ = TimeoutError() if silent else None
+    host.bus.refused["/dev/nvidia1"] = error
+    with pytest.raises(ApplyError, match="no answer in time"):
+        change_devices(CHANGE, host)
+    assert (bind("/dev/nvidia2") in host.bus.changes) is not silent
+    assert list(parse_live(host.read(live_file(MACHINE))).nodes) == ([] if silent else ["/dev/nvidia2"])

@@ -1,154 +1,269 @@
-"""What a fault costs: one bad GPU costs that GPU, and a host whose GPUs are all dead is no host without GPUs."""
+"""The conditions of one machine: what is said of its settings, devices and driver root."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from agent.host.outcome import MachineOutcome
-from agent.host.reconcile import Reconciler
-from agent.model.conditions import Condition, ConditionType, Status, false
-from agent.model.errors import BusError
+from agent.config.settings import Config
+from agent.host.observe.machine_report import Report
+from agent.host.verify.answers import STALE_AFTER
+from agent.host.verify.readiness import evaluate, held
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.device import DeviceKind
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen, VendorFacts
+from agent.model.goal import MachineGoal
+from agent.model.handoff import OTHER_DEVICES
+from agent.model.mount_source import MountSource
+from agent.model.paths import driver_root, mount_unit
 from agent.model.reasons import Reason
-from tests.fakes.gpu_host import MACHINE, reconciler, units
-from tests.fakes.host import Host
-from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
+from tests.fakes.facts import MACHINE, at_rest, facts, node, nvidia
 
-FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
 
 
-@pytest.fixture
-def running(gpu_host: Host) -> Host:
-    make_sound(gpu_host)
-    start(gpu_host, reconciler(gpu_host))
-    return gpu_host
+def configured(**settings: Any) -> Config:  # noqa: ANN401
+    return Config.validated({"machines": {MACHINE: settings}})
 
 
-def evaluate(agent: Reconciler) -> MachineOutcome:
-    (machine,) = agent.reconcile().machines
-    return machine
+def report(goal: MachineGoal, *conditions: Condition) -> Report:
+    """Return a report on the goal's handoff that has these conditions, and the others as True."""
+    changed = {each.type: each for each in conditions}
+    all_of_them = tuple(changed.get(kind) or true(kind, Reason.VERIFIED, "") for kind in KINDS)
+    return Report(goal.generation, "1.0.0", all_of_them)
 
 
-def ready(machine: MachineOutcome) -> tuple[Status, str]:
-    return machine.ready.status, machine.ready.reason
+def conditions(
+    seen: Facts,
+    goal: MachineGoal,
+    config: Config | None = None,
+    found: Report | Absent | Broken | Unseen | None = None,
+    refused: str | Unseen = "",
+) -> dict[ConditionType, tuple[Status, str, str]]:
+    """Return status, reason and message by type."""
+    settings = (config or configured()).machines[MACHINE]
+    evaluated = evaluate(settings, goal, seen, report(goal) if found is None else found, refused)
+    return {each.type: (each.status, each.reason, each.message) for each in evaluated}
 
 
-def node_is_gone(host: Host) -> None:
-    host.remove_file("/dev/nvidia1")
-    del host._nodes["/dev/nvidia1"]
+def changed(seen: Facts, **machine: Any) -> Facts:  # noqa: ANN401
+    return replace(seen, machines=(replace(seen.machines[0], **machine),))
 
 
-def no_driver(host: Host) -> None:
-    host.rebind(SECOND, "")
+def test_at_rest_the_machine_is_ready() -> None:
+    seen, goal = at_rest(facts())
+    found = conditions(seen, goal)
+    assert {kind: each[0] for kind, each in found.items() if each[0] is not Status.TRUE} == {}
+    assert found[ConditionType.READY][1] == Reason.ALL_CONDITIONS_TRUE
+    assert found[ConditionType.DRIVER_ROOT_STAGED][1] == Reason.STAGED
+    assert found[ConditionType.MACHINE_RUNNING][1] == Reason.RUNNING
 
 
-def second(kind: ConditionType, reason: Reason) -> Condition:
-    return false(kind, reason, "simulated", (SECOND,))
+@pytest.mark.parametrize("root", [Absent("not there"), Broken("a link")])
+def test_a_machine_without_a_root_is_said_to_be_missing(root: Absent | Broken) -> None:
+    """False, for Ready and for MachineRunning: nothing more has to be observed."""
+    found = {each.type: each for each in held(MachineFacts(MACHINE, root, "inactive"), root.why)}
+    assert set(found) == set(ConditionType)
+    false_ones = {kind for kind, each in found.items() if each.status is Status.FALSE}
+    assert false_ones == {ConditionType.MACHINE_RUNNING, ConditionType.READY}
+    assert {each.reason for each in found.values()} == {Reason.NO_SUCH_MACHINE}
+    assert {each.message for each in found.values()} == {root.why}
 
 
-FAULTS: dict[str, Callable[[Host], None]] = {
-    "its node is gone": node_is_gone,
-    "it has no driver": no_driver,
-    "it does not open": lambda host: report(host, second(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)),
-    "the generator leaves it out": lambda host: report(
-        host, ALL_OPEN, second(ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING)
-    ),
-}
+@pytest.mark.parametrize("root", ["/var/lib/machines/gpu-node", Unseen("permission denied")])
+def test_a_machine_that_is_held_for_another_reason_is_unknown(root: str | Unseen) -> None:
+    found = held(MachineFacts(MACHINE, root, "active"), "/dev: Input/output error")
+    assert sorted(each.type for each in found) == sorted(ConditionType)
+    assert {each.status for each in found} == {Status.UNKNOWN}
+    assert {each.reason for each in found} == {Reason.OBSERVATION_FAILED}
 
 
-@pytest.mark.parametrize("seed", FAULTS.values(), ids=FAULTS)
-def test_one_bad_gpu_does_not_take_the_node_from_the_others(running: Host, seed: Callable[[Host], None]) -> None:
-    """A GPU that had left the bus cost only itself, and a GPU without its node cost the whole machine."""
-    assert ready(evaluate(reconciler(running))) == (Status.TRUE, "AllConditionsTrue")
-    seed(running)
-    agent = reconciler(running)
-    agent.reconcile()
-    if seed in (FAULTS["its node is gone"], FAULTS["it has no driver"]):
-        report(running, ALL_OPEN)  # to the handoff without that node
-    machine = evaluate(agent)
-    assert ready(machine) == (Status.TRUE, "SomeGPUsUnusable")
-    assert f"pods cannot use {SECOND}" in machine.ready.message
-    assert [each.gpus for each in machine.conditions if each.status is Status.FALSE] == [(SECOND,)]
+def test_other_fixed_settings_need_a_restart() -> None:
+    """The machine runs without what they say, whatever it reports."""
+    seen, goal = at_rest(facts())
+    assert seen.machines[0].live is not None
+    for live in (None, replace(seen.machines[0].live, fixed="0" * 64)):
+        status, reason, message = conditions(changed(seen, live=live), goal)[ConditionType.DEVICES_ALLOWED]
+        assert (status, reason) == (Status.FALSE, Reason.MACHINE_RESTART_NEEDED)
+        assert f"unbounded-agent restart {MACHINE}" in message
+    unseen = changed(seen, live=None, live_unseen="live.json: Input/output error")
+    found = conditions(unseen, goal)[ConditionType.DEVICES_ALLOWED]
+    assert found == (Status.UNKNOWN, Reason.OBSERVATION_FAILED, "live.json: Input/output error")
 
 
-def test_faults_of_all_gpus_together_take_the_node(running: Host) -> None:
-    """Each fault alone concerns one GPU."""
-    node_is_gone(running)
-    agent = reconciler(running)
-    agent.reconcile()
-    report(running, false(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, "simulated", (FIRST,)))
-    assert ready(evaluate(agent)) == (Status.FALSE, "NodesMissing")
+def test_a_node_or_permission_that_was_not_given_is_named() -> None:
+    seen, goal = at_rest(facts())
+    live = goal.live
+    without_node = replace(live, nodes={path: each for path, each in live.nodes.items() if path != "/dev/nvidia1"})
+    other_number = replace(live, nodes={**live.nodes, "/dev/nvidia1": "195:7"})
+    forbidden = replace(live, allow=tuple(each for each in live.allow if each.node != "/dev/char/195:1"))
+    for given, named in ((without_node, "/dev/nvidia1 "), (other_number, "/dev/nvidia1 "), (forbidden, "195:1 rw ")):
+        status, reason, message = conditions(changed(seen, live=given), goal)[ConditionType.DEVICES_ALLOWED]
+        assert (status, reason) == (Status.FALSE, Reason.NOT_GIVEN)
+        assert f"could not give {named}" in message or f"could not give /dev/char/{named}" in message
 
 
-def test_a_fault_that_all_gpus_share_takes_the_node(running: Host) -> None:
-    """It is not hidden by the fault of one GPU."""
-    node_is_gone(running)
-    running.remove_file("/dev/nvidia-uvm")
-    del running._nodes["/dev/nvidia-uvm"]
-    machine = evaluate(reconciler(running))
-    assert ready(machine) == (Status.FALSE, "NodesMissing")
-    assert "/dev/nvidia-uvm is missing" in machine.ready.message
+def test_refused_settings_come_before_what_the_machine_says() -> None:
+    seen, goal = at_rest(facts())
+    found = conditions(seen, goal, refused="another program's file")[ConditionType.DEVICES_ALLOWED]
+    assert found == (Status.FALSE, Reason.FOREIGN_FILE, "another program's file")
+    found = conditions(seen, goal, refused=Unseen("Input/output error"))[ConditionType.DEVICES_ALLOWED]
+    assert found == (Status.UNKNOWN, Reason.OBSERVATION_FAILED, "Input/output error")
 
 
-def test_a_machine_cannot_limit_what_is_not_a_fault(running: Host) -> None:
-    """Only a condition that is False concerns some GPUs: Unknown proves nothing about the others."""
-    unknown = Condition(ConditionType.CDI_SPEC_CURRENT, Status.UNKNOWN, "NotTried", "simulated", gpus=(SECOND,))
-    report(running, ALL_OPEN, unknown)
-    assert ready(evaluate(reconciler(running))) == (Status.UNKNOWN, "NotTried")
+def test_what_the_machine_says_counts_if_the_host_finds_no_fault() -> None:
+    seen, goal = at_rest(facts())
+    wrong = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "/dev/nvidia0 may not be opened")
+    found = conditions(seen, goal, found=report(goal, wrong))
+    expected = (Status.FALSE, Reason.NOT_PERMITTED, "machine says: /dev/nvidia0 may not be opened")
+    assert found[ConditionType.DEVICES_ALLOWED] == expected
+    assert found[ConditionType.READY][:2] == (Status.FALSE, Reason.NOT_PERMITTED)
 
 
-def test_files_that_vanish_from_the_host_do_not_take_the_node(running: Host) -> None:
-    """Machines use the staged copy. If the module had another version, they could not."""
-    running.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-    machine = evaluate(reconciler(running))
-    assert ready(machine) == (Status.TRUE, "AllConditionsTrue")
-    found = machine.condition(ConditionType.LIBRARIES_PRESENT)
-    assert (found.status, found.reason) == (Status.TRUE, "OnlyStaged")
-    assert "install the driver's user-space libraries" in found.message
-    running.file("/sys/module/nvidia/version", "535.261.03\n")
-    assert evaluate(reconciler(running)).condition(ConditionType.LIBRARIES_PRESENT).status is Status.FALSE
+@pytest.mark.parametrize(
+    ("found", "age", "reason"),
+    [
+        (Absent("no report"), 0.0, Reason.NO_REPORT),
+        (Broken("not JSON"), 0.0, Reason.BAD_REPORT),
+        (Unseen("Input/output error"), 0.0, Reason.OBSERVATION_FAILED),
+        (None, STALE_AFTER + 1, Reason.REPORT_STALE),
+    ],
+)
+def test_without_a_current_report_nothing_in_the_machine_is_known(
+    found: Absent | Broken | Unseen | None, age: float, reason: Reason
+) -> None:
+    seen, goal = at_rest(facts())
+    evaluated = conditions(changed(seen, report_age=age, live_age=age, granted_age=age), goal, found=found)
+    kinds = {kind for kind in KINDS if evaluated[kind][1] != Reason.NOT_APPLICABLE}
+    assert {evaluated[kind][:2] for kind in kinds} == {(Status.UNKNOWN, reason)}
+    assert evaluated[ConditionType.READY][:2] == (Status.UNKNOWN, reason)
 
 
-def test_while_systemd_does_not_answer_the_machine_does_not_count_as_stopped(running: Host) -> None:
-    """Seven conditions said that it was not running, although it ran."""
-    running.bus.failing = BusError("systemd does not answer")
-    machine = evaluate(reconciler(running))
-    assert machine.ready.status is Status.UNKNOWN
-    assert {each.reason for each in machine.conditions if each.status is Status.UNKNOWN} == {"ObservationFailed"}
-    assert not any("is not running" in each.message for each in machine.conditions)
+def test_a_report_on_another_handoff_is_no_answer() -> None:
+    seen, goal = at_rest(facts())
+    evaluated = conditions(seen, goal, found=replace(report(goal), generation="f" * 64))
+    assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.HANDOFF_PENDING)
 
 
-# ---- hosts whose buses show no GPU
+def test_of_a_machine_that_does_not_run_no_report_counts() -> None:
+    seen, goal = at_rest(facts())
+    evaluated = conditions(changed(seen, unit_state="failed"), goal)
+    assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.MACHINE_NOT_RUNNING)
+    assert evaluated[ConditionType.MACHINE_RUNNING][:2] == (Status.FALSE, Reason.NOT_RUNNING)
 
 
-def without(host: Host, *, driver: bool) -> Host:
-    for address in (FIRST, SECOND):
-        host.unplug(address)
-    if not driver:
-        host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-    return host
+def test_each_fault_of_a_driver_root_is_told() -> None:
+    seen, goal = at_rest(facts())
+    (root,) = seen.staged
+    for changed_facts, reason, said in (
+        (replace(seen, staged=(), staged_problems=("no space",)), Reason.NOT_STAGED, "; no space"),
+        (replace(seen, plain_roots=(root.index,)), Reason.PLAIN_COPY, f"driver root {root.index} is a plain directory"),
+    ):
+        status, found, message = conditions(changed_facts, goal)[ConditionType.DRIVER_ROOT_STAGED]
+        assert (status, found) == (Status.TRUE if reason is Reason.PLAIN_COPY else Status.FALSE, reason)
+        assert said in message
+    hidden = replace(root, hidden=True)
+    (grant,) = (each for each in goal.grants if each.driver_root)
+    of_hidden = replace(goal, grants=(replace(grant, driver_root=hidden),))
+    status, found, message = conditions(replace(seen, staged=(hidden,)), of_hidden)[ConditionType.DRIVER_ROOT_STAGED]
+    assert (status, found) == (Status.FALSE, Reason.NOT_MOUNTED)
+    assert mount_unit(driver_root(root.index)) in message
 
 
-def test_a_host_whose_gpus_are_all_dead_at_the_first_start_is_not_ready(gpu_host: Host) -> None:
-    """It counted as a host without GPUs, and fleets took it into use."""
-    machine = evaluate(reconciler(without(gpu_host, driver=True)))
-    assert ready(machine) == (Status.FALSE, "NoGPU")
-    assert "driver 550.163.01 is installed" in machine.ready.message
-    assert f"set machines.{MACHINE}.require_gpus = false" in machine.ready.message
-    assert ready(evaluate(reconciler(gpu_host, require_gpus=False))) == (Status.TRUE, "NoGPU")
+def test_a_machine_whose_gpus_are_all_unusable_has_nothing_to_stage() -> None:
+    """It gets no GPU, but says why: that is no missing driver."""
+    vendor = nvidia()
+    with_nouveau = replace(vendor, gpus=tuple(replace(gpu, driver="nouveau") for gpu in vendor.gpus))
+    seen, goal = at_rest(facts(with_nouveau))
+    status, reason, message = conditions(seen, goal)[ConditionType.DRIVER_ROOT_STAGED]
+    assert (status, reason) == (Status.FALSE, Reason.NOTHING_TO_STAGE)
+    assert "see DevicesPresent" in message
 
 
-@pytest.mark.parametrize("settings", [{"gpus": "count=2"}, {"gpus": [FIRST]}, {"mig_config": True}], ids=str)
-def test_settings_that_ask_for_gpus_say_that_the_host_has_some(gpu_host: Host, settings: dict[str, object]) -> None:
-    without(gpu_host, driver=False)
-    assert ready(evaluate(reconciler(gpu_host))) == (Status.TRUE, "NoGPU")
-    machine = evaluate(reconciler(gpu_host, **settings))
-    assert ready(machine) == (Status.FALSE, "NoGPU")
-    assert f"setting `{next(iter(settings))}`" in machine.ready.message
+def test_gpus_that_need_no_driver_files_need_no_driver_root() -> None:
+    seen, goal = at_rest(facts())
+    (grant,) = (each for each in goal.grants if each.gpus)
+    without = replace(goal, grants=(replace(grant, driver_files=False, driver_root=None),))
+    assert conditions(seen, without)[ConditionType.DRIVER_ROOT_STAGED][:2] == (Status.TRUE, Reason.NOT_APPLICABLE)
 
 
-def test_a_machine_without_gpus_that_does_not_run_is_not_called_running(gpu_host: Host) -> None:
-    """All conditions were True, MachineRunning too."""
-    without(gpu_host, driver=False)
-    for state, status in (("active", Status.TRUE), ("failed", Status.FALSE), ("activating", Status.UNKNOWN)):
-        units(gpu_host, state)
-        assert evaluate(reconciler(gpu_host)).condition(ConditionType.MACHINE_RUNNING).status is status
+def test_a_gpu_without_a_complete_driver_has_no_driver_root() -> None:
+    seen, goal = at_rest(facts())
+    (grant,) = (each for each in goal.grants if each.gpus)
+    without = replace(goal, grants=(replace(grant, driver_root=None),))
+    status, reason, message = conditions(seen, without)[ConditionType.DRIVER_ROOT_STAGED]
+    assert (status, reason) == (Status.FALSE, Reason.NOTHING_TO_STAGE)
+    assert "see LibrariesPresent" in message
+    waiting = replace(goal, grants=(replace(grant, driver_root=None, waiting_root=grant.driver_root),))
+    status, reason, message = conditions(seen, waiting)[ConditionType.DRIVER_ROOT_STAGED]
+    assert (status, reason) == (Status.FALSE, Reason.NOTHING_FITS)
+    assert "kernel module is not loaded yet" in message
+
+
+KVM = VendorFacts(OTHER_DEVICES, devices=(node("/dev/kvm", DeviceKind.KVM, 10, 232),))
+NOT_PERMITTED = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "x")
+FAULTY = false(ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "vendors", "relayed"),
+    [
+        ({"devices": ["kvm"]}, (KVM,), {ConditionType.DEVICES_ALLOWED}),
+        (
+            {"extra_mounts": [{"source": "/srv/models", "target": "/srv/models"}]},
+            (),
+            {ConditionType.DEVICES_ALLOWED},
+        ),
+        ({"cdi_modes": ["management"], "devices": ["kvm"]}, (), {ConditionType.CDI_SPEC_CURRENT}),
+    ],
+)
+def test_a_machine_without_gpus_says_what_its_other_devices_and_mounts_lack(
+    settings: dict[str, Any], vendors: tuple[VendorFacts, ...], relayed: set[ConditionType]
+) -> None:
+    config = configured(**settings)
+    seen = replace(facts(), vendors=(VendorFacts("nvidia"), *vendors))
+    seen = replace(seen, mount_sources={"/srv/models": MountSource("/srv/models", ("/srv", "/srv/models"))})
+    seen, goal = at_rest(seen, config)
+    evaluated = conditions(seen, goal, config, report(goal, NOT_PERMITTED, FAULTY))
+    assert {kind for kind, each in evaluated.items() if each[0] is Status.FALSE} == relayed
+    restarted = changed(seen, live=replace(goal.live, fixed="0" * 64))
+    _, reason, _ = conditions(restarted, goal, config, report(goal))[ConditionType.DEVICES_ALLOWED]
+    assert (reason == Reason.MACHINE_RESTART_NEEDED) is (ConditionType.DEVICES_ALLOWED in relayed)
+
+
+def test_missing_devices_and_mounts_are_remarked_and_ready_stays() -> None:
+    config = configured(devices=["kvm"], extra_mounts=[{"source": "/srv/models", "target": "/srv/models"}])
+    seen, goal = at_rest(replace(facts(), vendors=(nvidia(), VendorFacts(OTHER_DEVICES))), config)
+    evaluated = conditions(seen, goal, config)
+    status, _, message = evaluated[ConditionType.DEVICES_PRESENT]
+    assert status is Status.TRUE
+    assert "; requested but missing: " in message
+    assert "kvm" in message
+    assert "/srv/models for /srv/models" in message
+    assert evaluated[ConditionType.READY][0] is Status.TRUE
+
+
+def test_a_mount_that_awaits_a_start_is_named() -> None:
+    """Its source appeared after the machine had started."""
+    config = configured(extra_mounts=[{"source": "/srv/models", "target": "/models"}])
+    there = {"/srv/models": MountSource("/srv/models", ("/srv", "/srv/models"))}
+    seen, goal = at_rest(replace(facts(), mount_sources=there), config)
+    remark = "; mounted at the machine's next start: /models"
+    assert remark not in conditions(seen, goal, config)[ConditionType.DEVICES_PRESENT][2]
+    before = changed(seen, live=replace(goal.live, mounts=()))
+    assert remark in conditions(before, goal, config)[ConditionType.DEVICES_PRESENT][2]
+    stopped = changed(before, unit_state="inactive")
+    assert remark not in conditions(stopped, goal, config)[ConditionType.DEVICES_PRESENT][2]
+
+
+@pytest.mark.parametrize(("key", "kind"), [
+    ("validation_markers", ConditionType.VALIDATION_MARKERS_SET),
+    ("node_condition", ConditionType.NODE_CONDITION_SET),
+])  # fmt: skip
+def test_what_is_not_configured_does_not_apply(key: str, kind: ConditionType) -> None:
+    failed = false(kind, Reason.FAILED, "x")
+    for wanted in (False, True):
+        config = configured(**{key: wanted})
+        seen, goal = at_rest(facts(), config)
+        expected = (Status.FALSE, Reason.FAILED) if wanted else (Status.TRUE, Reason.NOT_APPLICABLE)
+        assert conditions(seen, goal, config, report(goal, failed))[kind][:2] == expected
