@@ -6,11 +6,11 @@ from msgspec.structs import replace
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.goal import plan
 from agent.host.state.owned_files import MARK
-from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, WriteFile
+from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, Broken, Facts, FileState, Unseen
 from agent.model.paths import granted_file, handoff_file, nspawn_file, unit_drop_in
-from tests.fakes.facts import CONFIG, MACHINE, at_rest, facts, nvidia, running, without_second_gpu
+from tests.fakes.facts import CONFIG, MACHINE, at_rest, facts, nvidia, running, staged, without_second_gpu
 
 SECOND = DeviceAllow("/dev/char/195:1", "rw")
 FOREIGN = FileState(b"[Exec]\nBoot=yes\n", owned=False)
@@ -167,3 +167,27 @@ def test_a_machine_that_needs_a_reload_to_start_gets_it_before_the_driver_is_sta
     assert kinds.index("ReloadUnits") < kinds.index("StageDriverRoot")
     active = running(seen, plan(CONFIG, seen).goal.machines[0].live)
     assert "ReloadUnits" not in [type(action).__name__ for action in diff(plan(CONFIG, active), active).actions]
+
+
+def test_a_unit_that_systemd_reads_no_more_is_read_again() -> None:
+    """Somebody else changed one of its files."""
+    seen, _ = at_rest(facts())
+    changed = replace(seen, machines=(replace(seen.machines[0], unit_needs_reload=True),))
+    assert diff(plan(CONFIG, changed), changed).actions == (ReloadUnits(),)
+
+
+def test_a_driver_that_waits_for_its_module_is_staged_last_and_once() -> None:
+    """The machine uses the loaded module's driver, and its handoff must not wait."""
+    vendor = nvidia()
+    assert vendor.driver is not None
+    newer = replace(vendor.driver, user_space=replace(vendor.driver.user_space, version="580.1"))
+    seen, _ = at_rest(facts(vendor))
+    upgraded = replace(seen, vendors=(replace(vendor, driver=newer),))
+    upgraded = with_file(upgraded, handoff_file(MACHINE), FileState(Absent(""), owned=False))
+    *_, handoff, staging = diff(plan(CONFIG, upgraded), upgraded).actions
+    assert isinstance(handoff, WriteFile)
+    assert isinstance(staging, StageDriverRoot)
+    assert staging.root.version == "580.1"
+    done = staged(staging.root, upgraded)
+    left = diff(plan(CONFIG, done), done).actions
+    assert [type(action) for action in left] == [WriteFile]

@@ -1,8 +1,10 @@
 """Which image a root file system is made from, what skopeo and umoci are asked, and how failures are explained."""
 
+import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from agent.system.clearing import DOOR
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
-from tests.fakes.host import Host
+from tests.fakes.host import Host, ScriptedRunner
+from tests.fakes.waiting import wait_for
 
 NODES = ImageSettings(repository="docker://registry.example.com/nodes", tag="1.2")
 NAME = "docker://registry.example.com/nodes/agent:1.2"
@@ -249,12 +252,15 @@ def test_a_signed_url_is_not_told() -> None:
     assert error.message == 'image: Get "https://bucket.example.com/blob": timeout'
 
 
-class Tools:
+class Tools(ScriptedRunner):
     """Simulates the programs that make a root file system below `tree`."""
 
     def __init__(self, tree: Path) -> None:
+        super().__init__()
         self.tree = tree
-        self.calls: list[tuple[str, ...]] = []
+        self.modes: list[int] = []
+        """The permission bits of skopeo's directory while skopeo runs."""
+        self.pulling: Callable[[], None] = lambda: None
         self.entries: dict[str, Any] = {"sbin/init": 0o755}
         self.failing = ""
 
@@ -264,6 +270,9 @@ class Tools:
             return Completed(1, b"", b"no space left on device\n")
         if clears(argv):
             return clear_below(self.tree, argv)
+        if argv[0] == "skopeo":
+            self.modes.append(Path(argv[argv.index("--tmpdir") + 1]).stat().st_mode & 0o777)
+            self.pulling()
         if argv[0] == "umoci":
             for name, mode in self.entries.items():
                 file = Path(argv[-1]) / name
@@ -292,8 +301,16 @@ def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> Non
     assert system.exists(f"{ROOT}/sbin/init")
     assert system.entries("/var/lib/machines") == (os.path.basename(ROOT),)
     assert system.mode("/var/lib/machines") == 0o700
+    partial = f"{tools.tree}{ROOT}.partial"
     assert [argv[0] for argv in tools.calls] == [DOOR[0], "skopeo", "umoci", "sync", DOOR[0]]
-    assert tools.calls[1][:2] == ("skopeo", "--insecure-policy")
+    compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
+    options = ("--insecure-policy", "--tmpdir", partial, "copy", "--quiet", "--retry-times", "3", "--src-no-creds")
+    assert tools.calls[1:4] == [
+        ("skopeo", *options, *compression, PINNED, f"oci:{partial}/image:node"),
+        ("umoci", "raw", "unpack", "--image", f"{partial}/image:node", f"{partial}/root"),
+        ("sync", "--file-system", partial),
+    ]
+    assert tools.modes == [0o700], "programs in it may be setuid and vulnerable"
     assert told == [f"unpacking {PINNED}"]
     with pytest.raises(ApplyError, match="exists already"):
         unpack(NODES, IMAGE, ROOT, system)
@@ -303,6 +320,34 @@ def test_the_hosts_signature_policy(system: System, tools: Tools) -> None:
     system.write("/etc/containers/policy.json", b"{}")
     unpack(NODES, IMAGE, ROOT, system)
     assert tools.calls[1][1:3] == ("--policy", "/etc/containers/policy.json")
+    system.rename(ROOT, "/var/lib/machines/node")
+    system.write("/etc/own-policy.json", b"{}")
+    unpack(replace(NODES, signature_policy="/etc/own-policy.json"), IMAGE, ROOT, system)
+    assert tools.calls[-4][1:3] == ("--policy", "/etc/own-policy.json")
+
+
+def test_a_pull_has_the_registrys_login_and_ca(tools: Tools, tmp_path: Path) -> None:
+    host = Host(tmp_path, runner=tools)
+    host.file("/etc/auth.json", "{}")
+    host.owners["/etc/auth.json"] = (0o600, 0)
+    host.make_directory("/etc/ca")
+    unpack(replace(NODES, credentials="/etc/auth.json", ca_directory="/etc/ca"), IMAGE, ROOT, host)
+    options = " ".join(tools.calls[1])
+    assert " --src-authfile /etc/auth.json --src-cert-dir /etc/ca " in options
+    assert "--src-no-creds" not in options
+
+
+def test_a_pull_says_how_far_it_is(system: System, tools: Tools) -> None:
+    def pull() -> None:
+        blobs = Path(f"{tools.tree}{ROOT}.partial/image/blobs/sha256")
+        blobs.mkdir(parents=True)
+        (blobs / "0").write_bytes(bytes(2 << 20))
+        wait_for(lambda: bool(told))
+
+    told: list[str] = []
+    tools.pulling = pull
+    unpack(NODES, dataclasses.replace(IMAGE, size=3 << 20), ROOT, system, told.append)
+    assert told == ["pulled 2 of 3 MiB", f"unpacking {PINNED}"]
 
 
 @pytest.mark.parametrize("program", ["skopeo", "umoci", "sync"])
