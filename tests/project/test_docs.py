@@ -39,6 +39,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "conditions.md"
+RELIABILITY = REPOSITORY / "docs" / "reliability.md"
 
 ROW = re.compile(r"^\| `(?P<reason>\w+)` \| (?P<status>True|False|Unknown) \| (?P<meaning>.+) \| (?P<advice>.+) \|$")
 GIVEN = re.compile(r"\b(?P<status>true|false|unknown)\(\s*[\w.]+,\s*Reason\.(?P<name>\w+)")
@@ -120,6 +121,17 @@ def test_pages_that_the_code_names_exist() -> None:
     ).stdout.split()  # fmt: skip
     # containerd's own documentation.
     assert {page for page in found if not (REPOSITORY / page).exists()} == {"docs/cri/config.md"}
+
+
+def test_the_tests_of_each_promise_exist() -> None:
+    """Each promise names at least one, and a test that was moved takes its name in the page along."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", RELIABILITY.read_text().partition("## How to reproduce")[0], re.MULTILINE)[
+        1:
+    ]
+    named = [re.findall(r"`((?:tests|integration)/[\w/.]+)`", row) for row in rows]
+    assert len(rows) > 20
+    assert [row for row, paths in zip(rows, named, strict=True) if not paths and "same run" not in row] == []
+    assert [path for paths in named for path in paths if not (REPOSITORY / path).exists()] == []
 
 
 def test_readme_leads_to_every_page() -> None:
