@@ -140,7 +140,7 @@ def test_complete_facts_are_looked_up_again_after_an_hour(
 
 
 def test_facts_of_a_partition_are_not_those_of_the_next_one(machine: DraMachine, inventory: Inventory) -> None:
-    for uuid in ("MIG-1", "MIG-2"):
+    for uuid in (f"MIG-00000000-0000-4000-8000-00000000000{number}" for number in (1, 2)):
         machine.states([])
         machine.allocate([AllocatableDevice(GPUS[0], (f"nvidia.com/gpu={uuid}",), (7, 0))])
         inventory.refresh()

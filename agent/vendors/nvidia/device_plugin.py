@@ -1,4 +1,4 @@
-"""Names that NVIDIA's Kubernetes device plugin gives to sockets, resources and devices. Pure.
+"""Names that NVIDIA's Kubernetes device plugin, and others for its GPUs, give to sockets, resources and devices. Pure.
 
 The names are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID in
 internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
@@ -16,9 +16,10 @@ SPEC_KIND = "k8s.device-plugin.nvidia.com/gpu"
 SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 """The plugin writes this file at its start if its device list strategy is `cdi-...` (CreateSpecFile in
 internal/cdi/cdi.go)."""
-IDENTITY = re.compile(r"((?:GPU|MIG)-[0-9A-Za-z/-]+)(?:::[0-9]+)?")
-"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). With time-slicing and MPS, `::` and the number of
-a replica follow."""
+UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+IDENTITY = re.compile(f"((?:GPU|MIG)-{UUID}|MIG-GPU-{UUID}/[0-9]+/[0-9]+)(?:(?:::|-)[0-9]+)?")
+"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). A number may follow, because several containers can
+share a GPU: after `::` with time-slicing and MPS, after `-` with HAMi's plugin."""
 
 
 def gpu_of(name: str) -> str:

@@ -19,6 +19,7 @@ from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, SPEC, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, gpu_machine
 
 AHEAD = 7200
+UUID = "7a0e1b2c-0000-4000-8000-0123456789ab"
 OTHER = "GPU-99999999-0000-0000-0000-000000000000"
 
 
@@ -96,6 +97,21 @@ def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
     assert serving.machine.report()["advertised_gpus"] == 2
     serving.advertise(gpu_shared=[f"{UUIDS[0]}::{index}" for index in range(8)])
     assert serving.condition() == ("False", "GPUsMissing")
+
+
+def test_ids_with_a_number_after_the_uuid(serving: Kubelet) -> None:
+    """HAMi's plugin offers each GPU ten times. A new specification does not make it restart."""
+    devices = [f"{gpu}-{index}" for gpu in UUIDS for index in range(10)]
+    serving.advertise(gpu=devices)
+    assert serving.condition() == ("True", "Advertised")
+    assert "nvidia.com/gpu: 20" in serving.message()
+    assert serving.machine.report()["advertised_gpus"] == 2
+    serving.publish_later()
+    assert serving.condition() == ("True", "Advertised")
+    serving.advertise(gpu=devices[:10])
+    assert serving.condition() == ("False", "GPUsMissing")
+    serving.advertise(gpu=[f"{gpu}-x{index}" for gpu in UUIDS for index in range(10)])
+    assert serving.condition() == ("Unknown", "UnknownIDs"), "ids of another kind prove nothing"
 
 
 def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
@@ -331,11 +347,23 @@ def test_a_checkpoint_that_is_not_a_file_or_too_large(serving: Kubelet) -> None:
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        ("GPU-7a0e", "GPU-7a0e"),
-        ("GPU-7a0e::3", "GPU-7a0e"),
-        ("MIG-7a0e::0", "MIG-7a0e"),
-        ("MIG-GPU-7a0e/1/0", "MIG-GPU-7a0e/1/0"),
-        ("GPU-7a0e::x", ""),
+        (f"GPU-{UUID}", f"GPU-{UUID}"),
+        (f"GPU-{UUID}::3", f"GPU-{UUID}"),
+        (f"GPU-{UUID}-3", f"GPU-{UUID}"),
+        (f"MIG-{UUID}", f"MIG-{UUID}"),
+        (f"MIG-{UUID}::0", f"MIG-{UUID}"),
+        (f"MIG-{UUID}-0", f"MIG-{UUID}"),
+        (f"MIG-GPU-{UUID}/1/0", f"MIG-GPU-{UUID}/1/0"),
+        (f"MIG-GPU-{UUID}/1/0::12", f"MIG-GPU-{UUID}/1/0"),
+        (f"MIG-GPU-{UUID}/1/0-12", f"MIG-GPU-{UUID}/1/0"),
+        (f"GPU-{UUID}::x", ""),
+        (f"GPU-{UUID}-x", ""),
+        (f"GPU-{UUID}-3-4", ""),
+        (f"GPU-{UUID}/1/0", ""),
+        (f"GPU-{UUID}0", ""),
+        (f"GPU-{UUID[:-1]}", ""),
+        ("GPU-7a0e", ""),
+        ("nvidia0", ""),
         ("0", ""),
         ("0:1", ""),
         ("all", ""),

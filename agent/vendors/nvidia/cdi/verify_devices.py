@@ -13,10 +13,10 @@ from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, Request
 from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import object_of, strings
+from agent.vendors.nvidia.device_plugin import UUID
 from agent.vendors.nvidia.mig import Instance, parse_instance
 
 EVERY_GPU = "all"
-UUID = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 GPU_INDEX, GPU_UUID = re.compile(r"[0-9]+"), re.compile(f"GPU-{UUID}")
 MIG_INDEX, MIG_UUID = re.compile(r"[0-9]+:[0-9]+"), re.compile(f"MIG-{UUID}")
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
