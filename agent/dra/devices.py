@@ -12,6 +12,7 @@ from agent.vendors.dra_vendor import Attribute, DeviceFacts
 
 PCI_BUS_ID = "resource.kubernetes.io/pciBusID"
 PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
+NUMA_NODE = "resource.kubernetes.io/numaNode"
 """Attributes with the same name in all drivers (deviceattribute of k8s.io/dynamic-resource-allocation)."""
 WHOLE, PARTITION = "gpu", "partition"
 """Values of the attribute `type`, by which a DeviceClass can select whole GPUs."""
@@ -99,7 +100,7 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
         if state.kernel_driver:
             attributes["kernelDriver"] = state.kernel_driver
         if state.numa_node >= 0:
-            attributes["numaNode"] = state.numa_node
+            attributes[NUMA_NODE] = state.numa_node
     return Device(
         name=device_name(source),
         vendor=vendor,

@@ -45,7 +45,7 @@ def test_what_is_known_becomes_attributes() -> None:
                 PCI_BUS_ID: GPU,
                 PCIE_ROOT: "pci0000:00",
                 "kernelDriver": "drv",
-                "numaNode": 0,
+                "resource.kubernetes.io/numaNode": 0,
             },
             {"memory": 1 << 30},
             (),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.devices import Device, Taint
+from agent.dra.devices import NUMA_NODE, Device, Taint
 from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name, writes
 from agent.model.gpu_states import Effect
 from agent.vendors.dra_vendor import Attribute, Version
@@ -23,7 +23,7 @@ def devices(count: int, *taints: Taint) -> list[Device]:
 def test_a_slice_has_what_claims_select_by() -> None:
     attributes: dict[str, Attribute] = {
         "uuid": "x",
-        "numaNode": 0,
+        NUMA_NODE: 0,
         "ok": True,
         "driverVersion": Version("1.2.3"),
         "long": "x" * 65,
@@ -42,7 +42,7 @@ def test_a_slice_has_what_claims_select_by() -> None:
             "name": "gpu-0",
             "attributes": {
                 "uuid": {"string": "x"},
-                "numaNode": {"int": 0},
+                "resource.kubernetes.io/numaNode": {"int": 0},
                 "ok": {"bool": True},
                 "driverVersion": {"version": "1.2.3"},
             },
