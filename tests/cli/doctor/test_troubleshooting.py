@@ -96,6 +96,7 @@ REPORTED = (
     (KIND.CDI_SPEC_CURRENT, Reason.GENERATION_FAILED),
     (KIND.RUNTIME_CONFIGURED, Reason.READ_BACK_FAILED),
     (KIND.RUNTIME_ACTIVE, Reason.FAILED),
+    (KIND.RUNTIME_ACTIVE, Reason.CRI_FAILED),
     (KIND.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN),
 )
 """Faults that only the machine half sees, in trees of machines in tests/machine; here it reports them."""
