@@ -64,7 +64,7 @@ COMMANDS = {
     "status": Command(
         "print whether each machine is ready, and why not",
         "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
-        "not ready come first. What only root may read is unknown to other users.",
+        "not ready come first. What only root may read is unknown to other users, and not ready.",
         (
             "unbounded-agent status",
             "unbounded-agent status gpu-node --wait=600",

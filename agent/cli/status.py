@@ -1,5 +1,6 @@
 """`unbounded-agent status`: prints whether each machine is ready, and why not; can wait until it is, or repeat."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from agent.cli.documents import document
 from agent.cli.output import print_machines, print_tables, report_problems, style
-from agent.cli.printing import say
+from agent.cli.printing import report, say
 from agent.cli.summary import causes, summaries
 from agent.config.settings import Config
 from agent.host.outcome import NO_MACHINES, MachineOutcome
@@ -18,11 +19,13 @@ from agent.host.state.condition_history import read_history
 from agent.model.conditions import Status
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Facts
+from agent.model.reasons import Reason
 from agent.model.text import rfc3339
 from agent.system.files import System
 
 NOT_READY, UNKNOWN = 3, 4
 """Exit codes of --check and --wait. 1 and 2 mean that the command failed."""
+AS_ROOT = "note: root may read what is unknown here: run `sudo unbounded-agent status`"
 POLL = 1.0
 """Seconds between two observations while waiting."""
 CLEAR = "\x1b[H\x1b[2J"
@@ -60,6 +63,8 @@ def status(reconciler: Reconciler, request: Request = Request(), load: Callable[
         facts, machines = _observe(reconciler, request)
     report_problems(facts)
     _print(reconciler, request, facts, machines)
+    if os.geteuid() != 0 and any(c.reason == Reason.OBSERVATION_FAILED for each in machines for c in each.conditions):
+        report(AS_ROOT)
     return _exit_code(machines) if request.check or request.wait is not None else 0
 
 

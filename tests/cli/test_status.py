@@ -14,7 +14,7 @@ from agent.cli.status import Request, status
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError
-from agent.model.paths import MACHINE_ROOTS
+from agent.model.paths import MACHINE_ROOTS, REMEMBERED_GPUS
 from agent.system.files import System
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
@@ -235,6 +235,36 @@ def test_a_machine_that_may_not_be_looked_at_is_unknown(
     text = printed(agent, capsys)
     assert text.startswith(f"{MACHINE}: unknown, ObservationFailed")
     assert "Permission denied" in text
+
+
+def test_a_machine_that_may_be_gone_is_not_ready(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ran and was removed since. A user read that it is ready, with exit code 0, where root got 3."""
+    os.rmdir(f"{gpu_host.root}{ROOT}")
+    units(no_gpus(gpu_host), "inactive", stopped_at=5)
+    check = Request(check=True)
+    assert status(reconciler(gpu_host, require_gpus=False), check) == 3
+    hide(gpu_host, monkeypatch)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    capsys.readouterr()
+    assert status(reconciler(gpu_host, require_gpus=False), check) == 4
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{MACHINE}: unknown, ObservationFailed")
+    assert "run `sudo unbounded-agent status`" in printed.err
+
+
+def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """The host may have lost all its GPUs."""
+    agent = reconciler(gpu_host, require_gpus=False)
+    agent.reconcile()
+    no_gpus(gpu_host)
+    assert status(agent, Request(check=True)) == 3
+    for copy in REMEMBERED_GPUS:
+        gpu_host.failing[copy] = PermissionError(errno.EACCES, "Permission denied")
+    capsys.readouterr()
+    assert status(agent, Request(check=True)) == 4
+    assert "granted-gpus.json: Permission denied" in capsys.readouterr().out
 
 
 def test_a_machine_that_runs_exists(

@@ -38,6 +38,9 @@ def with_lost_gpus(
     ready = by_type[ConditionType.READY]
     if all_lost and (ready.status is not Status.FALSE or ready.reason == Reason.NO_GPU):
         by_type[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
+    elif isinstance(remembered, Unseen) and (ready.status, ready.reason) == (Status.TRUE, Reason.NO_GPU):
+        why = f"whether the machine has lost all its GPUs is unknown: {remembered.why}"
+        by_type[ConditionType.READY] = unknown(ConditionType.READY, Reason.OBSERVATION_FAILED, why)
     return tuple(by_type[kind] for kind in ConditionType)
 
 

@@ -10,13 +10,16 @@ from agent.model.reasons import Reason
 def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
     """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
 
-    That is so for users who may not read /var/lib/machines. But a machine counts as existing if its unit runs,
-    or has stopped or failed to start since the host booted.
+    That is so for users who may not read /var/lib/machines. But a machine exists if its unit runs. If its unit has
+    stopped or failed to start since the host booted, MachineRunning is known; the machine may have been removed since.
     """
-    if not isinstance(machine.root, Unseen) or machine.has_run or not machine.ended:
+    if not isinstance(machine.root, Unseen) or not machine.ended:
         return tuple(conditions)
     why = f"whether machine {machine.name} exists is unknown: {machine.root.why}"
-    changed = (ConditionType.MACHINE_RUNNING, ConditionType.READY)
+    changed = {ConditionType.MACHINE_RUNNING, ConditionType.READY}
+    if machine.has_run:
+        false_ready = any(each.type is ConditionType.READY and each.status is Status.FALSE for each in conditions)
+        changed = set() if false_ready else {ConditionType.READY}
     return tuple(
         unknown(each.type, Reason.OBSERVATION_FAILED, why)
         if each.type in changed and each.status is not Status.UNKNOWN
