@@ -6,6 +6,7 @@ Every path is below a root prefix, so that tests can observe recorded hosts.
 import contextlib
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
@@ -168,6 +169,12 @@ class System(Rooted):
         """Return the free bytes of the file system that a directory is on, without those that are reserved for root."""
         status = os.statvfs(self._at(path))
         return status.f_bavail * status.f_frsize
+
+    def free_files(self, path: str) -> int:
+        """Return how many files can still be made on the file system that a directory is on."""
+        status = os.statvfs(self._at(path))
+        # Some file systems have no limit, and say 0 of 0.
+        return status.f_favail if status.f_files else sys.maxsize
 
     def full_path(self, path: str) -> str:
         """Return the path with the root prefix, for system calls that take paths (inotify_add_watch(2))."""

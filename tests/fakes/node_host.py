@@ -23,6 +23,7 @@ from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
 from tests.fakes.host import Host, ScriptedRunner
+from tests.fakes.layouts import put_layout
 
 NODE, SERVER, TOKEN = "node-1", "https://192.0.2.1:6443", "abcdef.0123456789abcdef"
 CA_FILE, TOKEN_FILE = "/etc/unbounded-agent/ca.crt", "/etc/unbounded-agent/token"
@@ -76,7 +77,7 @@ class HostTools(ScriptedRunner):
             case ("skopeo", "inspect", "--config", *_):
                 return json.dumps({"architecture": "amd64", "os": "linux"})
             case ("skopeo", *words) if "copy" in words:
-                Path(words[-1].removeprefix("oci:").removesuffix(":node")).mkdir()
+                put_layout(Path(words[-1].removeprefix("oci:").removesuffix(":node")))
             case ("umoci", "raw", "unpack", *_, root):
                 for name in self.image:
                     program = Path(root) / name

@@ -27,6 +27,8 @@ UNPACKED_LIMIT = 1 << 30
 ENTRIES_LIMIT = 1000
 DESCRIPTION_LIMIT = 1 << 16
 """Bytes with which an archive may describe one entry: a long name, times and the like. They precede its content."""
+BLOCK = 1 << 15
+"""Bytes that are read at once."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
 """What tarfile and gzip raise for malformed archives."""
 
@@ -34,11 +36,11 @@ DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticE
 class _Metered:
     """An archive of which tarfile may read only `allowance` further bytes.
 
-    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `_programs`
-    sets the allowance again for each entry.
+    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `entries` sets
+    the allowance again for each entry.
     """
 
-    def __init__(self, content: gzip.GzipFile) -> None:
+    def __init__(self, content: BinaryIO) -> None:
         self._content = content
         self.allowance = DESCRIPTION_LIMIT
 
@@ -62,7 +64,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
     found: dict[str, tuple[str, int]] = {}
     try:
         with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
-            for name, program in _programs(content):
+            for name, program in _programs(cast(BinaryIO, content)):
                 if binary.archive == "programs":
                     found |= _put(program, f"{binary.path}/{name}", writer)
                 elif name == binary.name:
@@ -75,22 +77,31 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
     return found
 
 
-def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
+def _programs(content: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield the name and the content of each program. The caller must read one content before it asks for the next."""
-    size, metered = 0, _Metered(content)
+    size = 0
+    for number, (archive, entry) in enumerate(entries(content)):
+        size += entry.size
+        if size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
+            raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
+        name = NAME.fullmatch(entry.name)
+        program = archive.extractfile(entry) if name and entry.isreg() and entry.mode & 0o111 else None
+        if name and program:
+            yield name[1], program
+
+
+def entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the entries of an archive that is not trusted, in bounded memory. Raises one of DAMAGED."""
+    metered = _Metered(content)
     # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.
-    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:
-        for number, entry in enumerate(archive):
-            size += entry.size
+    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|", bufsize=BLOCK) as archive:
+        while entry := archive.next():
+            # tarfile would keep all of them.
+            archive.members.clear()  # type: ignore[attr-defined]  # its documentation does not mention it
             if entry.size < 0:
-                raise tarfile.ReadError(f"entry {number} has a negative size")
-            if size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
-                raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
+                raise tarfile.ReadError(f"the entry {entry.name!a} has a negative size")
             metered.allowance = entry.size + DESCRIPTION_LIMIT
-            name = NAME.fullmatch(entry.name)
-            program = archive.extractfile(entry) if name and entry.isreg() and entry.mode & 0o111 else None
-            if name and program:
-                yield name[1], program
+            yield archive, entry
 
 
 def _put(program: IO[bytes], path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:

@@ -5,16 +5,25 @@ When the root file system is complete and on disk, a rename gives it its name.
 """
 
 import contextlib
+import gzip
+import io
 import os
+import re
+import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
 
 from agent.config.node import ImageSettings
-from agent.host.provision.image import UNPACKED, access_options
+from agent.host.provision.archives import DAMAGED, entries
+from agent.host.provision.image import MANIFEST_LIMIT, UNPACKED, access_options
 from agent.host.provision.image_errors import explained
-from agent.model.errors import AgentError, ApplyError, CommandError
+from agent.model.errors import AgentError, ApplyError, CommandError, DocumentError
+from agent.model.json_document import get, objects, parse_object
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
+from agent.system import opening
 from agent.system.clearing import clear
 from agent.system.files import System
 from agent.system.root_writer import RootWriter
@@ -31,6 +40,10 @@ RETRIES = "3"
 """How often skopeo retries after an error of the network: after 1, 2 and 4 seconds."""
 MARGIN = 256 << 20
 """Bytes that must stay free on the file system."""
+BLOCK = 4096
+"""Bytes on disk that an entry of a layer takes in addition to its content: its inode, and its last block."""
+WHITEOUT = ".wh."
+"""Begins the name of an entry that removes the entry of this name, without the beginning, of an earlier layer."""
 TICK = 1.0
 """Seconds between two progress messages."""
 
@@ -55,6 +68,7 @@ def unpack(
         _check_space(image, partial, system)
         with _reporting_size(f"{partial}/image", image.size, system, progress):
             _pull(settings, image, partial, system)
+        _check_layers(image, partial, system)
         progress(f"unpacking {image.name}")
         _unpack(image, partial, system)
         system.run_tool("sync", "--file-system", system.full_path(partial), timeout=SYNC_LIMIT)
@@ -101,6 +115,59 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
         )
     except CommandError as error:
         raise explained(error, image.name) from error
+
+
+def _check_layers(image: NodeImage, partial: str, system: System) -> None:
+    """Read all layers, and refuse what would fill the disk or lead out of the root file system. Raises ApplyError.
+
+    What umoci writes is bounded by what is read here: it is at most the decompressed layers, because sparse files,
+    whose holes umoci fills, are refused. A few hundred bytes may decompress to any number.
+    """
+    index = f"{partial}/image/index.json"
+    (digest,) = objects(index, parse_object(index, system.read(index)), "manifests", _digest_of)
+    manifest = parse_object(index, system.read(_blob(partial, digest), MANIFEST_LIMIT))
+    free, files = system.free_bytes(partial) - MARGIN, system.free_files(partial) // 2
+    until = time.monotonic() + UNPACK_LIMIT
+    for layer in objects(index, manifest, "layers", _digest_of):
+        try:
+            with opening.plain(system.full_path(_blob(partial, layer))) as file:
+                for _, entry in entries(_decompressed(file)):
+                    free, files = free - BLOCK - entry.size, files - 1
+                    if why := _refusal(entry, min(free, files), until):
+                        raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
+        except DAMAGED as error:
+            raise ApplyError(f"{image.name}: layer {layer[:19]} is damaged: {error}", "use another image") from error
+
+
+def _refusal(entry: tarfile.TarInfo, free: int, until: float) -> str:
+    """Return why a layer is not unpacked because of this entry, or nothing."""
+    name = f"{entry.name[:200]!a}"
+    if entry.issparse():
+        return f"{name} is a sparse file, which layers must not have"
+    if free < 0:
+        return "the image unpacks to more bytes or files than the file system has room for"
+    if time.monotonic() > until:
+        return f"it took more than {UNPACK_LIMIT:.0f} s to read"
+    if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in entry.name.split("/")):
+        return f"{name} would remove a directory outside of its own"
+    return ""
+
+
+def _decompressed(file: io.BufferedReader) -> BinaryIO:
+    """Return the content of a layer, whose compression is gzip, or none."""
+    compressed = file.peek(2)[:2] == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if compressed else file
+
+
+def _digest_of(where: str, document: dict[str, Any]) -> str:
+    digest = get(where, document, "digest", str)
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        raise DocumentError(f"{where}: digest is {digest[:100]!a}")
+    return digest
+
+
+def _blob(partial: str, digest: str) -> str:
+    return f"{partial}/image/blobs/{digest.replace(':', '/')}"
 
 
 def _unpack(image: NodeImage, partial: str, system: System) -> None:

@@ -1,9 +1,11 @@
 """Which image a root file system is made from, what skopeo and umoci are asked, and how failures are explained."""
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from agent.model.node import NodeImage
 from agent.system.clearing import DOOR
 from agent.system.files import System
 from agent.system.process import Completed
+from tests.fakes.archives import entry, packed
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.host import Host, ScriptedRunner
+from tests.fakes.layouts import put_layout
 from tests.fakes.waiting import wait_for
 
 NODES = ImageSettings(repository="docker://registry.example.com/nodes", tag="1.2")
@@ -262,6 +266,8 @@ class Tools(ScriptedRunner):
         """The permission bits of skopeo's directory while skopeo runs."""
         self.pulling: Callable[[], None] = lambda: None
         self.entries: dict[str, Any] = {"sbin/init": 0o755}
+        self.layers: tuple[bytes, ...] = ()
+        self.index = ""
         self.failing = ""
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
@@ -273,6 +279,10 @@ class Tools(ScriptedRunner):
         if argv[0] == "skopeo":
             self.modes.append(Path(argv[argv.index("--tmpdir") + 1]).stat().st_mode & 0o777)
             self.pulling()
+            layout = Path(argv[-1].removeprefix("oci:").removesuffix(":node"))
+            put_layout(layout, *self.layers)
+            if self.index:
+                (layout / "index.json").write_text(self.index)
         if argv[0] == "umoci":
             for name, mode in self.entries.items():
                 file = Path(argv[-1]) / name
@@ -370,3 +380,65 @@ def test_an_image_that_is_too_large(system: System, tools: Tools) -> None:
     with pytest.raises(ApplyError, match=r"needs 4294967552 MiB, but only [0-9]+ MiB are free"):
         unpack(NODES, image, ROOT, system)
     assert "skopeo" not in {argv[0] for argv in tools.calls}
+
+
+def sparse(size: int) -> bytes:
+    """Return an archive with one file that is a hole, as GNU tar makes it."""
+    found = entry("hole", tarfile.GNUTYPE_SPARSE)
+    header = bytearray(found.tobuf(tarfile.GNU_FORMAT))
+    # The hole ends with a part of no bytes, and 12 digits of base 8 have no room for the size.
+    header[386:410] = (1 << 95 | size).to_bytes(12, "big") + b"%011o\0" % 0
+    header[483:495] = (1 << 95 | size).to_bytes(12, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(1024)
+
+
+ZEROS = entry("zeros", size=1 << 50).tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)
+OUTSIDE, LARGE = "would remove a directory outside of its own", "more bytes or files"
+BOMBS = {
+    "a hole": (gzip.compress(sparse(1 << 50)), "'hole' is a sparse file"),
+    "a small hole": (gzip.compress(sparse(100)), "'hole' is a sparse file"),
+    "zeros": (gzip.compress(ZEROS), LARGE),
+    "not compressed": (ZEROS, LARGE),
+    "the parent": (gzip.compress(packed(entry("a/.wh..."))), OUTSIDE),
+    "the directory itself": (gzip.compress(packed(entry("a/.wh.."))), OUTSIDE),
+    "no name": (gzip.compress(packed(entry("./.wh."))), OUTSIDE),
+    "in a directory": (gzip.compress(packed(entry(".wh.../x"))), OUTSIDE),
+    "no archive": (gzip.compress(bytes(range(256)) * 4), "is damaged"),
+    "cut off": (gzip.compress(packed(entry("a")))[:-20], "is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_an_image_that_would_do_harm_is_not_unpacked(system: System, tools: Tools, kind: str) -> None:
+    """`umoci` fills holes with zeros, so that a few hundred bytes fill the disk."""
+    layer, why = BOMBS[kind]
+    tools.layers = (gzip.compress(packed(entry("sbin/init"))), layer)
+    with pytest.raises(ApplyError, match=why):
+        unpack(NODES, IMAGE, ROOT, system)
+    assert "umoci" not in {argv[0] for argv in tools.calls}
+    assert system.entries("/var/lib/machines") == ()
+
+
+def test_an_image_with_too_many_files(system: System, tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools.layers = (gzip.compress(packed(*(entry(str(number)) for number in range(20)))),)
+    real = os.statvfs(tools.tree)
+    few = os.statvfs_result((*real[:5], 100, 30, 30, *real[8:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: few)
+    with pytest.raises(ApplyError, match="more bytes or files"):
+        unpack(NODES, IMAGE, ROOT, system)
+
+
+def test_usual_layers_are_unpacked(system: System, tools: Tools) -> None:
+    """With what removes entries of earlier layers, and the empty layer that Docker makes."""
+    names = ("etc/.wh.shadow", "etc/.wh..wh..opq", ".wh..wh.plnk", "usr/share/..wh", "usr/bin/[")
+    tools.layers = (gzip.compress(packed(*map(entry, names))), packed(entry("a" * 300)), gzip.compress(bytes(1024)))
+    unpack(NODES, IMAGE, ROOT, system)
+    assert system.exists(ROOT)
+
+
+def test_a_layout_that_leads_elsewhere(system: System, tools: Tools) -> None:
+    tools.index = '{"manifests": [{"digest": "sha256:../../../etc/passwd"}]}'
+    with pytest.raises(AgentError, match="digest is"):
+        unpack(NODES, IMAGE, ROOT, system)
