@@ -14,7 +14,7 @@ from agent.host.state.starts import mark_start
 from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.live import LiveSettings, render_live
-from agent.model.paths import handed_roots_file, live_file
+from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
 from agent.system.damage import write_record
 from agent.system.files import System
 
@@ -48,6 +48,12 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
     system = reconciler.system
+    try:
+        # systemd makes it so at boot, but a file system may be mounted there later.
+        system.make_private(MACHINE_ROOTS)
+    except OSError as error:
+        why, advice = error.strerror, f"run `chmod 700 {MACHINE_ROOTS}`"
+        reconciler.progress(f"{MACHINE_ROOTS} may be open to users of the host: {why} ({advice})")
     # Mark the start now: if `stop` cancels the start from here on, the service must not start the machine again.
     mark_start(name, system)
     # Remove the record of live settings before taking the lock: if another process's pass holds the lock for too long,

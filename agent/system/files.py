@@ -196,6 +196,15 @@ class System(Rooted):
                 os.chmod(directory, 0o755)
                 opening.sync_directory(os.path.dirname(directory))
 
+    def make_private(self, path: str) -> None:
+        """Make a directory, or change it, so that only root may enter it.
+
+        For root file systems, which have device nodes and perhaps vulnerable setuid programs.
+        """
+        self.make_directory(path)
+        if self.mode(path) & 0o077:
+            os.chmod(self._at(path), 0o700)
+
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: no reader ever sees a part of the content."""
         self._write(path, content, mode, durable=True)

@@ -1,6 +1,8 @@
 """The preparation before each start of a machine."""
 
+import errno
 import fcntl
+import os
 import threading
 from pathlib import Path
 
@@ -10,7 +12,15 @@ from agent.cli.prepare import WAIT_LIMIT, prepare
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import AgentError, BusAnswerError, ConfigError
 from agent.model.live import parse_live
-from agent.model.paths import MACHINES_STATE, PASS_LOCK, joined_file, live_file, nspawn_file, report_directory
+from agent.model.paths import (
+    MACHINE_ROOTS,
+    MACHINES_STATE,
+    PASS_LOCK,
+    joined_file,
+    live_file,
+    nspawn_file,
+    report_directory,
+)
 from agent.model.reasons import Reason
 from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
@@ -23,6 +33,33 @@ def test_the_machine_gets_fresh_settings(gpu_host: Host) -> None:
     outcome = prepare(MACHINE, reconciler(gpu_host))
     assert gpu_host.is_directory(report_directory(MACHINE))
     assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].start_settings
+
+
+def test_users_of_the_host_cannot_enter_root_file_systems(gpu_host: Host) -> None:
+    """They would have the image's device nodes and setuid programs. A mounted file system may be open to all."""
+    machines = Path(gpu_host.full_path(MACHINE_ROOTS))
+    machines.chmod(0o755)
+    prepare(MACHINE, reconciler(gpu_host))
+    assert machines.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_cannot_be_closed_keeps_no_machine_from_starting(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(gpu_host.full_path(MACHINE_ROOTS)).chmod(0o755)
+    agent, said = reconciler(gpu_host), list[str]()
+    agent.progress = said.append
+
+    real = os.chmod
+
+    def chmod(path: str, mode: int) -> None:
+        if path.endswith(MACHINE_ROOTS):
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(path, mode)
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    assert prepare(MACHINE, agent).machines[0].start_settings
+    assert "Read-only file system (run `chmod 700 /var/lib/machines`)" in "".join(said)
 
 
 def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_host: Host) -> None:

@@ -61,9 +61,9 @@ def unpack(
     partial = f"{root}{PARTIAL}"
     if system.exists(root):
         raise ApplyError(f"{root} exists already", "remove it, then run the command again")
-    _make_private(os.path.dirname(root), system)
+    system.make_private(os.path.dirname(root))
     clear((partial,), system, REMOVE_LIMIT)
-    _make_private(partial, system)
+    system.make_private(partial)
     try:
         _check_space(image, partial, system)
         with _reporting_size(f"{partial}/image", image.size, system, progress):
@@ -77,16 +77,6 @@ def unpack(
         # Free the disk space, which may be gigabytes: the next attempt or the node needs it.
         with contextlib.suppress(AgentError):
             clear((partial,), system, REMOVE_LIMIT)
-
-
-def _make_private(directory: str, system: System) -> None:
-    """Make a directory that other users may not enter, unless the directory exists already.
-
-    Others may not enter it because programs in it may be setuid and vulnerable.
-    """
-    if not system.is_directory(directory):
-        system.make_directory(directory)
-        os.chmod(system.full_path(directory), 0o700)
 
 
 def _check_space(image: NodeImage, partial: str, system: System) -> None:

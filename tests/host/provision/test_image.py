@@ -326,6 +326,13 @@ def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> Non
         unpack(NODES, IMAGE, ROOT, system)
 
 
+def test_an_open_directory_of_root_file_systems_is_closed(system: System) -> None:
+    """A file system that an administrator mounts there has mode 0755."""
+    system.make_directory("/var/lib/machines")
+    unpack(NODES, IMAGE, ROOT, system)
+    assert system.mode("/var/lib/machines") == 0o700
+
+
 def test_the_hosts_signature_policy(system: System, tools: Tools) -> None:
     system.write("/etc/containers/policy.json", b"{}")
     unpack(NODES, IMAGE, ROOT, system)
