@@ -5,9 +5,9 @@ the kernel's nftables. kube-proxy and network plugins may also use nftables with
 make there are listed and removed with nft.
 """
 
+import contextlib
 import dataclasses
 import re
-import shlex
 from collections.abc import Iterator
 
 from agent.model.errors import CommandError
@@ -21,9 +21,13 @@ KINDS = ("nft", "legacy")
 """Variants of iptables. Each has rules of its own, and a host may have both. A variant's programs have the variant in
 their names, such as iptables-nft-save. If a host has no such programs, it has only one variant, with programs such as
 iptables-save."""
-KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-\S+|(OLD_)?CILIUM_\S+|WEAVE(-\S+)?|cali-\S+")
+KUBERNETES = re.compile(r"(KUBE|CNI|FLANNEL|ANTREA)-[\w.-]+|(OLD_)?CILIUM_[\w.-]+|WEAVE(-[\w.-]+)?|cali-[\w.-]+", re.A)
 """Names of chains that kube-proxy, the kubelet, CNI plugins and network plugins make."""
-CHAIN = re.compile(r":(\S+) ")
+INTERFACES = ("-i", "-o", "--physdev-in", "--physdev-out")
+"""Options with the name of an interface."""
+QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"(?=[ \n]|\Z)', re.DOTALL)
+ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+WORD_END = re.compile(r"[ \n]|\Z")
 TABLE = re.compile(r"table (ip6? (?:kube-proxy|flannel-ipv[46]|calico))")
 """A line of `nft list tables` with a table of kube-proxy, Flannel or Calico."""
 LIMIT = 120.0
@@ -56,30 +60,74 @@ def remove_chains(chains: Chains, system: System) -> None:
         if chains in _tables(system):
             system.run(NFT, "delete", "table", *chains.table.split(), timeout=LIMIT)
         return
-    saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).split("\n")
-    present = {found[1] for line in saved if (found := CHAIN.match(line))}
+    saved = [*_lines(system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT))]
+    present = {name for words in saved if (name := _chain(words))}
     names = [name for name in chains.names if name in present]
-    jumps = [line for line in saved if line.startswith("-A ") and _jumps(line, {*names})]
-    # Make all changes with one call, because a cluster with many services has thousands of chains.
-    changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
-    changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
-    content = "\n".join([f"*{chains.table}", *changes, "COMMIT", ""])
-    # The rules may have comments of other programs, which are perhaps not UTF-8.
-    system.write(CHAINS_REMOVAL, content.encode(errors="surrogateescape"), 0o600)
+    for words in saved:
+        if _jumps(words, {*names}):
+            # The rule's words become arguments: a file for iptables-restore cannot have a line break in a comment.
+            with contextlib.suppress(CommandError):
+                system.run(chains.program, "--wait", "--table", chains.table, "-D", *words[1:], timeout=LIMIT)
+    # One call, because a cluster with many services has thousands of chains. All or nothing is done.
+    emptied, removed = ([f"{flag} {name}" for name in names] for flag in ("-F", "-X"))
+    try:
+        _restore(chains, [*emptied, *removed], system)
+    except CommandError:
+        # A rule that leads to one of the chains is still there. `reset` compares the network again, and names what is
+        # left.
+        _restore(chains, emptied, system)
+        for each in removed:
+            with contextlib.suppress(CommandError):
+                _restore(chains, [each], system)
+
+
+def _restore(chains: Chains, changes: list[str], system: System) -> None:
+    system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
     try:
         system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
     finally:
         system.remove(CHAINS_REMOVAL)
 
 
-def _jumps(rule: str, names: set[str]) -> bool:
+def _lines(saved: str) -> Iterator[list[str]]:
+    """Yield the words of each line that iptables-save prints.
+
+    This is no shell syntax. Whole words are quoted, and may then contain line breaks, as comments of rules may. Names
+    of interfaces are printed as they are: they may contain quotation marks, but no spaces.
+    """
+    words: list[str] = []
+    at = 0
+    while at < len(saved):
+        if saved[at] in " \n":
+            if saved[at] == "\n":
+                yield words
+                words = []
+            at += 1
+        elif found := None if words and words[-1] in INTERFACES else QUOTED.match(saved, at):
+            words.append(ESCAPED.sub(r"\1", found[1]))
+            at = found.end()
+        else:
+            words.append(saved[at : (at := WORD_END.search(saved, at).start())])  # type: ignore[union-attr]
+    yield words
+
+
+def _chain(words: list[str]) -> str:
+    """Return the name of a chain of Kubernetes that a line lists, or nothing."""
+    match words:
+        case [name, _, _] if name.startswith(":") and KUBERNETES.fullmatch(name[1:]):
+            return name[1:]
+        case _:
+            return ""
+
+
+def _jumps(words: list[str], names: set[str]) -> bool:
     """Return whether a rule leads to one of the chains `names`, and is not itself in one of them."""
-    # Do not split rules that contain none of the names: shlex fails on a lone quotation mark, which other programs may
-    # have put into a name in a rule, and which iptables-save does not escape.
-    if not any(name in rule for name in names):
-        return False
-    _, chain, *words = shlex.split(rule)
-    return chain not in names and any(words[at - 1] in ("-j", "-g") for at, word in enumerate(words) if word in names)
+    match words:
+        case ["-A", chain, *_, "-j" | "-g", target]:
+            # A rule that leads to a chain ends with its name.
+            return chain not in names and target in names
+        case _:
+            return False
 
 
 def _programs(system: System) -> Iterator[str]:
@@ -108,9 +156,9 @@ def _chains(program: str, system: System) -> Iterator[Chains]:
         return
     tables: dict[str, list[str]] = {}
     names: list[str] = []
-    for line in saved.splitlines():
-        if line.startswith("*"):
-            names = tables.setdefault(line[1:], [])
-        elif (found := CHAIN.match(line)) and KUBERNETES.fullmatch(found[1]):
-            names.append(found[1])
+    for words in _lines(saved):
+        if len(words) == 1 and words[0].startswith("*"):
+            names = tables.setdefault(words[0][1:], [])
+        elif name := _chain(words):
+            names.append(name)
     yield from (Chains(program, table, tuple(sorted(names))) for table, names in sorted(tables.items()) if names)

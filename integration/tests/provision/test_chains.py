@@ -30,6 +30,13 @@ for program in iptables-nft ip6tables-nft; do
     $program -N KUBE-FIREWALL
     $program -I INPUT -j KUBE-FIREWALL
     $program -A MINE -g KUBE-FIREWALL
+    $program -A INPUT -m comment --comment "a
+-A INPUT -j ACCEPT
+:KUBE-FAKE - [0:0]
+COMMIT
+" -j KUBE-FIREWALL
+    $program -A FORWARD -i 'a"b' -m comment --comment 'it"s \\' -o '"' -j KUBE-FIREWALL
+    $program -t nat -A PREROUTING -i "it's" -m comment --comment "its \\\" end" -j KUBE-SERVICES
 done
 """
 """What kube-proxy, the kubelet and CNI plugins do, among rules of somebody else."""

@@ -87,28 +87,96 @@ def test_chains_that_an_earlier_release_did_not_record_stay() -> None:
     assert (left.remove, left.keep) == ((mixed, calico), ())
 
 
+class Iptables:
+    """Prints what was saved, and keeps what it is asked to do."""
+
+    def __init__(self, host: Host, saved: str) -> None:
+        self.host, self.saved = host, saved
+        self.deleted: list[tuple[str, ...]] = []
+        self.restored: list[list[str]] = []
+        self.refused = ""
+        """What fails, together with everything that comes with it."""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        match argv:
+            case ("ip6tables-save",):
+                return Completed(0, b"", b"")
+            case ("iptables-nft-save", *_):
+                return Completed(0, self.saved.encode(errors="surrogateescape"), b"")
+            case ("iptables-nft", "--wait", "--table", "nat", "-D", *rule):
+                self.deleted.append(tuple(rule))
+                return Completed(self.refused in rule, b"", b"")
+            case _:
+                pass
+        assert argv == ("iptables-nft-restore", "--noflush", self.host.full_path(CHAINS_REMOVAL))
+        table, *lines, end = self.host.read_text(CHAINS_REMOVAL).splitlines()
+        assert (table, end) == ("*nat", "COMMIT")
+        failed = any(line == self.refused for line in lines)
+        if not failed:
+            self.restored.append(lines)
+        return Completed(failed, b"", b"")
+
+
+CHAIN_CHANGES = ["-F CNI-0123", "-F KUBE-SERVICES", "-X CNI-0123", "-X KUBE-SERVICES"]
+
+
 def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) -> None:
-    written: list[str] = []
-
-    def restore(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[0] == "iptables-nft-save":
-            return Completed(0, SAVED.encode(errors="surrogateescape"), b"")
-        assert argv == ("iptables-nft-restore", "--noflush", filtering.full_path(CHAINS_REMOVAL))
-        written.extend(filtering.read_text(CHAINS_REMOVAL).splitlines())
-        return Completed(0, b"", b"")
-
-    filtering._runner = restore
+    filtering._runner = iptables = Iptables(filtering, SAVED)
     remove_chains(Chains("iptables-nft", "nat", (*NAT.names, "KUBE-GONE")), filtering)
-    assert written == [
-        "*nat",
-        '-D PREROUTING -m comment --comment "kubernetes service portals \udce9" -j KUBE-SERVICES',
-        "-F CNI-0123",
-        "-F KUBE-SERVICES",
-        "-X CNI-0123",
-        "-X KUBE-SERVICES",
-        "COMMIT",
-    ]
+    comment = ("-m", "comment", "--comment", "kubernetes service portals \udce9")
+    assert iptables.deleted == [("PREROUTING", *comment, "-j", "KUBE-SERVICES")]
+    assert iptables.restored == [CHAIN_CHANGES]
     assert not filtering.exists(CHAINS_REMOVAL)
+
+
+RULE = "-A PREROUTING {} -j KUBE-SERVICES\n"
+HOSTILE = {
+    "line break": ('--comment "a\nb"', ("--comment", "a\nb")),
+    "an end and a table": ('--comment "a\nCOMMIT\n*raw\n"', ("--comment", "a\nCOMMIT\n*raw\n")),
+    "a chain": ('--comment "\n:KUBE-FAKE - [0:0]\n"', ("--comment", "\n:KUBE-FAKE - [0:0]\n")),
+    "quotes": (r'--comment "\" -j X \\"', ("--comment", '" -j X \\')),
+    "a quote in a name": ('-i "x', ("-i", '"x')),
+    "a quote at the end of a name": ('-i x" -o "', ("-i", 'x"', "-o", '"')),
+    "a quote that never ends": ('--comment "a', ("--comment", '"a')),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_rules_with_free_text(filtering: Host, kind: str) -> None:
+    """Root in a machine may add rules to the host's network. `reset` ended with a traceback, or removed nothing."""
+    text, words = HOSTILE[kind]
+    filtering._runner = iptables = Iptables(filtering, SAVED.replace("COMMIT", RULE.format(text) + "COMMIT"))
+    assert observe_chains(filtering)[0].names == NAT.names
+    remove_chains(NAT, filtering)
+    assert ("PREROUTING", *words, "-j", "KUBE-SERVICES") in iptables.deleted
+    assert iptables.restored == [CHAIN_CHANGES]
+
+
+def test_a_fake_rule_in_a_comment_is_none(filtering: Host) -> None:
+    fake = '-A INPUT -m comment --comment "\n-A INPUT -j KUBE-SERVICES\n" -j ACCEPT\n'
+    filtering._runner = iptables = Iptables(filtering, SAVED.replace("*nat\n", f"*nat\n{fake}"))
+    remove_chains(NAT, filtering)
+    assert [rule[0] for rule in iptables.deleted] == ["PREROUTING"]
+
+
+def test_a_chain_that_stays_keeps_no_other(filtering: Host) -> None:
+    """A rule that leads to it could not be removed. All rules of all chains go nevertheless."""
+    filtering._runner = iptables = Iptables(filtering, SAVED)
+    iptables.refused = "-X CNI-0123"
+    remove_chains(NAT, filtering)
+    assert iptables.restored == [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]
+
+
+def test_a_rule_that_cannot_be_removed_keeps_no_chain(filtering: Host) -> None:
+    filtering._runner = iptables = Iptables(filtering, SAVED)
+    iptables.refused = "PREROUTING"
+    remove_chains(NAT, filtering)
+    assert iptables.restored == [CHAIN_CHANGES]
+
+
+def test_a_chains_name_is_no_text(filtering: Host) -> None:
+    filtering._runner = Iptables(filtering, '*nat\n:KUBE-" - [0:0]\n:KUBE-A;B - [0:0]\nCOMMIT\n')
+    assert observe_chains(filtering) == ()
 
 
 class Nothing:
