@@ -119,7 +119,7 @@ class _Move:
         if step.kubectl[0] == "cordon":
             # Write the note before the node is cordoned, so that `start` uncordons the node if this command is never
             # repeated.
-            self._system.write(note, f"{self._node}\n".encode())
+            self._system.write(note, f"{self._node}\n".encode(), 0o600)
         self._kubectl(*step.kubectl)
         if step.kubectl[0] == "uncordon":
             self._system.remove(note)

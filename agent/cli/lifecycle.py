@@ -161,7 +161,7 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     system = reconciler.system
     query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")
     if _kubectl(reconciler, kubeconfig, *query).strip() != "true":
-        system.write(cordoned_file(name), f"{node}\n".encode())
+        system.write(cordoned_file(name), f"{node}\n".encode(), 0o600)
         reconciler.progress(f"cordon node {node}")
         _kubectl(reconciler, kubeconfig, "cordon", node)
     reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")

@@ -153,6 +153,7 @@ def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFi
     assert printed.count("delete pod") == 1
     assert cluster.changes() == [("cordon", NODE)]
     assert cluster.host.read_text(cordoned_file(MACHINE)) == f"{NODE}\n"
+    assert cluster.host.mode(cordoned_file(MACHINE)) == 0o600
     cluster.cordoned, cluster.pods = True, []
     assert cluster.run("dra") == 1
     assert "remove the vendor's device plugin from the node (the node's status still" in last_to_do(capsys)

@@ -170,7 +170,7 @@ def test_a_failed_uncordon_is_reported_and_can_be_repeated(
     host.command(*UNCORDON, stderr="connection refused", status=1)
     assert start(MACHINE, agent, ADMIN) == 1
     assert "connection refused" in capsys.readouterr().err
-    assert host.exists(cordoned_file(MACHINE))
+    assert host.mode(cordoned_file(MACHINE)) == 0o600
 
 
 def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
@@ -453,7 +453,7 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     host.tools.before = start_too
     assert stop(MACHINE, agent, ADMIN, drain=True) == 0
     assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
-    assert host.exists(cordoned_file(MACHINE))
+    assert host.mode(cordoned_file(MACHINE)) == 0o600
 
 
 @pytest.mark.parametrize("load", ["loaded", "masked"])

@@ -17,6 +17,7 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
+from agent.config.settings import Config
 from agent.host.provision.host_goal import NO_SWAP
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.up import Provisioner
@@ -562,6 +563,50 @@ def test_reset_removes_what_root_in_the_machine_made_unremovable(host: NodeHost)
             pytest.skip("no such flags here")
     assert undo(host) == 0
     assert tree(host) == before
+
+
+def test_reset_of_a_name_that_nothing_knows(host: NodeHost) -> None:
+    """A misspelt name must not look like success."""
+    for without in (False, True):
+        agent = node_reconciler(host)
+        if without:
+            agent.config = Config(machines={})
+        with pytest.raises(ConfigError, match="there is no machine nosuch") as error:
+            reset_machine("nosuch", agent, host.network)
+        assert error.value.hint == (
+            "no machine is configured, and `up` has made none" if without else f"the machines are {MACHINE}"
+        )
+    run(host)
+    with pytest.raises(ConfigError, match="there is no machine nosuch"):
+        reset_machine("nosuch", node_reconciler(host), host.network)
+    assert host.exists(machine_root(MACHINE))
+
+
+def test_a_second_reset_has_nothing_to_do(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    run(host)
+    undo(host)
+    capsys.readouterr()
+    assert undo(host) == 0
+    assert capsys.readouterr().out == f"machine {MACHINE}: nothing to do\n"
+
+
+LEFT = (nspawn_file(MACHINE), unit_drop_in(MACHINE), machine_root(f".{MACHINE}.unbounded-agent-1"))
+
+
+@pytest.mark.parametrize("path", LEFT)
+def test_reset_of_what_is_left_of_a_machine_is_no_error(host: NodeHost, path: str) -> None:
+    agent = node_reconciler(host)
+    agent.config = Config(machines={})
+    host.make_directory(path)
+    assert reset_machine(MACHINE, agent, host.network) == 0
+
+
+def test_only_root_may_read_what_was_recorded(host: NodeHost) -> None:
+    """The records name the Node, and have what files of the host contained."""
+    run(host)
+    assert {path: host.mode(path) for path in (*AS_FOUND, *record_paths(MACHINE))} == dict.fromkeys(
+        (*AS_FOUND, *record_paths(MACHINE)), 0o600
+    )
 
 
 def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,9 +55,9 @@ class Durable(Generic[T]):
         return next((each for kind in (Unseen, Broken) for each in copies if isinstance(each, kind)), copies[0])
 
     def write(self, paths: tuple[str, str], value: T, system: System) -> None:
-        """Write both copies durably. Raises OSError."""
+        """Write both copies durably. Only root may read them. Raises OSError."""
         for path in paths:
-            self._copy.write(path, value, system)
+            self._copy.write(path, value, system, 0o600)
 
     def remove(self, paths: tuple[str, str], system: System) -> None:
         """Remove both copies. Raises OSError."""

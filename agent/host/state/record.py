@@ -65,6 +65,6 @@ class Record(Generic[T]):
             discard(path, found.why, system)
         return None if isinstance(found, Absent | Broken) else found
 
-    def write(self, path: str, value: T, system: System) -> None:
+    def write(self, path: str, value: T, system: System, mode: int = 0o644) -> None:
         """Write a value to a file. Raises OSError."""
-        write_record(system, path, self.render(value))
+        write_record(system, path, self.render(value), mode)

@@ -186,7 +186,7 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
     """Set the condition on the Node. Return None, or NodeConditionSet with the reason why that failed."""
     if _recorded_node(system) != identity.node:
         # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's boot.
-        system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
+        system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode(), 0o600)
     condition = {
         "type": TYPE,
         "status": target.status,

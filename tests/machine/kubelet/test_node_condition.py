@@ -205,6 +205,7 @@ def test_withdrawal_is_retried_until_it_succeeds(node: Node, words: str, removed
     node.program("kubectl", "", 1, words)
     run(node, NOW + 10)
     assert node.exists(NODE_CONDITION_MARK) is not removed
+    assert removed or node.mode(NODE_CONDITION_MARK) == 0o600
 
 
 def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
