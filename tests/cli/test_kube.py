@@ -55,6 +55,26 @@ def test_manifests_are_written_into_a_new_directory(
     assert capsys.readouterr().err == ""
 
 
+def test_an_edited_manifest_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pages tell people to edit them, and to keep them in Git."""
+    arguments = ["kube", "manifests", "--out", str(tmp_path), *NAMES]
+    assert main(arguments) == 0
+    first, second = (tmp_path / f"{name}.yaml" for name in NAMES)
+    second.write_text(second.read_text() + "# edited\n")
+    first.unlink()
+    before = second.read_text()
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert str(second) in error
+    assert "diff -ru" in error
+    assert second.read_text() == before
+    assert not first.exists(), "all or nothing"
+    assert main(["kube", "manifests", "--out", str(tmp_path), NAMES[0]]) == 0
+    assert main(["kube", "manifests", "--out", str(tmp_path), NAMES[0]]) == 0, "again, with the same content"
+    second.unlink()
+    assert main(arguments) == 0
+
+
 def test_an_unknown_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", "manifests", "runtime-class", "runtime"]) == 2
     printed = capsys.readouterr()
