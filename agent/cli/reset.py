@@ -11,11 +11,13 @@ from agent.cli.up import BUSY
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import MACHINE_NAME, Config
+from agent.host.provision.observe import made_nodes, observe_found, observe_node
 from agent.host.provision.reset import Ending, Reset
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import COMMAND_WAIT, locked, machine_locks
 from agent.model.errors import ConfigError, NoMachinesError
-from agent.model.paths import PROVISION_LOCK
+from agent.model.facts import Absent
+from agent.model.paths import MACHINES_STATE, PROVISION_LOCK, nspawn_file, unit_drop_in
 from agent.system.network import HostNetwork, NetworkSource
 
 
@@ -37,6 +39,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
     """
     if not re.fullmatch(MACHINE_NAME, machine):
         raise ConfigError(f"{machine!a} is no machine's name", "use the name in its table [machines.NAME]")
+    _check_known(machine, reconciler)
     others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
     without_machine = Reconciler(
         replace(reconciler.config, machines=others),
@@ -64,6 +67,23 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
         report(f"note: {remark}")
     say(_advice(machine, ending, configured=machine in reconciler.config.machines))
     return report_failures(ending.differences)
+
+
+def _check_known(machine: str, reconciler: Reconciler) -> None:
+    """Raise ConfigError for a machine that is not configured, and of which nothing is left."""
+    system, configured = reconciler.system, reconciler.config.machines
+    facts, made = observe_node(machine, system), made_nodes(system)
+    files = (nspawn_file(machine), unit_drop_in(machine), f"{MACHINES_STATE}/{machine}")
+    if machine in configured or machine in made or facts.staged or any(map(system.exists, files)):
+        return
+    if not isinstance(facts.root, Absent) or not (made or isinstance(observe_found(system), Absent)):
+        # The second: `up` has changed the host and was interrupted before it made its first node.
+        return
+    names = ", ".join(sorted({*configured, *made}))
+    raise ConfigError(
+        f"there is no machine {machine}: it is not configured, and nothing is left of it",
+        f"the machines are {names}" if names else "no machine is configured, and `up` has made none",
+    )
 
 
 def _advice(machine: str, ending: Ending, *, configured: bool) -> list[str]:
