@@ -228,10 +228,28 @@ def _cache_faults(system: System, needed: frozenset[str]) -> CacheFaults:
         if match:
             first.setdefault((match["name"], match["abi"]), match["path"])
             listed.setdefault(match["path"], (match["name"], match["abi"]))
-    keys = {path: listed.get(path) or listed.get(path.removeprefix("/usr")) for path in needed}
+    keys = {path: listed.get(path) or listed.get(_other_name(system, path)) for path in needed}
     taken = {path: first[key] for path, key in keys.items() if key}
     shadowed = {path: other for path, other in taken.items() if not _is_harmless(system, path, other)}
     return CacheFaults(frozenset(path for path, key in keys.items() if not key), shadowed)
+
+
+def _other_name(system: System, path: str) -> str:
+    """Return the path below /lib instead of /usr/lib, if both lead to the same entry; otherwise the path itself.
+
+    They do in a machine with a merged /usr. In any other machine, /lib/<triplet> may have a library of its own.
+    """
+    other = path.removeprefix("/usr")
+    return other if _is_same_entry(system, path, other) else path
+
+
+def _is_same_entry(system: System, path: str, other: str) -> bool:
+    if posixpath.basename(path) != posixpath.basename(other):
+        return False
+    try:
+        return system.real_path(posixpath.dirname(path)) == system.real_path(posixpath.dirname(other))
+    except OSError:
+        return False
 
 
 def _is_harmless(system: System, path: str, other: str) -> bool:
@@ -239,7 +257,7 @@ def _is_harmless(system: System, path: str, other: str) -> bool:
 
     On Debian, /lib/<triplet> and /usr/lib/<triplet> lead to the same files.
     """
-    if other in (path, path.removeprefix("/usr")):
+    if other == path or _is_same_entry(system, path, other):
         return True
     try:
         return system.real_path(path) == system.real_path(other)

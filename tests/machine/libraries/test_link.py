@@ -200,6 +200,7 @@ def test_names_under_lib_count(machine: Machine) -> None:
         found = ldconfig(machine, argv)
         return Completed(0, found.stdout.replace(b"=> /usr/lib/", b"=> /lib/"), b"")
 
+    machine.link("/lib", "usr/lib")
     machine.program("ldconfig", merged)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
@@ -309,6 +310,29 @@ def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine, more: str)
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def test_without_a_merged_usr_a_library_below_lib_is_another_one(machine: Machine) -> None:
+    """LibrariesLinked was True, although the loader found the stub: /lib was taken for /usr/lib."""
+    stub = CUDA.removeprefix("/usr")
+    machine.put(stub, "a stub")
+    put_first(f"\tlibcuda.so.1 (libc6,x86-64) => {stub}")(machine)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Shadowed")
+    assert f"load {stub} instead of {CUDA}" in machine.message("LibrariesLinked")
+
+
+def test_without_a_merged_usr_only_the_agents_own_link_must_be_listed(machine: Machine) -> None:
+    stub = CUDA.removeprefix("/usr")
+
+    def without_ours(argv: tuple[str, ...]) -> Completed:
+        return Completed(0, ldconfig(machine, argv).stdout.replace(CUDA.encode(), stub.encode()), b"")
+
+    machine.put(stub, "a stub")
+    machine.program("ldconfig", without_ours)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
+    assert CUDA in machine.message("LibrariesLinked")
 
 
 @pytest.mark.parametrize(
