@@ -9,7 +9,7 @@ import contextlib
 import json
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.digest import json_digest
 from agent.model.errors import ApplyError
@@ -107,15 +107,19 @@ class Owned:
 
     There are two copies, because without the record, the agent would never change its own files again. If both are
     missing, the record is empty. If at least one exists, but none can be read, the methods raise ApplyError.
+
+    Each copy has a digest of its paths, because a damaged copy may still be valid JSON. A copy without a digest is an
+    earlier release's. It counts only if the other copy has no digest either, or is unusable.
     """
 
     def __init__(self, system: System) -> None:
         self._system = system
         copies = [_load_owned(system, path) for path in (OWNED, OWNED_COPY)]
-        readable = [paths for paths in copies if isinstance(paths, frozenset)]
-        self._fault = "" if readable or copies == [None, None] else "; ".join(str(each) for each in copies if each)
-        self._paths = set(readable[0] if readable else ())
-        if readable and copies != [readable[0]] * 2:
+        readable = sorted((each for each in copies if isinstance(each, _Copy)), key=lambda each: not each.proven)
+        faults = [each for each in copies if isinstance(each, str)]
+        self._fault = "; ".join(faults) if not readable else ""
+        self._paths = set(readable[0].paths if readable else ())
+        if readable and copies != [_Copy(readable[0].paths, proven=True)] * 2:
             # Repair the other copy. An error, such as that of a full or read-only disk, does not matter: the good copy
             # can still be read.
             with contextlib.suppress(OSError):
@@ -181,7 +185,7 @@ class Owned:
         return self._paths
 
     def _save(self, paths: set[str]) -> None:
-        content = json.dumps({"paths": sorted(paths)}).encode() + b"\n"
+        content = json.dumps({"paths": sorted(paths), "digest": json_digest(sorted(paths))}).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
         # Set only after both writes. Otherwise, if they failed in `claim`, a second `claim` would find the path in
@@ -189,18 +193,27 @@ class Owned:
         self._paths = paths
 
 
-def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
-    """Return the paths in one copy of the record. Return a sentence if the copy is unusable; None if it is missing."""
+class _Copy(NamedTuple):
+    """The content of one copy of the record."""
+
+    paths: frozenset[str]
+    proven: bool
+    """Whether the copy has a digest of its paths."""
+
+
+def _load_owned(system: System, path: str) -> _Copy | str | None:
+    """Return one copy of the record. Return a sentence if the copy is unusable; None if it is missing."""
     try:
         value = _parse(system.read(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         return f"{path}: {error.strerror or error}"
-    paths = value.get("paths") if isinstance(value, dict) else None
-    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
-        return f"{path} is damaged"
-    return frozenset(paths)
+    if isinstance(value, dict) and isinstance(paths := value.get("paths"), list):
+        proven = value.get("digest") == json_digest(sorted(map(str, paths)))
+        if all(isinstance(each, str) for each in paths) and (proven or "digest" not in value):
+            return _Copy(frozenset(paths), proven)
+    return f"{path} is damaged"
 
 
 def _parse(content: bytes) -> object:

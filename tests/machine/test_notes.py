@@ -122,6 +122,31 @@ def test_one_copy_of_the_record_is_enough(machine: Machine, path: str, content: 
     assert machine.read(path) == good
 
 
+@pytest.mark.parametrize("path", [OWNED, OWNED_COPY])
+def test_no_damage_of_one_byte_beats_the_good_copy(machine: Machine, path: str) -> None:
+    """A copy that is still valid JSON, but has another path, made the agent's own files count as somebody else's."""
+    good = machine.read(path)
+    recorded = Owned(machine).paths
+    assert SPEC in recorded
+    for place in range(len(good)):
+        for bit in (1, 2, 4, 8, 16, 32, 64, 128):
+            damaged = bytearray(good)
+            damaged[place] ^= bit
+            machine.put(path, bytes(damaged))
+            assert Owned(machine).paths == recorded, bytes(damaged)
+            assert machine.read(path) == good
+
+
+def test_a_record_without_digest_is_an_earlier_releases(machine: Machine) -> None:
+    """After a downgrade, and for the first run after an upgrade."""
+    for path in (OWNED, OWNED_COPY):
+        machine.put(path, json.dumps({"paths": [SPEC]}))
+    assert Owned(machine).paths == (SPEC,)
+    assert "digest" in json.loads(machine.read(OWNED))
+    machine.put(OWNED, json.dumps({"paths": ["/etc/passwd"]}))
+    assert Owned(machine).paths == (SPEC,)
+
+
 @pytest.mark.parametrize("paths", [(OWNED,), (OWNED_COPY,)])
 def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths: tuple[str, ...]) -> None:
     fail(machine, *paths)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.machine.notes import Owned
 from agent.machine.run import run
 from agent.model.handoff import Request
 from agent.model.paths import OWNED
@@ -25,8 +26,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def own(machine: Machine, path: str) -> None:
     """Write a specification that a former release may have left."""
-    owned = json.loads(machine.read(OWNED))["paths"]
-    machine.put(OWNED, json.dumps({"paths": [*owned, path]}))
+    Owned(machine).claim(path)
     machine.put(path, "{}")
 
 
