@@ -69,6 +69,12 @@ class CommandError(AgentError):
         self.argv, self.ended, self.stderr = argv, ended, stderr
 
 
+def reason(error: OSError, sentence: str) -> str:
+    """Return why a step failed, for the end of a sentence. The file is named unless the sentence names it already."""
+    file = f"{error.filename}: " if isinstance(error.filename, str) and error.filename not in sentence else ""
+    return f"{file}{error.strerror or error}"
+
+
 class ExitCodeError(CommandError):
     """A program ran to its end, and its exit code means failure. After other CommandErrors, the result is unknown."""
 

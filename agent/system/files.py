@@ -215,7 +215,7 @@ class System(Rooted):
 
     def _write(self, path: str, content: bytes, mode: int, *, durable: bool) -> None:
         self.make_directory(os.path.dirname(path))
-        with self._replacing(path) as temporary, opening.new_file(temporary) as file:
+        with self._named(path), self._replacing(path) as temporary, opening.new_file(temporary) as file:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
@@ -237,7 +237,7 @@ class System(Rooted):
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
         self.make_directory(os.path.dirname(path))
-        with self._replacing(path) as temporary:
+        with self._named(path), self._replacing(path) as temporary:
             os.symlink(target, temporary)
 
     def remove(self, path: str) -> None:
@@ -311,6 +311,16 @@ class System(Rooted):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
+
+    @contextlib.contextmanager
+    def _named(self, path: str) -> Iterator[None]:
+        """Let an OSError of the block name this path: the kernel's error for a full disk names no file."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, path) from error
 
     def remove_temporary(self, path: str) -> None:
         """Remove the temporary file that a killed `write` or `link` left."""

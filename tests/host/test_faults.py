@@ -24,6 +24,7 @@ from agent.model.handoff import parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     HOST_NVIDIA,
+    RELOAD_PENDING,
     REPORT_NAME,
     handed_roots_file,
     handoff_directory,
@@ -249,6 +250,15 @@ def test_a_parent_of_driver_roots_that_cannot_be_made_ends_no_pass(gpu_host: Hos
     assert f"cannot create {HOST_NVIDIA}: No space left on device" in failures
     (properties,) = (each[3] for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
     assert "/dev/char/195:1" not in str(properties)
+
+
+def test_the_file_that_cannot_be_written_is_named(gpu_host: Host) -> None:
+    """With /run full, the message named the settings in /etc, whose file system had room."""
+    gpu_host.full = [RELOAD_PENDING]
+    failures = reconciler(gpu_host).reconcile().failures
+    (failure,) = (each for each in failures if "No space left" in each)
+    assert failure.startswith("cannot write /etc/systemd/system/")
+    assert failure.endswith(f": {RELOAD_PENDING}: No space left on device")
 
 
 def test_a_directory_of_one_machine_that_cannot_be_made(gpu_host: Host) -> None:

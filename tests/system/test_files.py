@@ -1,6 +1,7 @@
 """The file functions: atomic, within their root, and never blocking."""
 
 import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_a_failed_write_leaves_only_the_old_file(system: System, tmp_path: Path)
     with pytest.raises(OSError, match="directory"):
         system.write("/etc/there", b"a file cannot replace a directory")
     assert system.entries("/etc") == ("there",)
+
+
+def test_an_error_of_a_write_names_the_file(system: System) -> None:
+    """The kernel's error for a full file system names none, and the others name a temporary file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            system.write("/etc/new.conf", b"content")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == "/etc/new.conf"
 
 
 def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from agent.host.apply.driver_roots import make_way
+from agent.model.errors import reason
 from agent.model.faults import in_words
 from agent.model.gpu_states import SIZE_LIMIT, GpuStatus, render_gpu_states
 from agent.model.paths import MACHINES_STATE, gpu_states_file, handoff_directory
@@ -30,7 +31,7 @@ def publish_gpu_states(
             if system.is_directory(handoff_directory(name), follow=False):
                 _update(system, path, states.get(name))
         except OSError as error:
-            failures.append(f"cannot update {path}: {error.strerror}")
+            failures.append(f"cannot update {path}: {reason(error, path)}")
         except Exception as error:
             failures.append(f"cannot update {path}: {in_words(error)}")
     return tuple(failures)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from agent.host.apply.driver_roots import make_way
 from agent.model.conditions import Condition
-from agent.model.errors import DocumentError
+from agent.model.errors import DocumentError, reason
 from agent.model.faults import in_words
 from agent.model.host_status import SIZE_LIMIT, HostStatus, host_status, parse_host_status, render_host_status
 from agent.model.paths import MACHINES_STATE, conditions_file, handoff_directory
@@ -39,7 +39,7 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
             else:
                 _update(system, path, host_status(ready[name], now))
         except OSError as error:
-            failures.append(f"cannot update {path}: {error.strerror}")
+            failures.append(f"cannot update {path}: {reason(error, path)}")
         except Exception as error:
             failures.append(f"cannot update {path}: {in_words(error)}")
     return tuple(failures)

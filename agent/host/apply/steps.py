@@ -24,7 +24,7 @@ from agent.model.actions import (
     WriteFile,
 )
 from agent.model.digest import sha256
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError, ApplyError, reason
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.faults import in_words
 from agent.model.paths import (
@@ -191,7 +191,8 @@ def _failure(action: Action, error: Exception) -> AgentError:
         case AgentError():
             return ApplyError(f"cannot {action.describe()}: {error.message}", error.hint)
         case OSError():
-            return ApplyError(f"cannot {action.describe()}: {error.strerror or error}")
+            # A step may also write a record of itself, such as RELOAD_PENDING.
+            return ApplyError(f"cannot {action.describe()}: {reason(error, action.describe())}")
         case _:
             return ApplyError(f"cannot {action.describe()}: {in_words(error)}")
 
@@ -215,7 +216,7 @@ def _update_record(actions: Sequence[Action], system: System, *, finished: bool)
         if owned != before:
             OWNED_FILES.write(OWNED, Owned(dict(sorted(owned.items()))), system)
     except OSError as error:
-        return (f"cannot record the written files in {OWNED}: {error.strerror or error}",)
+        return (f"cannot record the written files in {OWNED}: {reason(error, OWNED)}",)
     return ()
 
 

@@ -43,7 +43,7 @@ from agent.host.provision.secrets import read_token
 from agent.host.provision.unpacking import unpack
 from agent.host.state.locks import pass_lock
 from agent.model.digest import sha256
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError, ApplyError, reason
 from agent.model.facts import Unseen
 from agent.model.network import Chains
 from agent.model.node import NodeBinary
@@ -132,8 +132,7 @@ def _run(action: Action, tools: Tools, progress: Progress) -> None:
     except AgentError as error:
         raise ApplyError(f"cannot {action.describe()}: {error.message}", error.hint) from error
     except OSError as error:
-        file = f"{error.filename}: " if error.filename else ""
-        raise ApplyError(f"cannot {action.describe()}: {file}{error.strerror or error}") from error
+        raise ApplyError(f"cannot {action.describe()}: {reason(error, action.describe())}") from error
 
 
 def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -> None:  # noqa: C901
