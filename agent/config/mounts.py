@@ -21,24 +21,49 @@ REFUSED_SOURCES = {
     ),
 }  # fmt: skip
 """By reason, the paths that cannot be a source. No path below them can be a source either."""
+SETTINGS_PLACES = ("/etc", "/run", "/usr/lib", "/lib", "/usr/local/lib", "/usr/share", "/usr/local/share")
+"""Where programs look for the directories in SETTINGS, one place after the other."""
+SETTINGS = (
+    # systemd's own, and what it and udevd run or set as root.
+    *("systemd", "modprobe.d", "modules-load.d", "depmod.d", "tmpfiles.d", "sysctl.d", "sysusers.d", "binfmt.d"),
+    *("environment.d", "credstore", "credstore.encrypted", "kernel"),
+    # Who may do what, and what runs when.
+    *("dbus-1", "polkit-1", "pam.d", "security", "ssh", "sudoers.d", "cron.d", "init.d", "profile.d"),
+    # What packages, the initramfs, the network and container runtimes run.
+    *("apt", "dpkg", "initramfs-tools", "dracut", "network", "NetworkManager", "networkd-dispatcher"),
+    *("containers", "containerd", "docker", "cdi"),
+)
+"""Directories of settings, by their name in each of SETTINGS_PLACES, that make root's programs run a program, load a
+library or change any file."""
 CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
-    # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
-    # systemd's private socket and udevd's control socket.
-    *("/etc/systemd", "/run/systemd", "/run/udev/control"),
-    # The agent itself, directories with programs, the kernel, and files that decide who becomes root. Mounting them
-    # read-only does not protect them: root in the machine can remount them writable.
-    *("/opt/unbounded-agent", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/systemd", "/lib/systemd", "/boot"),
-    *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
-    *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
-    *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
-    # Further directories with programs, and files that make root's programs load a library, run a program or change any
-    # file. Directories of libraries are not here: they may be mounted read-only, and docs/security.md warns of that.
-    *("/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/lib/unbounded-agent", "/usr/lib/udev", "/lib/udev"),
-    *("/usr/lib/tmpfiles.d", "/run/tmpfiles.d", "/run/udev/rules.d", "/usr/lib/modprobe.d"),
-    *(f"/etc/{name}" for name in ("tmpfiles.d", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "security")),
-    *(f"/etc/{name}" for name in ("apt", "logrotate.d", "dbus-1", "polkit-1", "kernel", "bash.bashrc")),
-    *("/etc/sysctl.d", "/etc/sysctl.conf", "/etc/binfmt.d", "/var/lib/dpkg"),
+    *(f"{place}/{name}" for place in SETTINGS_PLACES for name in SETTINGS),
+    # udevd's, except /run/udev/data. Its control socket serves any root user, even root in a machine.
+    *("/etc/udev", "/usr/lib/udev", "/lib/udev", "/usr/local/lib/udev", "/run/udev/control", "/run/udev/rules.d"),
+    # The agent itself, directories with programs, and the kernel. Mounted read-only, they are not protected: root in
+    # the machine can remount them writable. Directories of libraries are not here: they may be mounted read-only, and
+    # docs/security.md warns of that.
+    *("/opt/unbounded-agent", "/usr/lib/unbounded-agent", "/boot", "/efi", "/usr/src", "/var/lib/dkms"),
+    *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/games"),
+    # Further files that decide who becomes root, what is mounted, and what root's programs run.
+    *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "subuid", "subgid", "sudoers", "sudo.conf")),
+    *(
+        f"/etc/{name}"
+        for name in ("fstab", "crypttab", "inittab", "exports", "nsswitch.conf", "login.defs", "rc.local")
+    ),
+    *(f"/etc/{name}" for name in ("crontab", "anacrontab", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
+    *(
+        f"/etc/{name}"
+        for name in ("ld.so.preload", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "bash.bashrc")
+    ),
+    *(
+        f"/etc/{name}"
+        for name in ("logrotate.d", "logrotate.conf", "sysctl.conf", "modules", "default", "alternatives")
+    ),
+    *(f"/etc/{name}" for name in ("apparmor.d", "grub.d", "kubernetes", "nftables.conf", "rc.d", "acpi")),
+    *("/var/spool/cron", "/var/spool/anacron", "/var/lib/dpkg", "/var/lib/systemd", "/var/lib/polkit-1"),
+    # Sockets through which a program starts containers, and their files.
+    *("/run/docker.sock", "/run/crio", "/run/podman", "/var/lib/docker", "/var/lib/containerd", "/var/lib/containers"),
 )
 """Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
 TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")

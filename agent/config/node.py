@@ -8,17 +8,22 @@ from agent.config.kubernetes_names import IpAddress, LabelKey, LabelValue, NodeA
 from agent.config.table import Check, Table, text
 from agent.config.values import AbsolutePath, usable_url
 
+# Names become parts of URLs and paths: no part of one is `.` or `..`.
+NO_DOTS = r"(?!.*/\.{1,2}(?:[/:@]|$))"
 ImageName = Annotated[
     str,
     text(
-        r"(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)",
+        rf"{NO_DOTS}(docker://[^\s@]+(@sha256:[0-9a-f]{{64}})?|(oci|docker-archive):/[^\s]+)",
         "an image: docker://REGISTRY/NAME:TAG, oci:/DIRECTORY:TAG or docker-archive:/FILE:TAG",
         longest=512,
     ),
 ]
 """An image in a transport of containers-transports(5): a registry, an OCI layout, or an archive."""
 Repository = Annotated[
-    str, text(r"docker://[^\s@]+[^\s@/:]", "a repository, such as docker://registry.example.com/nodes", longest=400)
+    str,
+    text(
+        rf"{NO_DOTS}docker://[^\s@]+[^\s@/:]", "a repository, such as docker://registry.example.com/nodes", longest=400
+    ),
 ]
 Tag = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image")]
 """A tag as in the grammar of the OCI distribution specification."""
@@ -41,7 +46,7 @@ ServerUrl = Annotated[
 Registry = Annotated[
     str,
     text(
-        r"(_default|[A-Za-z0-9.-]+(:[0-9]{1,5})?)",
+        r"(_default|[A-Za-z0-9]([A-Za-z0-9-]|\.(?=[A-Za-z0-9]))*(:[0-9]{1,5})?)",
         "a registry, such as docker.io or registry.example.com:5000",
         longest=253,
     ),
@@ -51,11 +56,11 @@ SysctlName = Annotated[
     str, text(r"[a-z0-9_]+([./][A-Za-z0-9_-]+)+", "the name of a kernel parameter, such as vm.overcommit_memory")
 ]
 SysctlValue = Annotated[str, text(r"[\x21-\x7e]+([ \t][\x21-\x7e]+)*", "one line of text", longest=1024)]
-KernelModule = Annotated[str, text(r"[A-Za-z0-9_-]+", "the name of a kernel module", longest=63)]
+KernelModule = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_-]*", "the name of a kernel module", longest=63)]
 SecretFile = Annotated[
     str,
     text(
-        r"(/[^\s]+|credential:[A-Za-z0-9_.-]+)",
+        r"(/[^\s]+|credential:[A-Za-z0-9_-][A-Za-z0-9_.-]*)",
         "an absolute path, or credential:NAME; the secret itself must not be here",
         longest=1024,
         secret=True,

@@ -58,7 +58,7 @@ class Programs(ScriptedRunner):
         self.calls.append(argv)
         self.meanwhile.pop(argv, lambda: None)()
         match argv:
-            case ("modprobe", "--use-blacklist", module):
+            case ("modprobe", "--use-blacklist", "--", module):
                 return self._modprobe(module)
             case ("modinfo", "--field=version", module):
                 return Completed(0, f"{self.on_disk}\n".encode(), b"")
@@ -124,7 +124,7 @@ def nodes(host: Host) -> dict[str, tuple[int, int]]:
 
 
 def modprobe_calls(host: Host) -> list[str]:
-    return [call[2] for call in host.runner.calls if call[0] == "modprobe"]
+    return [call[3] for call in host.runner.calls if call[0] == "modprobe"]
 
 
 def test_nothing_is_loaded_unless_configured(host: Host) -> None:
@@ -268,7 +268,9 @@ def test_a_gpu_next_to_one_with_vfio(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [("modprobe", "--use-blacklist", "nvidia"), ("nvidia-modprobe", "-u", "-c", "0")], ids=["load", "node"]
+    "program",
+    [("modprobe", "--use-blacklist", "--", "nvidia"), ("nvidia-modprobe", "-u", "-c", "0")],
+    ids=["load", "node"],
 )
 def test_a_gpu_that_is_plugged_in_meanwhile(
     host: Host, programs: Programs, monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]

@@ -127,11 +127,11 @@ def test_a_source_inside_a_lower_layer_is_mounted(files: dict[str, object]) -> N
 def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
     """Its target does not count as granted either: other machines keep what exists."""
     host.file("/srv/a/file")
-    host.file("/usr/share/data/file")
-    host.symlink("/srv/a/sub", "/usr/share")
+    host.file("/usr/share/models/data/file")
+    host.symlink("/srv/a/sub", "/usr/share/models")
     machines = {
         "gpu-node": {"extra_mounts": [{"source": f"/srv/a{sub}", "target": f"/mnt{sub}"} for sub in ("", "/sub")]},
-        "other": {"extra_mounts": [{"source": "/usr/share/data", "target": "/mnt"}]},
+        "other": {"extra_mounts": [{"source": "/usr/share/models/data", "target": "/mnt"}]},
     }
     settings = Config.validated({"machines": machines})
     seen = replace(facts(), mount_sources=observe_sources(settings, host))
@@ -140,7 +140,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
     assert one.missing == (
         "/srv/a/sub for /mnt/sub (the path to it leads through /srv/a, where machine gpu-node could put a link)",
     )
-    assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
+    assert b"BindReadOnly=/usr/share/models/data:/mnt" in other.nspawn.content
 
 
 def test_two_machines_share_one_source() -> None:
@@ -291,6 +291,9 @@ def test_sources_that_are_refused(source: str) -> None:
         "/usr", "/usr/bin/nvidia-smi", "/usr/local", "/usr/lib", "/usr/lib/udev/rules.d", "/opt",
         "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot", "/etc/shadow", "/etc/passwd",
         "/etc/sudoers.d/x", "/etc/pam.d", "/etc/ld.so.preload", "/var/lib/machines/a", "/run/systemd",
+        "/usr/local/lib/systemd/system", "/usr/local/lib", "/run/modprobe.d", "/usr/share/dbus-1", "/usr/share",
+        "/usr/share/polkit-1/rules.d", "/etc/fstab", "/etc/crypttab", "/run/sysctl.d", "/usr/lib/modules-load.d",
+        "/etc/network/if-up.d", "/usr/src", "/run/docker.sock", "/etc/nsswitch.conf", "/var/lib/dkms/nvidia",
     ],
 )  # fmt: skip
 def test_sources_that_give_root_rights_are_never_mounted(source: str) -> None:
@@ -299,7 +302,7 @@ def test_sources_that_give_root_rights_are_never_mounted(source: str) -> None:
         config(DATA | {"source": source})
 
 
-@pytest.mark.parametrize("source", ["/usr/share/models", "/usr/local/lib", "/etc/ssl/certs", "/lib64/x"])
+@pytest.mark.parametrize("source", ["/usr/share/models", "/usr/local/lib/models", "/etc/ssl/certs", "/lib64/x"])
 def test_the_hosts_own_directories_are_not_writable(host: Host, source: str) -> None:
     assert len(config(DATA | {"source": source}).machines) == 1
     with pytest.raises(ValidationError, match=f"{source} is where the host keeps its own programs and settings"):

@@ -86,12 +86,12 @@ class HostTools(ScriptedRunner):
                     program.chmod(0o755)
             case ("sync", *_) | ("systemctl", "daemon-reload"):
                 pass
-            case ("modprobe", "--use-blacklist", module):
+            case ("modprobe", "--use-blacklist", "--", module):
                 host.file(f"/sys/module/{module}/refcnt", "0\n")
                 if module == "br_netfilter":
                     for name in ("iptables", "ip6tables"):
                         host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "1\n")
-            case ("modprobe", "--remove", module):
+            case ("modprobe", "--remove", "--", module):
                 host.remove_tree(f"/sys/module/{module}")
                 host.remove_tree("/proc/sys/net/bridge")
             case ("swapoff", _):

@@ -47,7 +47,7 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     # Load modules first: some sysctls exist only while their module is loaded.
     for module in goal.modules:
         if not before.modules.get(module):
-            system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
+            system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
     written = [file for file in goal.files if needs_writing(file, before)]
     for file in written:
         system.write(file.path, file.content, file.mode)
@@ -150,7 +150,7 @@ def _is_loaded(module: str, built_in: str, system: System) -> bool:
 
 def _unload(module: str, system: System) -> None:
     try:
-        system.run("modprobe", "--remove", module, timeout=MODPROBE_LIMIT)
+        system.run("modprobe", "--remove", "--", module, timeout=MODPROBE_LIMIT)
     except CommandError:
         # By now, something else uses the module, so the module stays loaded.
         return

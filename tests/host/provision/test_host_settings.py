@@ -51,11 +51,11 @@ class Kernel(ScriptedRunner):
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)
         match argv:
-            case ("modprobe", "--use-blacklist", module):
+            case ("modprobe", "--use-blacklist", "--", module):
                 self.host.file(f"/sys/module/{module}/refcnt", "0\n")
                 for name in ("iptables", "ip6tables") if module == "br_netfilter" else ():
                     self.host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "0\n")
-            case ("modprobe", "--remove", module):
+            case ("modprobe", "--remove", "--", module):
                 if module in self.busy:
                     return Completed(1, b"", b"modprobe: FATAL: Module is in use.")
                 self.host.remove_tree(f"/sys/module/{module}")

@@ -84,7 +84,7 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
         return
     _compare_versions(system, module)
     # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
-    system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
+    system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
     if not system.exists(path):
         hint = (
             f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand"
