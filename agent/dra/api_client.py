@@ -1,11 +1,13 @@
 """Sends requests and watches to the API server, with the kubelet's identity.
 
-The size of answers is limited, and so is the time for each read and write. The client keeps connections open for
+The size of answers is limited, and so is the time for each request as a whole. The client keeps connections open for
 further requests, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect.
 """
 
+import errno
 import http.client
 import json
+import math
 import socket
 import ssl
 import threading
@@ -18,9 +20,10 @@ from agent.dra.api_errors import ApiError, OutdatedError, api_error
 from agent.dra.credentials import Credentials, Session
 from agent.model.errors import AgentError
 from agent.model.json_document import in_json
+from agent.system.deadlines import bounded
 
 REQUEST_LIMIT = 10.0
-"""Seconds that each read or write on the connection may take."""
+"""Seconds that a request may take, from looking up the server's name to the last byte of the answer."""
 ANSWER_LIMIT = 8 << 20
 """Bytes of the largest answer, and of the largest event of a watch. An object in etcd has at most 1.5 MiB."""
 IDLE_CONNECTIONS = 4
@@ -30,7 +33,7 @@ IDLE_LIMIT = 60.0
 WATCH_LIMIT = 300
 """Seconds after which the server ends a watch, so that the next one uses current credentials."""
 WATCH_MARGIN = 30.0
-"""How many seconds longer than WATCH_LIMIT the client waits for the next event, or for the end of the watch."""
+"""How many seconds longer than WATCH_LIMIT a watch may last."""
 UNANSWERED_LIMIT = 20_000
 """Milliseconds after which TCP gives up on a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
 CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
@@ -43,7 +46,7 @@ class ApiClient:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, Session, http.client.HTTPSConnection]] = []
+        self._idle: list[tuple[float, Session, _Connection]] = []
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
         """Return the object or list. Raises ApiError, or AgentError if the credentials are unusable."""
@@ -53,7 +56,9 @@ class ApiClient:
         """Return the answer to a request. `content` is sent as JSON; None means no body. Raises what `get` raises."""
         session, connection, reused = self._connection()
         what = f"{method} {path.partition('?')[0]}"
+        deadline = time.monotonic() + REQUEST_LIMIT
         try:
+            connection.set_deadline(deadline)
             try:
                 response = _send(connection, session, method, path, content)
             except CLOSED_BY_SERVER:
@@ -64,6 +69,7 @@ class ApiClient:
                 if not reused:
                     raise
                 connection = _Connection(session)
+                connection.set_deadline(deadline)
                 response = _send(connection, session, method, path, content)
             body = _bounded(response.read(ANSWER_LIMIT + 1), what)
         except (OSError, http.client.HTTPException) as error:
@@ -87,14 +93,11 @@ class ApiClient:
         session, what = self._credentials.session(), f"watch {path}"
         connection = _Connection(session)
         try:
-            connection.connect()
-            # Keep the socket here for `settimeout` below: if the answer says `Connection: close`, http.client removes
-            # the socket from the connection as soon as it has read the answer's headers.
-            connected = connection.sock
+            connection.set_deadline(time.monotonic() + REQUEST_LIMIT)
             response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:
                 raise api_error(what, response.status, response.read(ANSWER_LIMIT))
-            connected.settimeout(WATCH_LIMIT + WATCH_MARGIN)
+            connection.set_deadline(time.monotonic() + WATCH_LIMIT + WATCH_MARGIN)
             yield {}
             while line := _bounded(response.readline(ANSWER_LIMIT + 1), what):
                 yield _event(what, line)
@@ -109,7 +112,7 @@ class ApiClient:
             while self._idle:
                 self._idle.pop()[2].close()
 
-    def _connection(self) -> tuple[Session, http.client.HTTPSConnection, bool]:
+    def _connection(self) -> "tuple[Session, _Connection, bool]":
         """Return the session, a connection that belongs to it, and whether that connection was used before."""
         session = self._credentials.session()
         with self._lock:
@@ -120,9 +123,7 @@ class ApiClient:
                 connection.close()
         return session, _Connection(session), False
 
-    def _keep(
-        self, session: Session, connection: http.client.HTTPSConnection, response: http.client.HTTPResponse
-    ) -> None:
+    def _keep(self, session: Session, connection: "_Connection", response: http.client.HTTPResponse) -> None:
         with self._lock:
             if response.isclosed() and not response.will_close and len(self._idle) < IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), session, connection))
@@ -130,30 +131,93 @@ class ApiClient:
                 connection.close()
 
 
+class _Deadline:
+    """When a request or watch must have ended, by time.monotonic(). One connection serves one after the other."""
+
+    at = math.inf
+
+    def remaining(self) -> float:
+        """Return the seconds that are left. Raises TimeoutError if there are none."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+class _Socket(ssl.SSLSocket):
+    """A socket whose reads and writes end at a deadline, however often its peer sends a byte."""
+
+    deadline: _Deadline | None = None
+
+    def _limit(self) -> None:
+        if self.deadline is not None:
+            self.settimeout(self.deadline.remaining())
+
+    # These are the methods that http.client and io.BufferedReader call.
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:  # noqa: ANN401
+        self._limit()
+        return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:  # noqa: ANN401
+        # ssl.SSLSocket.sendall calls it for each part.
+        self._limit()
+        return super().send(data, flags)
+
+
 class _Connection(http.client.HTTPSConnection):
-    """A connection that notices a peer that no longer answers.
+    """A connection that notices a peer that no longer answers, or answers too slowly.
 
     The server's certificate must have the name that the kubeconfig gives the server.
     """
 
     def __init__(self, session: Session) -> None:
         kubeconfig = session.kubeconfig
-        super().__init__(kubeconfig.host, kubeconfig.port, timeout=REQUEST_LIMIT, context=session.context)
-        self._session = session
+        super().__init__(kubeconfig.host, kubeconfig.port, context=session.context)
+        self._session, self._deadline = session, _Deadline()
+
+    def set_deadline(self, deadline: float) -> None:
+        """Set when the current request or watch must have ended, by time.monotonic()."""
+        self._deadline.at = deadline
 
     def connect(self) -> None:
-        plain = socket.create_connection((self.host, self.port), REQUEST_LIMIT)
+        plain = self._connected()
         try:
+            plain.settimeout(self._deadline.remaining())
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_LIMIT)
             name = self._session.kubeconfig.server_name
-            self.sock = self._session.context.wrap_socket(plain, server_hostname=name)
+            self._session.context.sslsocket_class = _Socket
+            wrapped = self._session.context.wrap_socket(plain, server_hostname=name)
+            assert isinstance(wrapped, _Socket)
+            wrapped.deadline = self._deadline
+            self.sock = wrapped
         except BaseException:
             plain.close()
             raise
+
+    def _connected(self) -> socket.socket:
+        """Return a TCP connection to one of the server's addresses. Raises OSError."""
+        # Looking up a name cannot be ended, only be abandoned.
+        addresses = bounded(
+            f"look up {self.host}",
+            lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM),
+            self._deadline.remaining(),
+        )
+        failed = OSError(errno.EADDRNOTAVAIL, "its name has no address")
+        for family, kind, protocol, _, address in addresses:
+            plain = socket.socket(family, kind, protocol)
+            try:
+                plain.settimeout(self._deadline.remaining())
+                plain.connect(address)
+                return plain
+            except OSError as error:
+                plain.close()
+                failed = error
+        raise failed
 
 
 def _send(

@@ -21,6 +21,8 @@ from agent.model.paths import ALLOCATABLE, DRA_DRIVER
 
 log = logging.getLogger(__name__)
 
+ATTEMPTS = 5
+"""How often to look again at the claims that have a wanted device, if they change meanwhile."""
 PARTITION_INFIX = "-mig-"
 """Separates a GPU's name from the numbers of its partition (agent.dra.devices.device_name)."""
 
@@ -56,58 +58,83 @@ class NodeClaims:
     @property
     def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
         """The prepared claims with their devices."""
-        # Each change makes a new dictionary, so no lock is needed to read it. That matters, because `prepare` may hold
-        # the lock while it waits for the API server.
+        # Each change makes a new dictionary, so no lock is needed to read it.
         return dict(self._prepared)
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
         """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
         allocated = allocated_devices(claim, self._fetch(claim), self._node)
-        with self._lock:
-            # Read the devices only now: a device that was withdrawn while the claim was fetched must not be handed out.
-            available = self._devices()
-            prepared = tuple(_prepared_device(claim, each, available) for each in allocated)
-            for other in self._holders(claim, prepared):
-                self._forget_stale(other, claim, prepared)
-            if self._prepared.get(claim) != prepared:
-                self._save({**self._prepared, claim: prepared})
-        log.info("claim %s is prepared: %s", claim, ", ".join(each.device for each in prepared))
-        return prepared
+        for _ in range(ATTEMPTS):
+            with self._lock:
+                # Read the devices only now: a device that was withdrawn while the claim was fetched must not be handed
+                # out.
+                available = self._devices()
+                prepared = tuple(_prepared_device(claim, each, available) for each in allocated)
+                holders = self._holders(claim, prepared)
+                if not holders:
+                    # A new tuple, also of the same devices: `_replace` notices that the claim was prepared again.
+                    self._keep({**self._prepared, claim: prepared}, save=self._prepared.get(claim) != prepared)
+                    log.info("claim %s is prepared: %s", claim, ", ".join(each.device for each in prepared))
+                    return prepared
+            # Not under the lock: the API server may answer slowly, and other claims must not wait for that.
+            for other, held in holders.items():
+                self._replace(other, held, self._still_held(other, held, claim, prepared))
+        raise AgentError(f"claim {claim}: other claims of its devices keep changing", "the kubelet tries again")
 
     def unprepare(self, claim: ClaimReference) -> None:
         """Take back the devices of a claim, if it has any. Raises OSError."""
         with self._lock:
             if claim in self._prepared:
-                self._save({each: devices for each, devices in self._prepared.items() if each != claim})
+                self._keep({each: devices for each, devices in self._prepared.items() if each != claim})
                 log.info("claim %s is unprepared: its devices are free", claim)
 
-    def _save(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
-        """Record what is prepared: first on disk, then in memory."""
-        self._checkpoint.save(prepared)
+    def _keep(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]], *, save: bool = True) -> None:
+        """Record what is prepared: first on disk, unless the file has it already, then in memory."""
+        if save:
+            self._checkpoint.save(prepared)
         self._prepared = prepared
 
-    def _holders(self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> list[ClaimReference]:
-        """Return the other claims that have a device that conflicts with a wanted one."""
-        return [other for other, held in self._prepared.items() if other != claim and _conflicting_device(held, wanted)]
+    def _holders(
+        self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]
+    ) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+        """Return the other claims that have a device that conflicts with a wanted one, with their devices."""
+        return {
+            other: held
+            for other, held in self._prepared.items()
+            if other != claim and _conflicting_device(held, wanted)
+        }
 
-    def _forget_stale(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
-        """Make sure that another claim, which is recorded with a wanted device, does not keep `claim` from having it.
+    def _replace(
+        self, other: ClaimReference, held: tuple[PreparedDevice, ...], still_held: tuple[PreparedDevice, ...]
+    ) -> None:
+        """Replace a claim's devices, or forget the claim if it has none, unless it was prepared again meanwhile."""
+        with self._lock:
+            if self._prepared.get(other) is held:
+                others = {each: devices for each, devices in self._prepared.items() if each != other}
+                self._keep({**others, other: still_held} if still_held else others)
 
-        If the other claim is gone, forget it. If the other claim only monitors the device (adminAccess), record that:
-        both claims may then have the device. Raises AgentError if the other claim still has the device, or if that is
-        unknown.
+    def _still_held(
+        self,
+        other: ClaimReference,
+        held: tuple[PreparedDevice, ...],
+        claim: ClaimReference,
+        wanted: tuple[PreparedDevice, ...],
+    ) -> tuple[PreparedDevice, ...]:
+        """Return what another claim, which is recorded with a wanted device, has, so that `claim` may have the device.
+
+        That is nothing if the other claim is gone. If it only monitors the device (adminAccess), the device is marked
+        so: both claims may have it. Raises AgentError if the other claim still has the device, or if that is unknown.
         """
-        device = _conflicting_device(self._prepared[other], wanted)
+        device = _conflicting_device(held, wanted)
         try:
             in_kubelet_record = mentions(self._kubelet_record(), other)
         except OSError as error:
             log.warning("the kubelet's record of claims is not readable: %s", error)
             in_kubelet_record = True
         if in_kubelet_record:
-            monitoring = self._with_admin_access(other)
+            monitoring = self._with_admin_access(other, held)
             if not _conflicting_device(monitoring, wanted):
-                self._save({**self._prepared, other: monitoring})
-                return
+                return monitoring
             raise AgentError(
                 f"claim {claim} cannot have {device} yet: the kubelet has not unprepared claim {other}, which has it",
                 "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
@@ -118,15 +145,14 @@ class NodeClaims:
                 "delete one of the claims and its pod",
             )
         log.warning("claim %s is gone, but the kubelet never unprepared it: claim %s gets %s", other, claim, device)
-        self._save({each: devices for each, devices in self._prepared.items() if each != other})
+        return ()
 
-    def _with_admin_access(self, other: ClaimReference) -> tuple[PreparedDevice, ...]:
+    def _with_admin_access(self, other: ClaimReference, held: tuple[PreparedDevice, ...]) -> tuple[PreparedDevice, ...]:
         """Return another claim's devices, marked as `admin` if the API server says that they have adminAccess.
 
         The mark can be missing: if this driver's own record was lost, the claims were taken from the kubelet's record,
         which does not say which devices have adminAccess.
         """
-        held = self._prepared[other]
         try:
             allocated = allocated_devices(other, self._fetch(other), self._node)
         except AgentError as error:

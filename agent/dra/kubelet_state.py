@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import DocumentError
 from agent.model.json_document import get, objects, parse_object, require_object, strings
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
@@ -31,8 +32,14 @@ def read_record(system: System, kubelet: str) -> bytes:
 
 
 def mentions(record: bytes, claim: ClaimReference) -> bool:
-    """Return whether the kubelet's record has the claim. This works with any format, because uids are unique."""
-    return claim.uid.encode() in record
+    """Return whether the kubelet's record has the claim.
+
+    In a record of an unknown format, every occurrence of the uid counts, even where it is another claim's name.
+    """
+    try:
+        return any(get(RECORD_NAME, each, "ClaimUID", str) == claim.uid for each in _items(record)) if record else False
+    except DocumentError:
+        return claim.uid.encode() in record
 
 
 def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
@@ -40,12 +47,20 @@ def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice,
     return dict(_claims(record)) if record else {}
 
 
-def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
+def _items(record: bytes) -> tuple[dict[str, Any], ...]:
+    """Return the record's claims. Raises DocumentError."""
     # The record is a JSON object, and its key Data is a string that is itself JSON.
     where = RECORD_NAME
     data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
-    for item in data.get("ClaimInfoStateList") or ():
-        claim = require_object(where, item)
+    # Go writes an empty list as null.
+    if data.get("ClaimInfoStateList", ()) is None:
+        return ()
+    return objects(where, data, "ClaimInfoStateList", lambda _, item: item)
+
+
+def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
+    where = RECORD_NAME
+    for claim in _items(record):
         drivers = get(where, claim, "DriverState", dict)
         if DRA_DRIVER in drivers:
             driver = require_object(where, drivers[DRA_DRIVER])

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 import traceback
@@ -227,6 +228,39 @@ def test_a_server_that_is_away_or_silent_is_an_error_in_time(
         with pytest.raises(ApiError, match="timed out"):
             client.get(HERE)
         assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"])
+def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """Each byte comes in time, and the answer never ends."""
+    port, stop = api.port, threading.Event()
+    api.stop()
+    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 1.0)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(api.certificate, api.directory / "api.key")
+
+    def serve(listener: socket.socket) -> None:
+        with context.wrap_socket(listener.accept()[0], server_side=True) as stream, contextlib.suppress(OSError):
+            stream.recv(65536)
+            stream.sendall(begin)
+            while not stop.wait(0.05):
+                stream.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        timer = threading.Timer(20, stop.set)
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(ApiError, match="timed out"):
+            client.get(HERE)
+        took = time.monotonic() - begun
+        stop.set()
+        timer.cancel()
+        server.join()
+    assert took < 10
 
 
 def test_an_ipv6_address_is_shown_as_in_a_url(api: ApiServer, joined: DraMachine) -> None:

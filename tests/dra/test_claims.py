@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent.dra.claims import ClaimGoneError
 from agent.dra.devices import Device
 from agent.dra.kubelet_state import RECORD_NAME
 from agent.dra.messages import ClaimReference, PreparedDevice
@@ -196,6 +197,83 @@ def test_what_is_prepared_can_be_read_while_the_api_server_is_asked(node: Node) 
     answer.set()
     preparing.join()
     assert in_time == [{reference("a")}]
+
+
+def test_a_slow_api_server_keeps_no_other_claim_waiting(node: Node) -> None:
+    """It is asked whether claim a, which the kubelet has forgotten, still has the GPU that claim b wants."""
+    node.api["a"], node.api["b"], node.api["c"] = claim("a", GPUS[0]), claim("b", GPUS[0]), claim("c", GPUS[1])
+    node.claims.prepare(reference("a"))
+    asked, answer = threading.Event(), threading.Event()
+    fetch = node.fetch
+
+    def slow(claim: ClaimReference) -> Mapping[str, Any]:
+        if claim.name == "a":
+            asked.set()
+            assert answer.wait(60)
+            raise AgentError("no answer")
+        return fetch(claim)
+
+    node.fetch = slow  # type: ignore[method-assign]
+    claims, prepared = node.restarted(), threading.Event()
+
+    def prepare_slowly() -> None:
+        with pytest.raises(AgentError, match="no answer"):
+            claims.prepare(reference("b"))
+
+    def prepare_others() -> None:
+        claims.prepare(reference("c"))
+        claims.unprepare(reference("c"))
+        prepared.set()
+
+    waiting = threading.Thread(target=prepare_slowly)
+    others = threading.Thread(target=prepare_others)
+    waiting.start()
+    assert asked.wait(30)
+    others.start()
+    in_time = prepared.wait(10)
+    answer.set()
+    waiting.join()
+    others.join()
+    assert in_time
+
+
+def test_a_claim_that_is_prepared_again_while_it_is_looked_up_keeps_its_device(node: Node) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    fetch, answers = node.fetch, [ClaimGoneError("gone")]
+
+    def fetch_late(claim: ClaimReference) -> Mapping[str, Any]:
+        if claim.name == "a" and answers:
+            late = answers.pop()
+            claims.prepare(reference("a"))
+            raise late
+        return fetch(claim)
+
+    node.fetch = fetch_late  # type: ignore[method-assign]
+    claims = node.restarted()
+    with pytest.raises(AgentError, match="allocated to claim default/a too"):
+        claims.prepare(reference("b"))
+    assert set(claims.prepared) == {reference("a")}
+    assert set(node.restarted().prepared) == {reference("a")}
+
+
+def test_a_claim_that_is_named_like_another_claims_uid_keeps_no_device(node: Node) -> None:
+    """Users name claims, and can see uids."""
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    del node.api["a"]
+    node.kubelet_has(ClaimReference("default", reference("a").uid, "another-uid"))
+    assert node.claims.prepare(reference("b"))
+
+
+@pytest.mark.parametrize("record", ['{"Claims": {"uid-of-a": {}}}', '{"Data": "{\\"claims\\": [\\"uid-of-a\\"]}"}'])
+def test_a_claim_in_a_record_of_an_unknown_format_keeps_its_device(node: Node, record: str) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    del node.api["a"]
+    (node.tree / KUBELET[1:] / RECORD_NAME).write_text(record)
+    with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
+        node.claims.prepare(reference("b"))
 
 
 def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
