@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from agent.config.settings import MachineSettings
 from agent.machine.cdi.modes import publish_modes
 from agent.machine.context import Context
-from agent.machine.notes import OWNED_COPY
+from agent.machine.notes import OWNED_COPY, Owned
 from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
@@ -414,7 +414,7 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
 def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
     machine.hand(WANTED._replace(cdi_modes=("quantum",)), OTHERS)
     machine.put(published("quantum"), "{}")
-    machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
+    Owned(machine).claim(published("quantum"))
     run(machine)
     assert "; ModeNotServed: quantum: the image's agent does not support this mode" in machine.message("CDISpecCurrent")
     assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
