@@ -116,7 +116,9 @@ def _why_excluded(present: list[Gpu]) -> tuple[str, ...]:
 
 
 def _describe_excluded(name: str) -> str:
-    return f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -i exclu`"
+    return (
+        f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -iE 'exclu|gpublacklist'`"
+    )
 
 
 def _why_not_found(name: str, present: list[Gpu]) -> str:

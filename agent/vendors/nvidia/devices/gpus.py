@@ -27,6 +27,9 @@ PCI_DRIVERS = "/sys/bus/pci/drivers"
 COMPANIONS = {"nova_core": ("nova_drm",)}
 """Modules that belong to another one, even if they do not show as its users."""
 
+EXCLUDED = ("GPU Excluded", "Blacklisted")
+"""The key that says whether the driver lets nobody open a GPU. Older drivers, such as 418, have the second name."""
+
 GPUS = "/proc/driver/nvidia/gpus"
 
 
@@ -53,7 +56,7 @@ def parse_information(text: str) -> Information:
         model=model if model.isprintable() and len(model) <= MODEL_LIMIT else "",
         uuid=uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else "",
         minor=int(minor) if re.fullmatch(r"[0-9]{1,4}", minor) else None,
-        excluded=values.get("GPU Excluded") == "Yes",
+        excluded=any(values.get(name) == "Yes" for name in EXCLUDED),
     )
 
 

@@ -263,6 +263,8 @@ def test_no_text_of_proc_raises_an_exception(text: str) -> None:
         ("Device Minor: \t -1\n", Information()),
         ("Device Minor:\t247\r\n", Information(minor=247)),
         ("GPU Excluded:\t Yes\n", Information(excluded=True)),
+        ("Blacklisted:\t Yes\n", Information(excluded=True)),
+        ("Blacklisted:\t No\n", Information()),
         ("Model: \t NVIDIA A: B\n", Information(model="NVIDIA A: B")),
     ],
 )
