@@ -3,12 +3,14 @@
 nvidia-ctk runs in its own mount namespace: /proc/driver/nvidia has one GPU, whose nodes are copies of /dev/null.
 """
 
+import os
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.handoff import Request
+from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from agent.system.process import Completed
@@ -19,7 +21,7 @@ NULL = DeviceNumber(1, 3, 0o666)
 INFORMATION = "Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {gpu}\nDevice Minor: \t 0\n"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 # Arguments: the driver root, its path in the machine, the directories that become /run/unbounded-agent and
-# /proc/driver, then the command.
+# /proc/driver, the paths of the nodes, `--`, then the command.
 NAMESPACE = """
 set -e
 root=$1 place=$2 state=$3 driver=$4
@@ -29,7 +31,12 @@ mount --bind "$root" /mnt/root && mount --bind "$state" /mnt/state && mount --bi
 mount -t tmpfs tmpfs /run && mkdir -p "$place" /run/unbounded-agent
 mount --bind /mnt/root "$place" && mount --bind /mnt/state /run/unbounded-agent && mount --bind /mnt/driver /proc/driver
 mount -t tmpfs tmpfs /dev
-for node in null nvidia0 nvidiactl nvidia-modeset nvidia-uvm nvidia-uvm-tools; do mknod -m 666 /dev/$node c 1 3; done
+mknod -m 666 /dev/null c 1 3
+while [ "$1" != -- ]; do
+    mkdir -p "$(dirname "$1")" && mknod -m 666 "$1" c 1 3
+    shift
+done
+shift
 exec "$@"
 """
 
@@ -37,8 +44,18 @@ exec "$@"
 class GeneratorMachine(System):
     """A machine that has only nvidia-ctk, and the driver root of a request."""
 
-    def __init__(self, work: Path, driver_root: Path, request: Request, nvidia_ctk: Path) -> None:
-        """Replace the NVML of `driver_root`, a staged driver root, with the stand-in."""
+    def __init__(
+        self,
+        work: Path,
+        driver_root: Path,
+        request: Request,
+        nvidia_ctk: Path,
+        others: Collection[GrantedDevice] = (),
+    ) -> None:
+        """Replace the NVML of `driver_root`, a staged driver root, with the stand-in.
+
+        The machine has the nodes of the request and of `others`. The request is from `with_simulated_nodes`.
+        """
         super().__init__(self._run, str(work))
         (library,) = driver_root.glob(f"usr/lib/x86_64-linux-gnu/{library_name(request.driver_version)}")
         stand_in = nvml(library, request.driver_version)
@@ -53,12 +70,15 @@ class GeneratorMachine(System):
         (self._driver / "nvidia/version").write_text(version)
         self._state.mkdir(parents=True)
         self._root, self._place, self._nvidia_ctk = driver_root, request.driver_root, nvidia_ctk
+        self._nodes = tuple(device.path for device in (*request.devices, *others))
+        self.make_directory("/dev")
+        os.mknod(work / "dev/null", stat.S_IFCHR | NULL.mode, os.makedev(NULL.major, NULL.minor))
 
     def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] != NVIDIA_CTK:
             raise FileNotFoundError(argv[0])
         places = (str(self._root), self._place, str(self._state), str(self._driver))
-        namespace = ("unshare", "--mount", "sh", "-c", NAMESPACE, "sh", *places)
+        namespace = ("unshare", "--mount", "sh", "-c", NAMESPACE, "sh", *places, *self._nodes, "--")
         return host_runner((*namespace, str(self._nvidia_ctk), *argv[1:]), timeout)
 
 

@@ -6,7 +6,7 @@ simulated, and there is no virtual machine.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 
 from agent.host.apply.driver_roots import stage
 from agent.host.plan.goal import plan
+from agent.model.device import DeviceNumber
+from agent.model.handoff import Request
 from agent.model.paths import TREES as DRIVER_TREES
 from agent.model.paths import spec_directory
 from agent.vendors.cdi.document import host_paths
@@ -73,12 +75,11 @@ def installed_version(root: Path) -> str:
     return name.removeprefix("libcuda.so.")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [each if each in GATE else pytest.param(each, marks=pytest.mark.exhaustive) for each in TREES],
-)
-def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
-    root = TREES[name]()
+def staged_root(root: Path, copy: Path) -> tuple[Path, Request, Mapping[str, DeviceNumber]]:
+    """Stage the driver of a tree in a copy of that tree.
+
+    Returns the driver root, and the request and the nodes of a machine that has it.
+    """
     run(["cp", "-al", root, copy])
     tree = Tree(copy)
     (goal,) = plan(CONFIG, tree.look(installed_version(root))).goal.machines
@@ -86,7 +87,15 @@ def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
     assert driver_root
     stage(driver_root, tree)
     request, live = with_simulated_nodes(goal.handoff.requests[0])
-    staged = tree.tree / DRIVER_TREES.lstrip("/") / str(driver_root.index)
+    return tree.tree / DRIVER_TREES.lstrip("/") / str(driver_root.index), request, live
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in GATE else pytest.param(each, marks=pytest.mark.exhaustive) for each in TREES],
+)
+def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
+    staged, request, live = staged_root(TREES[name](), copy)
     machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
     spec: Any = normalised(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
