@@ -1,6 +1,7 @@
 """Finds the host's address on its default route, by netlink. Raises OSError."""
 
 import errno
+import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ UNICAST = 1
 """RTN_UNICAST of rtnetlink(7): a route that forwards packets. Other types block destinations, for example."""
 UNIVERSE = 0
 """RT_SCOPE_UNIVERSE of rtnetlink(7): the scope of an address that other hosts can reach."""
+FAR: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that no host has (RFC 5737, RFC 3849). Packets to them take the default route."""
+IPV6_ADDR_PREFERENCES, IPV6_PREFER_SRC_PUBLIC = 72, 2
+"""linux/in6.h: choose no temporary address."""
 UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40
 """Flags of addresses that cannot be a node's address (linux/if_addr.h): IFA_F_SECONDARY, which temporary addresses have
 too, IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
@@ -31,12 +36,30 @@ def default_address() -> str:
             # The library's own filter by table lets routes of other tables pass (pyroute2 0.9.7).
             routes = (each for each in netlink.get_default_routes(family=family) if _is_main(each))
             for route in sorted(routes, key=lambda each: each.get("priority") or 0):
-                if address := _source(netlink, route, family):
+                if address := _source(netlink, route, family) or _chosen(family):
                     return address
     raise ObservationError(
         "the host has no default route with an address, so the node's address is unknown",
         "set node.kubelet.node_ip, or configure the host's network",
     )
+
+
+def _chosen(family: int) -> str:
+    """Return the address that the kernel itself chooses; empty if other hosts cannot reach it.
+
+    If the interface of the default route has none, as on hosts whose address is on `lo` and is announced by BGP, the
+    kernel takes one of another interface.
+    """
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, IPV6_ADDR_PREFERENCES, IPV6_PREFER_SRC_PUBLIC)
+        try:
+            # This sends nothing.
+            found.connect((FAR[family], 9))
+        except OSError:
+            return ""
+        address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
+    return "" if address.is_link_local or address.is_loopback else str(address)
 
 
 def has_address(address: str) -> bool:

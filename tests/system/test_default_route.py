@@ -9,6 +9,7 @@ import pytest
 
 ADDRESS = "from agent.system.default_route import default_address; print(default_address())"
 HAS = "from agent.system.default_route import has_address; print(*map(has_address, %r))"
+LOOPBACK = "ip link set lo up; ip addr add 10.5.5.5/32 dev lo; ip addr add fe80::2/64 dev eth0 nodad"
 LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
 
 pytestmark = [
@@ -60,6 +61,18 @@ def found(script: str, program: str = ADDRESS) -> subprocess.CompletedProcess[st
             "ip addr add fd00::4/64 dev eth0 nodad preferred_lft 0; ip route add default via fd00::1",
             "fd00::3",
         ),
+        # A host whose address is announced by BGP, with one and with two neighbours.
+        (f"{LOOPBACK}; ip -4 route add default via inet6 fe80::1 dev eth0", "10.5.5.5"),
+        (
+            f"{LOOPBACK}; ip link add eth1 type bridge; ip link set eth1 up; ip -4 route add default "
+            "nexthop via inet6 fe80::1 dev eth0 nexthop via inet6 fe80::1 dev eth1",
+            "10.5.5.5",
+        ),
+        (
+            "ip link set lo up; ip addr add fd00::5/128 dev lo nodad; ip addr add fe80::2/64 dev eth0 nodad; "
+            "ip route add default via fe80::1 dev eth0",
+            "fd00::5",
+        ),
         (
             "ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1; "
             "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1",
@@ -86,6 +99,9 @@ def test_a_route_of_another_table_does_not_count() -> None:
     "script",
     [
         "ip addr add 10.1.2.3/24 dev eth0; ip route add unreachable default metric 9; ",
+        # No address that other hosts can reach.
+        "ip link set lo up; ip addr add fe80::2/64 dev eth0 nodad; ip route add default via fe80::1 dev eth0; ",
+        "ip link set lo up; ip addr add 169.254.3.4/16 dev eth0 scope link; ip route add default dev eth0; ",
         # In IPv6, such a route leads to the loopback interface.
         "ip link set lo up; ip addr add fd00::9/128 dev lo nodad; ip -6 route add unreachable default metric 9; ",
     ],

@@ -11,6 +11,9 @@ STUB = "/run/systemd/resolve/stub-resolv.conf"
 link to this file, even while systemd-resolved is not running."""
 UPLINK = "/run/systemd/resolve/resolv.conf"
 """Names the DNS servers that systemd-resolved itself queries (systemd-resolved.service(8))."""
+SERVERS = 3
+"""How many servers the C library and the kubelet use of a file (MAXNS in resolv.h)."""
+BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 LIMIT = 1 << 16
 """Bytes of the largest file that is read."""
 
@@ -23,19 +26,29 @@ def uses_stub_resolver(system: System) -> bool:
 
 
 def dns_servers(path: str, system: System) -> tuple[list[str], list[str]]:
-    """Return all DNS servers in a file and, as a second list, those of them that are not on the loopback interface.
+    """Return all DNS servers in a file that are used and, as a second list, those of them that pods can ask.
 
     The file has the format of resolv.conf(5). If it cannot be read, both lists are empty.
     """
     found = read_seen(lambda each: system.read(each, LIMIT), path)
     lines = found.decode(errors="replace").splitlines() if isinstance(found, bytes) else []
     words = [line.split() for line in lines]
-    servers = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"]
-    return servers, [each for each in servers if not _is_loopback(each)]
+    servers = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:SERVERS]
+    return servers, [each for each in servers if _is_same_in_pods(each)]
 
 
-def _is_loopback(address: str) -> bool:
+def _is_same_in_pods(server: str) -> bool:
+    """Return whether an address leads to the same server in a pod, which has a network of its own.
+
+    A link-local address of IPv6 does not: it is that of a host on the pod's own link. One of IPv4 does: pods send their
+    packets to the node, which forwards them. So the resolvers of clouds can be asked, such as 169.254.169.254.
+    """
     try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(server.partition("%")[0])
     except ValueError:
         return False
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local:
+            return False
+        address = address.ipv4_mapped or address
+    return not (address.is_loopback or address.is_unspecified or address.is_multicast or address == BROADCAST)

@@ -11,7 +11,7 @@ from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
 from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
 from agent.host.plan.mounts import split_mounts
-from agent.host.plan.nspawn import SYS_MODULE, bindable, own_network, render_nspawn
+from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.host.plan.remembered import remember
 from agent.host.plan.selection import Selection, describe_wrong_driver, select
 from agent.host.plan.shares import Shares, in_turn, unknown_grants
@@ -239,12 +239,13 @@ def _fabric_cause(name: str, grants: tuple[Grant, ...], facts: Facts) -> str:
 def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
     """Return the machine's ResolvConf= (systemd.nspawn(5)); empty for nspawn's own choice.
 
-    A node passes its DNS servers on to pods, which cannot reach systemd-resolved on the host's loopback interface. If a
-    machine has its own network, nspawn's own choice is to give it no DNS servers at all.
+    A node passes its DNS servers on to pods, which cannot reach systemd-resolved on the host's loopback interface.
+    nspawn would choose systemd-resolved while that listens, whatever /etc/resolv.conf names, and for a machine with its
+    own network it would choose no DNS servers at all.
     """
     if settings.node is None:
         return ""
-    return "replace-uplink" if facts.stub_resolver else "replace-host" if own_network(settings.nspawn) else ""
+    return "replace-uplink" if facts.stub_resolver else "replace-host"
 
 
 def _grants(

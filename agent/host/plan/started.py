@@ -84,6 +84,9 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
 
 
 def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
-    """Return the lines of a .nspawn file, without comments and without binds of devices and of the paths in `bound`."""
-    lines = ((line, BIND.fullmatch(line)) for line in nspawn if not line.startswith(b"#"))
+    """Return the lines of a .nspawn file that need a restart if they change.
+
+    Comments, ResolvConf=, and binds of devices and of the paths in `bound` do not.
+    """
+    lines = ((line, BIND.fullmatch(line)) for line in nspawn if not line.startswith((b"#", b"ResolvConf=")))
     return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

@@ -40,7 +40,8 @@ def test_the_link_shows_systemd_resolved_also_before_it_runs(host: Host, target:
 
 def test_a_node_asks_the_servers_behind_systemd_resolved() -> None:
     assert nspawn_lines(config(gpu={}), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
-    assert nspawn_lines(config(gpu={}), stub_resolver=False) == []
+    # nspawn itself would choose systemd-resolved, if that listens, whatever /etc/resolv.conf names.
+    assert nspawn_lines(config(gpu={}), stub_resolver=False) == [b"ResolvConf=replace-host"]
     own = {"nspawn": {"virtual_ethernet": True}}
     assert nspawn_lines(config(gpu=own), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
     own = {"nspawn": {"virtual_ethernet": True}}
@@ -58,7 +59,7 @@ def test_servers_that_pods_can_reach(host: Host) -> None:
     with_resolved(host)
     (check,) = checked(host)
     assert check.passed
-    assert "192.0.2.53, fe80::1%eth0" in check.message
+    assert check.message == f"pods can ask 192.0.2.53 ({UPLINK})"
     host.remove(RESOLV_CONF)
     host.symlink(RESOLV_CONF, "/etc/static-resolv.conf")
     host.file("/etc/static-resolv.conf", "# by hand\nnameserver 192.0.2.1\n")
@@ -70,6 +71,24 @@ def test_servers_that_pods_can_reach(host: Host) -> None:
     [
         ("nameserver 127.0.0.1\nnameserver ::1\n", "names only 127.0.0.1, ::1, which pods cannot reach"),
         ("# none\n", "names no DNS server"),
+        ("nameserver fe80::1%eno1\n", "names only fe80::1%eno1, which pods cannot reach"),
+        *(
+            (f"nameserver {address}\n", f"names only {address}, which pods cannot reach")
+            for address in (
+                "fe80::1",
+                "0.0.0.0",
+                "::",
+                "224.0.0.251",
+                "ff02::fb",
+                "255.255.255.255",
+                "::ffff:127.0.0.1",
+            )
+        ),
+        ("nameserver localhost\n", "names only localhost, which pods cannot reach"),
+        (
+            "nameserver ::1\nnameserver 127.0.0.1\nnameserver fe80::1\nnameserver 192.0.2.53\n",
+            "names only ::1, 127.0.0.1, fe80::1, which pods cannot reach",
+        ),
     ],
 )
 def test_servers_that_pods_cannot_reach(host: Host, uplink: str, what: str) -> None:
@@ -85,6 +104,23 @@ def test_servers_that_pods_cannot_reach(host: Host, uplink: str, what: str) -> N
     (check,) = checked(host)
     assert what in check.message
     assert check.advice.startswith("name a server that pods can reach there; or ")
+
+
+@pytest.mark.parametrize(
+    "server", ["192.0.2.53", "2001:db8::53", "169.254.169.254", "10.0.2.3", "fd00::53", "::ffff:192.0.2.1"]
+)
+def test_a_server_that_is_the_same_in_pods(host: Host, server: str) -> None:
+    with_resolved(host, f"nameserver fe80::1%eno1\nnameserver {server}\n")
+    assert checked(host)[0].message == f"pods can ask {server} ({UPLINK})"
+
+
+def test_a_plain_file_while_systemd_resolved_runs(host: Host) -> None:
+    """As dhclient, Tailscale or an administrator writes it. The machine gets what is judged."""
+    host.file(STUB, RESOLVED)
+    host.file(UPLINK, "nameserver 127.0.0.1\n")
+    host.file(RESOLV_CONF, "nameserver 10.0.2.3\n")
+    assert checked(host)[0].message == f"pods can ask 10.0.2.3 ({RESOLV_CONF})"
+    assert nspawn_lines(config(gpu={}), stub_resolver=uses_stub_resolver(host)) == [b"ResolvConf=replace-host"]
 
 
 def test_chosen_servers_are_not_judged(host: Host) -> None:
