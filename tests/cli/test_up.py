@@ -17,7 +17,7 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
-from agent.config.settings import Config
+from agent.config.settings import Config, MachineSettings
 from agent.host.provision.host_goal import NO_SWAP
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.up import Provisioner
@@ -30,6 +30,7 @@ from agent.model.paths import (
     MACHINE_ROOTS,
     NODE_FILES,
     STATE,
+    TREES,
     machine_root,
     node_record,
     nspawn_file,
@@ -482,6 +483,52 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert undo(host) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert run(host) == 0
+
+
+def test_reset_names_a_unit_that_is_enabled_again(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody enables it while `reset` runs. What was enabled before the first node is no difference."""
+    host.symlink(wanted("machines.target"), "/usr/lib/systemd/system/machines.target")
+    run(host)
+    assert undo(host) == 0
+    assert host.exists(wanted("machines.target"))
+    host.remove(wanted("machines.target"))
+    run(host)
+
+    def enable(argv: tuple[str, ...]) -> None:
+        if argv[0] == "swapon":
+            host.symlink(wanted("machines.target"), "/usr/lib/systemd/system/machines.target")
+
+    host.tools.before = enable
+    assert undo(host) == 1
+    assert "machines.target is enabled" in capsys.readouterr().err
+    assert host.exists(AS_FOUND[0]), "`reset` can be repeated"
+    host.tools.before = lambda argv: None
+    assert undo(host) == 0
+    assert not host.exists(wanted("machines.target"))
+
+
+def test_reset_removes_the_directory_of_its_drop_in_unless_others_use_it(host: NodeHost) -> None:
+    directory = posixpath.dirname(unit_drop_in(MACHINE))
+    run(host)
+    undo(host)
+    assert not host.exists(directory)
+    host.file(f"{directory}/50-own.conf", "[Service]\n")
+    run(host)
+    undo(host)
+    assert host.entries(directory) == ("50-own.conf",)
+
+
+def test_reset_removes_drivers_only_with_the_last_machine(host: NodeHost) -> None:
+    """Also a machine without a node uses them."""
+    agent = node_reconciler(host)
+    run(host)
+    assert host.entries(TREES) == ("0",)
+    others = {**agent.config.machines, "other": MachineSettings()}
+    host.make_directory(machine_root("other"))
+    agent.config = msgspec.structs.replace(agent.config, machines=others)
+    host.bus.unit("systemd-nspawn@other.service")
+    reset_machine(MACHINE, agent, host.network)
+    assert host.entries(TREES) == ("0",)
 
 
 @pytest.fixture

@@ -111,6 +111,28 @@ def test_only_a_network_of_its_own_needs_an_address() -> None:
     assert unit not in made()
 
 
+def test_the_whole_configuration_of_the_kubelet() -> None:
+    """As the kubelet spells it, whatever our own names for it are."""
+    assert kubelet_configuration() == {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": "/etc/kubernetes/pki/ca.crt"},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "systemd",
+        "clusterDNS": ["10.96.0.10"],
+        "clusterDomain": "cluster.local",
+        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "failSwapOn": True,
+        "protectKernelDefaults": True,
+        "registerWithTaints": [],
+        "rotateCertificates": True,
+    }
+
+
 def test_certificates_are_rotated_and_taints_are_registered() -> None:
     found = kubelet_configuration(
         kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"], "startup_taint": "example.com/not-ready:NoSchedule"}
