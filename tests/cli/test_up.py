@@ -476,7 +476,8 @@ def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.Ca
     assert not host.exists(AS_FOUND[0])
     assert not host.exists(node_record(MACHINE))
     assert not host.exists(f"/run/unbounded-agent/machines/{MACHINE}")
-    assert not host.exists(WANTS), "systemd made this directory"
+    for made in (WANTS, posixpath.dirname(unit_drop_in(MACHINE))):
+        assert not host.exists(made), "this directory was made for the node"
     printed = capsys.readouterr().out
     assert "machine gpu-node is removed; the host is as it was found" in printed
     assert f"kubectl delete node {NODE}" in printed
@@ -667,6 +668,29 @@ def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture
     assert tree(host).keys() - before.keys() == {mask.lstrip("/")}
     assert not host.exists(WANTS)
     assert f"note: {UNITS[0]} is still masked: `systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
+
+
+def test_what_still_differs_after_a_reset_is_told_and_the_record_stays(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another reset can then restore it."""
+
+    def enable_again(argv: tuple[str, ...]) -> None:
+        if argv[0] == "swapon":
+            host.symlink(wanted("machines.target"), "/usr/lib/systemd/system/machines.target")
+
+    before = tree(host)
+    assert run(host) == 0
+    host.tools.before = enable_again
+    assert undo(host) == 1
+    printed = capsys.readouterr()
+    assert "machines.target is enabled" in printed.err
+    assert "is as it was found" not in printed.out
+    assert host.exists(AS_FOUND[0])
+    host.tools.before = lambda argv: None
+    assert undo(host) == 0
+    assert tree(host) == before
+    assert not host.exists(AS_FOUND[0])
 
 
 def test_reset_does_not_remove_a_directory_that_somebody_put_in_the_place(host: NodeHost) -> None:

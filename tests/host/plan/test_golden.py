@@ -1,10 +1,8 @@
 """The whole files that a machine starts with, as tests/data/golden has them, for settings that hold every line.
 
-What a machine may do is decided by these lines alone, so a reviewer sees each change of one in full. After a change:
-`UPDATE_GOLDEN=1 python -m pytest tests/host/plan/test_golden.py`, then read `git diff tests/data/golden`.
+What a machine may do is decided by these lines alone.
 """
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +18,10 @@ from agent.model.goal import OwnedFile
 from agent.model.handoff import OTHER_DEVICES
 from agent.model.mount_source import MountSource
 from tests.fakes.facts import facts, node, nvidia
+from tests.fakes.golden import GOLDEN, expect_golden
 from tests.fakes.node_settings import NEEDED, TOKEN_FILE
 
 DATA = Path(__file__).parents[2] / "data"
-UPDATE = "UPDATE_GOLDEN"
 
 
 class Case(NamedTuple):
@@ -134,14 +132,12 @@ def rendered(case: Case) -> tuple[OwnedFile, OwnedFile]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_are_these(name: str) -> None:
     nspawn, drop_in = rendered(CASES[name])
-    for file, golden in ((nspawn, DATA / f"golden/{name}.nspawn"), (drop_in, DATA / f"golden/{name}.conf")):
-        if os.environ.get(UPDATE):
-            golden.write_bytes(file.content)
-        assert file.content.decode() == golden.read_text(), f"{golden}: if the change is meant, see this module"
-        assert file.mode == 0o644
+    expect_golden(f"{name}.nspawn", nspawn.content.decode())
+    expect_golden(f"{name}.conf", drop_in.content.decode())
+    assert (nspawn.mode, drop_in.mode) == (0o644, 0o644)
 
 
 def test_no_file_is_left_over() -> None:
     """A case that was renamed would leave files that nothing compares."""
-    names = {path.name for path in (DATA / "golden").iterdir()}
-    assert names == {f"{name}.{suffix}" for name in CASES for suffix in ("nspawn", "conf")}
+    names = {path.name for path in GOLDEN.iterdir()}
+    assert names == {"node-files.txt", *(f"{name}.{suffix}" for name in CASES for suffix in ("nspawn", "conf"))}

@@ -23,6 +23,7 @@ from agent.machine.containerd.formats import CRI_2, Configuration
 from agent.machine.containerd.tables import problems, render
 from agent.model.node import NodeFile
 from agent.vendors.machine_vendor import RuntimeHandler
+from tests.fakes.golden import expect_golden
 from tests.fakes.node_settings import CA, node_settings
 
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
@@ -41,6 +42,23 @@ def kubelet_configuration(**settings: Any) -> dict[str, Any]:  # noqa: ANN401
 def arguments(files: Mapping[str, NodeFile]) -> list[str]:
     command = files[COMMAND].content.decode().partition("ExecStart=kubelet")[2]
     return command.replace("\\\n", "").split()
+
+
+def test_the_files_are_these() -> None:
+    """What a node's kubelet and containerd may do is decided here."""
+    settings = {
+        "kubelet": {
+            "labels": {"a": "b"},
+            "taints": ["c=d:NoSchedule"],
+            "startup_taint": "readiness.k8s.io/gpu=:NoExecute",
+        },
+        "containerd": {"mirrors": {"docker.io": ["https://mirror.example.com"]}},
+    }
+    blocks = [
+        f"==> {file.path} ({file.mode:04o})\n{file.content.decode().rstrip()}\n"
+        for file in sorted(made(INPUTS, **settings).values(), key=lambda each: each.path)
+    ]
+    expect_golden("node-files.txt", "\n".join(blocks))
 
 
 def test_the_bootstrap_kubeconfig_names_server_ca_and_token() -> None:

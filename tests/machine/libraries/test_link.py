@@ -11,7 +11,7 @@ from agent.machine.run import run
 from agent.model.handoff import GrantedFile
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
-from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, Machine, hang, ldconfig
+from tests.fakes.machine import EMPTY, LIBRARIES, REQUEST, ROOT, VERSION, Machine, hang, ldconfig
 
 MULTIARCH = f"/{LIBRARIES}"
 CUDA = f"{MULTIARCH}/libcuda.so.1"
@@ -163,6 +163,45 @@ def test_the_driver_root_must_be_a_directory(machine: Machine, how: str) -> None
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "NotStaged")
     assert machine.read_link(CUDA) == TEXT
+
+
+def test_links_of_a_withdrawn_driver_leave_the_loader_cache_too(machine: Machine) -> None:
+    """It would list names that lead nowhere. Without links, and without a driver, no program is started."""
+    run(machine)
+    machine.hand(EMPTY)
+    for times in (1, 0):
+        machine.calls.clear()
+        run(machine)
+        assert machine.calls.count(("ldconfig",)) == times
+        assert machine.read_link(CUDA) is None
+    assert machine.conditions()["LibrariesLinked"] == ("True", "NotApplicable")
+
+
+def test_a_removal_that_was_killed_before_ldconfig_ran_is_completed(machine: Machine) -> None:
+    run(machine)
+    machine.hand(EMPTY)
+    working = machine.programs["ldconfig"]
+    machine.program("ldconfig", die)
+    with contextlib.suppress(KilledError):
+        run(machine)
+    assert machine.read_link(CUDA) is None
+    machine.program("ldconfig", working)
+    machine.calls.clear()
+    run(machine)
+    assert machine.calls.count(("ldconfig",)) == 1
+
+
+def test_an_empty_driver_root_changes_no_link(machine: Machine) -> None:
+    """The host has not mounted it yet; ldconfig would delete links that lead nowhere."""
+    run(machine)
+    place = machine.tree / ROOT.lstrip("/")
+    place.rename(place.with_name("away"))
+    place.mkdir()
+    machine.calls.clear()
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotStaged")
+    assert machine.read_link(CUDA) == TEXT
+    assert ("ldconfig",) not in machine.calls
 
 
 def test_the_loader_cache_is_updated_if_a_name_is_missing(machine: Machine) -> None:
