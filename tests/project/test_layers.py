@@ -101,14 +101,14 @@ def modules() -> tuple[Path, ...]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 @cache
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -144,13 +144,13 @@ def relative_name(path: Path) -> str:
 
 def is_pure(path: Path) -> bool:
     """Return whether a module is pure by its place, or because its docstring says so."""
-    docstring = ast.get_docstring(parsed(path)) or ""
+    docstring = ast.get_docstring(parsed(path.read_text())) or ""
     return relative_name(path).startswith(PURE) or bool(re.search(r"\bpure\b", docstring, re.IGNORECASE))
 
 
 def strings(source: str) -> list[tuple[int, str]]:
     """Return line and text of every string that is not a docstring, with the fixed parts of f-strings."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     docstrings = {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -211,7 +211,7 @@ def test_the_check_of_imports_works(importer: str, module: str, allowed: bool) -
 
 def reaches_outside(path: Path) -> set[str]:
     """Return the imports and calls of a module that a pure one must not have."""
-    called = {ast.unparse(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
+    called = {ast.unparse(node.func) for node in ast.walk(parsed(path.read_text())) if isinstance(node, ast.Call)}
     imported = {module.split(".")[0] for module in imports(path)}
     return imported & IMPURE | {name for name in called if IMPURE_CALLS.fullmatch(name)}
 
@@ -236,7 +236,9 @@ def test_packages_are_empty() -> None:
     """Each import of a module runs its packages' files, and the machine half has a dozen of them at every boot."""
     packages = [path for path in modules() if path.name == "__init__.py" and path.parent != PACKAGE]
     more = [
-        relative_name(path) for path in packages if any(not isinstance(each, ast.Expr) for each in parsed(path).body)
+        relative_name(path)
+        for path in packages
+        if any(not isinstance(each, ast.Expr) for each in parsed(path.read_text()).body)
     ]
     assert more == [], "more than a docstring"
     assert len(packages) > 20
@@ -280,7 +282,7 @@ def test_the_check_of_vendor_names_works(source: str, lines: list[int]) -> None:
 def opened(source: str) -> list[int]:
     """Return lines in which a file is opened, or a name that opens files is imported."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Call(ast.Attribute(_, method)) if method in OPENING_METHODS:
                 found.append(node.lineno)
