@@ -57,6 +57,12 @@ def test_a_damaged_note_is_removed_and_reported(
     assert f"removed {path}, which was damaged" in capsys.readouterr().err
 
 
+def test_only_root_can_read_notes(machine: Machine) -> None:
+    """Some hold what others said, such as an API server."""
+    Notes(machine).save("a-note", {"a": 1})
+    assert machine.mode(f"{MACHINE_STATE}/a-note.json") == 0o600
+
+
 def test_a_directory_in_a_notes_place_is_replaced(machine: Machine) -> None:
     machine.put(f"{MACHINE_STATE}/new.json/inner", "x")
     Notes(machine).save("new", {"a": 1})

@@ -58,6 +58,7 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
         (*common, "get", "--raw=/api/v1/nodes/gpu-node"),
         (*common, "replace", "--raw=/api/v1/nodes/gpu-node/status", f"--filename={NODE}"),
     ]
+    assert node.mode(NODE) == 0o600
     assert node.object["metadata"] == {"name": "gpu-node"}
     assert node.object["status"]["capacity"] == {"cpu": "2"}
     assert node.object["status"]["conditions"][:-1] == [KUBELETS_OWN]
