@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.goal import plan
 from agent.host.state.owned_files import MARK
-from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.model.actions import ChangeDevices, ReloadUnits, RemoveDriverRoot, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Absent, Broken, Facts, FileState, Unseen
 from agent.model.paths import granted_file, handoff_file, nspawn_file, unit_drop_in
@@ -191,3 +191,22 @@ def test_a_driver_that_waits_for_its_module_is_staged_last_and_once() -> None:
     done = staged(staging.root, upgraded)
     left = diff(plan(CONFIG, done), done).actions
     assert [type(action) for action in left] == [WriteFile]
+
+
+def test_an_unused_driver_root_goes_first_only_if_another_one_needs_its_space() -> None:
+    seen, goal = at_rest(facts())
+    (root,) = seen.staged
+    with_unused = staged(replace(root, index=7, version="1.0"), seen)
+    unwritten = with_file(with_unused, handoff_file(MACHINE), FileState(Absent(""), owned=False))
+    kinds = [type(action) for action in diff(plan(CONFIG, unwritten), unwritten).actions]
+    assert kinds == [WriteFile, RemoveDriverRoot], "no machine waits for the removal"
+    without = replace(unwritten, staged=tuple(each for each in unwritten.staged if each.index == 7))
+    kinds = [type(action) for action in diff(plan(CONFIG, without), without).actions]
+    assert kinds.index(RemoveDriverRoot) < kinds.index(StageDriverRoot) < len(kinds) - 1
+    assert goal.grants[0].driver_root is not None
+
+
+def test_times_of_files_that_are_as_staged_are_recorded_last() -> None:
+    seen, _ = at_rest(facts())
+    found = diff(plan(CONFIG, seen), replace(seen, time_records={"/var/lib/unbounded-agent/times": b"new"}))
+    assert found.actions == (WriteFile("/var/lib/unbounded-agent/times", b"new"),)
