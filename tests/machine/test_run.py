@@ -774,6 +774,21 @@ def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
 
 
+def test_a_faulty_spec_is_replaced_although_the_new_one_has_fewer_gpus(machine: Machine) -> None:
+    """With the faulty one, no pod would start."""
+    started(machine)
+    faulty = recorded_spec()
+    faulty["containerEdits"]["mounts"] = []
+    machine.put(SPEC, json.dumps(faulty))
+    fewer = recorded_spec()
+    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
+    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+    run(machine)
+    assert json.loads(machine.read(SPEC)) == completed(fewer)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+
+
 def test_the_published_text_is_the_verified_one(machine: Machine) -> None:
     """The text has a key twice, and parsers differ in which one they use."""
     text = json.dumps(recorded_spec()).replace('"kind"', '"kind": "evil.com/gpu", "kind"').encode()

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from agent.model.device import FileIdentity
 from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import ApplyError
 from agent.model.paths import STAGING, TREES
+from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.fakes.host import Host
@@ -59,6 +61,24 @@ def test_a_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
         with pytest.raises(ApplyError, match=f"{SOURCE}: changed while it was staged"):
             stage(root, host)
         assert host.entries(f"{STAGING}/0") == ()
+
+
+class Upgrading(Host):
+    """A host where another driver of the same size is written into a library while it is copied."""
+
+    def copy(self, reading: BinaryIO, target: str, mode: int, copies: Copies) -> None:
+        super().copy(reading, target, mode, copies)
+        Path(self.full_path(SOURCE)).write_text("LIBRARY")
+
+
+def test_a_file_that_changes_while_it_is_copied_is_not_used(tmp_path: Path) -> None:
+    """Its copy may have parts of both."""
+    host = Upgrading(tmp_path)
+    host.file(SOURCE, "library")
+    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    with pytest.raises(ApplyError, match=f"{SOURCE}: changed while it was staged"):
+        stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
+    assert not host.exists(f"{TREES}/0")
 
 
 class ReadByALink(Host):
