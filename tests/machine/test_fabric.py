@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent.host.observe.machine_report import parse_report
 from agent.machine.failures import LONGEST
 from agent.machine.run import run
 from agent.system.process import Completed
@@ -145,6 +146,13 @@ def test_long_words_do_not_cost_the_report(machine: Machine) -> None:
     machine.program(QUERY, fabric_rows(*GPUS, state="x" * 5000, status="\x1b[2J"))
     assert asked(machine)
     assert max(len(each["state"]) for each in answers(machine)) == 64
+
+
+def test_the_host_accepts_every_word(machine: Machine) -> None:
+    machine.program(QUERY, fabric_rows(*GPUS, state="Route (re)computation: 3/4", status="Won't say; see `dmesg`"))
+    run(machine)
+    assert answers(machine) == answer(*GPUS, state="Route  re computation  3 4", status="Won t say  see  dmesg ")
+    assert parse_report(json.dumps(machine.report()).encode()).fabric
 
 
 def test_a_damaged_note_costs_a_question(machine: Machine) -> None:

@@ -53,6 +53,8 @@ class Report(Struct, frozen=True):
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
 Name = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
+FabricWord = Annotated[str, Meta(pattern=r"\A(\[?N/A\]?|[A-Za-z0-9 \[\]]{0,64})\Z")]
+"""A word of the driver, which conditions show without `machine says`: no command can be made of it."""
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -70,8 +72,8 @@ class _Fabric(Struct, frozen=True):
     """What a GPU says of its registration with the fabric."""
 
     gpu: Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
-    state: Annotated[str, Meta(max_length=64)]
-    status: Annotated[str, Meta(max_length=64)]
+    state: FabricWord
+    status: FabricWord
 
 
 class _Repairs(Struct, frozen=True):
@@ -144,7 +146,6 @@ def _check(document: _Document) -> None:
         "agent_version": document.agent_version,
         **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
         **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
-        **{f"fabric[{index}]": f"{each.state}{each.status}" for index, each in enumerate(document.fabric or ())},
     }
     for key, text in texts.items():
         # `isprintable` refuses Unicode's format characters too, which can make one text look like another.

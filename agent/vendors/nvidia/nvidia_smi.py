@@ -10,7 +10,7 @@ from agent.model.handoff import FabricAnswer
 from agent.model.pci_address import as_in_sysfs
 from agent.model.text import printable
 from agent.system.files import System
-from agent.vendors.nvidia.fabric_states import is_answer
+from agent.vendors.nvidia.fabric_states import NO_FABRIC, is_answer
 
 NVIDIA_SMI = "nvidia-smi"
 INVALID = 2
@@ -64,7 +64,9 @@ def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, .
 
 def _fabric_word(text: str) -> str:
     match = FABRIC_WORD.match(printable(text))
-    return match[1][:WORD_LIMIT] if match else ""
+    word = match[1][:WORD_LIMIT] if match else ""
+    # The host refuses other characters, so that no machine can make a command of a word.
+    return word if word in NO_FABRIC else re.sub(r"[^A-Za-z0-9 \[\]]", " ", word)
 
 
 def _query(system: System, fields: tuple[str, str], count: int, limit: float) -> dict[str, tuple[str, str]]:

@@ -69,6 +69,7 @@ def test_the_answers_about_the_fabric_are_read_back_and_bounded() -> None:
         [{**good, "state": "x" * 65}],
         [{**good, "status": "\x1b[2J"}],
         [{**good, "state": 3}],
+        *([{**good, "state": word}] for word in ("In Progress; run it", "`reboot`", "rm -r", "/etc/passwd", "N/A\n")),
         [good, good],
         [good] * 1025,
         {"0000:1b:00.0": "Completed"},
