@@ -143,7 +143,8 @@ def make_ready(host: SimulatedHost, configuration: str) -> None:
     with step("install the host half"):
         install(host.guest, configuration)
     with step("unbounded-agent apply"):
-        print(host.guest.run(["unbounded-agent", "apply"], timeout=300).stdout, flush=True)
+        # Not to standard output, where a measurement prints its result.
+        print(host.guest.run(["unbounded-agent", "apply"], timeout=300).stdout, file=sys.stderr, flush=True)
         host.guest.run(["systemctl", "enable", "--now", "unbounded-agent.service"], timeout=240)
     with step("import the pod images into containerd"):
         Node(host.guest).run("systemctl", "start", "simulated-pod-images.service", timeout=300)

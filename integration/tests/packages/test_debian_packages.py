@@ -236,5 +236,13 @@ def test_contents_are_those_of_the_lock() -> None:
     assert re.findall(r"_pydantic_core\.cpython-3(\d+)-", contents) == [each[2:] for each in supported]
 
 
+def test_manual_pages_need_only_fonts_that_terminals_have() -> None:
+    """go-md2man uses the font C for code, and man warned of each place."""
+    script = 'dpkg --fsys-tarfile "$0" | tar --extract --to-stdout "./usr/share/man/$1" | gunzip'
+    for page in ("man8/unbounded-agent.8.gz", "man5/unbounded-agent.toml.5.gz"):
+        text = run(["sh", "-c", script, packages(VERSION)[HOST], page])
+        assert set(re.findall(r"\\f(.)", text)) <= set("BIRP"), page
+
+
 def test_lintian() -> None:
     assert run(["lintian", "--allow-root", "--fail-on=error,warning", *packages(VERSION).values()]) == ""
