@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agent.cli.doctor.host import faults_in_brief
 from agent.cli.documents import document
 from agent.cli.output import print_machines, print_tables, report_problems, style
 from agent.cli.printing import report, say
@@ -62,6 +63,8 @@ def status(reconciler: Reconciler, request: Request = Request(), load: Callable[
     else:
         facts, machines = _observe(reconciler, request)
     report_problems(facts)
+    for sentence in faults_in_brief(reconciler.config, reconciler.system):
+        report(f"note: {sentence}")
     _print(reconciler, request, facts, machines)
     if os.geteuid() != 0 and any(c.reason == Reason.OBSERVATION_FAILED for each in machines for c in each.conditions):
         report(AS_ROOT)

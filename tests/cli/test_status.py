@@ -18,6 +18,7 @@ from agent.model.paths import MACHINE_ROOTS, REMEMBERED_GPUS
 from agent.system.files import System
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.sound_host import make_sound
 
 SUMMARY = Request()
 ROOT = f"{MACHINE_ROOTS}/{MACHINE}"
@@ -219,6 +220,27 @@ def test_a_machine_without_gpus_that_does_not_run_is_called_so(
         assert (ready["ready"], ready["reason"]) == ("True", "NoGPU")
         assert ready["message"] == "this host has no GPU: no GPU is set up" + (f"; {said}" if said else "")
         assert said in " ".join(printed(agent, capsys).split())
+
+
+# ---- what no condition shows
+
+
+def test_a_service_that_is_stopped_and_a_full_disk_are_named(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machines work on, and nothing follows changes: `status` said ready without a word."""
+    make_sound(gpu_host)
+    assert status(reconciler(gpu_host)) == 0
+    assert capsys.readouterr().err == ""
+    gpu_host.bus.unit("unbounded-agent.service", "inactive")
+    monkeypatch.setattr(gpu_host, "free_bytes", lambda path: 3 << 20 if path == "/var/lib/unbounded-agent" else 1 << 40)
+    for form in ("", "json"):
+        assert status(reconciler(gpu_host), Request(form=form)) == 0
+        stopped, full = capsys.readouterr().err.splitlines()
+        assert stopped.startswith("unbounded-agent: note: nothing follows changes on the host")
+        assert "unbounded-agent.service is inactive" in stopped
+        why = "the file system of /var/lib/unbounded-agent is nearly full: 3 MiB are free, 512 MiB are needed"
+        assert full == f"unbounded-agent: note: {why}: see `unbounded-agent doctor`"
 
 
 # ---- what a user may not look at

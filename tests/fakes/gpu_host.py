@@ -41,4 +41,5 @@ def set_up(host: Host) -> Host:
     host.command("systemctl", "daemon-reload")
     host.command("systemctl", "start", "--no-block", UNITS[0])
     units(host, "inactive")
+    host.bus.unit("unbounded-agent.service")
     return host

@@ -81,6 +81,12 @@ def diagnose_host(
     return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
 
 
+def faults_in_brief(config: Config, system: System) -> list[str]:
+    """Return a sentence for each fault that no condition shows although it ends the agent's work."""
+    found = (*_service(config, system), *_space(system))
+    return [f"{each.cause}: {each.evidence}: see `unbounded-agent doctor`" for each in found]
+
+
 def loaded_modules(system: System) -> frozenset[str]:
     """Return the names of the kernel's loaded modules; none if they cannot be listed."""
     names = read_seen(system.entries, MODULES)
@@ -260,7 +266,8 @@ def _space(system: System) -> Iterator[Finding]:
             yield Finding(
                 f"the file system of {path} is nearly full",
                 f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed",
-                (f"df -h {path}", f"du -xh --max-depth=2 {path} | sort -h | tail"),
+                # The whole file system: most of it is usually not the agent's.
+                (f"df -h {path}", f'du -xh --max-depth=3 "$(df --output=target {path} | tail -n 1)" | sort -h | tail'),
             )
 
 
