@@ -8,28 +8,31 @@ from typing import Any
 
 from agent.model.errors import DocumentError
 
+DEVICE_KEYS = frozenset({"name", "containerEdits"})
 
-def devices(document: dict[str, Any], *, annotated: bool = False) -> list[tuple[str, dict[str, Any]]]:
+
+def devices(document: dict[str, Any], *, foreign: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and the containerEdits of each device. Names must be unique.
 
-    With `annotated`, devices may have annotations, as in other programs' specifications.
+    With `foreign`, the specification is another program's, whose devices may have further keys, such as annotations.
     """
-    permitted = {"name", "containerEdits", *(("annotations",) if annotated else ())}
     found = []
     for index, device in enumerate(objects(document, "devices")):
         name = device.get("name")
-        if not isinstance(name, str) or set(device) - permitted:
-            raise DocumentError(f"devices[{index}] has no name, or has keys other than {', '.join(sorted(permitted))}")
+        if not isinstance(name, str) or (not foreign and set(device) - DEVICE_KEYS):
+            raise DocumentError(
+                f"devices[{index}] has no name, or has keys other than {', '.join(sorted(DEVICE_KEYS))}"
+            )
         found.append((name, object_of(device.get("containerEdits"), f"device {name}: containerEdits")))
     if len({name for name, _ in found}) != len(found):
         raise DocumentError("two devices have the same name")
     return found
 
 
-def all_edits(document: dict[str, Any], *, annotated: bool = False) -> list[dict[str, Any]]:
-    """Return the containerEdits of the specification, and those of each device. `annotated` is as in `devices`."""
+def all_edits(document: dict[str, Any], *, foreign: bool = False) -> list[dict[str, Any]]:
+    """Return the containerEdits of the specification, and those of each device. `foreign` is as in `devices`."""
     common = object_of(document.get("containerEdits", {}), "containerEdits")
-    return [common, *(edits for _, edits in devices(document, annotated=annotated))]
+    return [common, *(edits for _, edits in devices(document, foreign=foreign))]
 
 
 def host_paths(spec: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from agent.model.errors import DocumentError
-from agent.vendors.cdi.document import items, object_of, objects, strings
+from agent.vendors.cdi.document import DEVICE_KEYS, items, object_of, objects, strings
 from agent.vendors.nvidia.cdi.command import NVIDIA_CTK
 from agent.vendors.nvidia.cdi.verify import DOCUMENT_KEYS
 from agent.vendors.nvidia.cdi.verify_edits import (
@@ -41,8 +41,6 @@ from agent.vendors.nvidia.cdi.verify_edits import (
 )
 
 Part = TypeVar("Part")
-
-DEVICE_KEYS = frozenset({"name", "containerEdits"})
 
 
 class Kept(NamedTuple):

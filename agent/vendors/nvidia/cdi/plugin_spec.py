@@ -30,9 +30,7 @@ def plugin_spec_problems(
         if document.get("kind") != SPEC_KIND:
             return (f"its kind is {quoted(str(document.get('kind')))}, not {SPEC_KIND}",)
         found = [
-            problem
-            for each in all_edits(document, annotated=True)
-            for problem in _problems(each, request, live, exists)
+            problem for each in all_edits(document, foreign=True) for problem in _problems(each, request, live, exists)
         ]
         found += _missing(document, own, request)
     except DocumentError as error:
@@ -79,5 +77,5 @@ def _missing(document: dict[str, Any], own: object, request: Request) -> Iterato
 def _gpu_nodes(document: dict[str, Any], request: Request) -> set[str]:
     gpus = {device.path for device in request.devices if device.kind == DeviceKind.GPU}
     return gpus & {
-        path for _, edits in devices(document, annotated=True) for path in strings(edits, "deviceNodes", "path")
+        path for _, edits in devices(document, foreign=True) for path in strings(edits, "deviceNodes", "path")
     }
