@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from agent import __version__
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.candidate import in_words
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
@@ -242,5 +243,5 @@ def _inputs_digest(context: Context, mode: _Mode) -> str:
     tools = {path: system.identity(path) for path in mode.generator.tools if system.is_file(path)}
     live = live_numbers(system, mode.request.devices)
     present = [path for path in mode.generator.optional_paths(mode.name) if system.exists(path)]
-    # containerd's version decides what the specification may contain.
-    return json_digest([mode.request, tools, live, present, containerd_state(context)])
+    # The versions of the agent and of containerd decide what the specification may contain.
+    return json_digest([__version__, mode.request, tools, live, present, containerd_state(context)])

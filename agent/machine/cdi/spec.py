@@ -7,6 +7,7 @@ import posixpath
 import time
 from typing import NamedTuple
 
+from agent import __version__
 from agent.machine import failures
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.candidate import (
@@ -114,9 +115,8 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     noted = notes.load(f"spec-{vendor.name}")
     current = excuse_noted_unpartitioned(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
-        # Notes of earlier releases have no reason.
-        reason = Reason(noted.get("reason", Reason.VERIFIED))
-        return Published(true(KIND, reason, str(noted.get("message"))), current.verdict.devices)
+        condition = true(KIND, Reason.VERIFIED, str(noted.get("message")))
+        return Published(condition._replace(reason=str(noted.get("reason"))), current.verdict.devices)
     # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted. If a
     # specification with these devices would be refused again, it need not be generated again.
     if noted.get("inputs") == inputs and (
@@ -267,8 +267,8 @@ def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, li
     identities = {path: system.identity(path) for path in paths if path and system.is_file(path)}
     numbers = {path: number._asdict() for path, number in live.items()}
     present = [path for path in vendor.optional_paths(request) if system.exists(path)]
-    # containerd's version decides what the specification may contain.
-    return json_digest([context.generation, identities, numbers, present, containerd_state(context)])
+    # The versions of the agent and of containerd decide what the specification may contain.
+    return json_digest([__version__, context.generation, identities, numbers, present, containerd_state(context)])
 
 
 def _generator_name(vendor: MachineVendor) -> str:

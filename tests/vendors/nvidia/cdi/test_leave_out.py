@@ -282,6 +282,34 @@ def test_the_loader_of_containers_finds_the_driver(tmp_path: Path) -> None:
     )
 
 
+def generations(machine: Machine) -> int:
+    """Return how often nvidia-ctk has generated a specification since the last time."""
+    found = sum("generate" in call for call in machine.calls)
+    machine.calls.clear()
+    return found
+
+
+@pytest.mark.parametrize("asked", [(), ("management",)])
+def test_a_newer_agent_looks_again(tmp_path: Path, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may know what its predecessor left out, and nothing else has changed since."""
+    machine = settle(tmp_path, recorded_spec())
+    machine.program(
+        "nvidia-ctk",
+        lambda argv: nvidia_ctk(
+            machine, argv, recorded("management") if "management" in str(argv) else recorded_spec()
+        ),
+    )
+    machine.hand(REQUEST._replace(cdi_modes=asked))
+    run(machine)
+    generations(machine)
+    run(machine)
+    assert generations(machine) == 0
+    for module in ("spec", "modes"):
+        monkeypatch.setattr(f"agent.machine.cdi.{module}.__version__", "9.0.0")
+    run(machine)
+    assert generations(machine) == 1 + len(asked)
+
+
 # ---- the other modes
 
 
