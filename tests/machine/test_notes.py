@@ -63,6 +63,19 @@ def test_only_root_can_read_notes(machine: Machine) -> None:
     assert machine.mode(f"{MACHINE_STATE}/a-note.json") == 0o600
 
 
+def test_what_containerd_really_uses_is_read_again_if_its_note_is_lost(machine: Machine) -> None:
+    """Other steps need the note: where containerd reads specifications, and its socket."""
+    note = f"{MACHINE_STATE}/containerd-effective.json"
+    before = machine.read(note)
+    for times in (1, 0):
+        machine.calls.clear()
+        if times:
+            machine.drop(note)
+        run(machine)
+        assert any(call[-2:] == ("config", "dump") for call in machine.calls) is bool(times)
+        assert machine.read(note) == before
+
+
 def test_a_directory_in_a_notes_place_is_replaced(machine: Machine) -> None:
     machine.put(f"{MACHINE_STATE}/new.json/inner", "x")
     Notes(machine).save("new", {"a": 1})
