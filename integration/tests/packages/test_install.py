@@ -25,6 +25,8 @@ def root() -> Iterator[Root]:
         checkout = root.path / CHECKOUT.strip("/")
         shutil.copytree(REPOSITORY / "systemd", checkout / "systemd")
         shutil.copy(REPOSITORY / "requirements.lock", checkout)
+        (checkout / "agent/system").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "agent/system/removal.py", checkout / "agent/system")
         shutil.copy(wheels.agent(), checkout)
         shutil.copytree(wheels.dependencies(), checkout / "wheels")
         yield root
@@ -174,7 +176,7 @@ def test_the_documented_removal_leaves_no_file(root: Root) -> None:
     found = re.search(r"^   ```\n(.*?)^   ```$", page, re.MULTILINE | re.DOTALL)
     assert found
     # No systemd runs here that could stop units.
-    root.run("sh", "-ec", re.sub(r"^ *systemctl .*\n", "", found[1], flags=re.MULTILINE))
+    root.run("sh", "-ec", f"cd {CHECKOUT}\n" + re.sub(r"^ *systemctl .*\n", "", found[1], flags=re.MULTILINE))
     left = {each for each in root.files() - before if not (root.path / each.strip("/")).is_dir()}
     assert left == set()
 
