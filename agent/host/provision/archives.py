@@ -11,7 +11,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, BinaryIO, cast
+from typing import IO, BinaryIO, Self, cast
 
 from agent.host.provision.binaries import CHUNK, settings_of
 from agent.model.errors import ApplyError
@@ -29,6 +29,8 @@ DESCRIPTION_LIMIT = 1 << 16
 """Bytes with which an archive may describe one entry: a long name, times and the like. They precede its content."""
 BLOCK = 1 << 15
 """Bytes that are read at once."""
+END = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # its stubs lack these
+"""What tarfile raises at the end of an archive, with and without zeros."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
 """What tarfile and gzip raise for malformed archives."""
 
@@ -52,6 +54,19 @@ class _Metered:
             return self._content.read(size)
         except gzip.BadGzipFile as error:
             # BadGzipFile is an OSError, which RootWriter would report as a failure to write the program's file.
+            raise tarfile.ReadError(str(error)) from error
+
+
+class _Entry(tarfile.TarInfo):
+    """An entry whose malformed header is an error. tarfile would take it for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile_)
+        except END:
+            raise
+        except tarfile.HeaderError as error:
             raise tarfile.ReadError(str(error)) from error
 
 
@@ -94,7 +109,7 @@ def entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInf
     """Yield the entries of an archive that is not trusted, in bounded memory. Raises one of DAMAGED."""
     metered = _Metered(content)
     # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.
-    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|", bufsize=BLOCK) as archive:
+    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|", bufsize=BLOCK, tarinfo=_Entry) as archive:
         while entry := archive.next():
             # tarfile would keep all of them.
             archive.members.clear()  # type: ignore[attr-defined]  # its documentation does not mention it

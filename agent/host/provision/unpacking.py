@@ -123,19 +123,25 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
             with opening.plain(system.full_path(_blob(partial, layer))) as file:
                 for _, entry in entries(_decompressed(file)):
                     free, files = free - BLOCK - entry.size, files - 1
-                    if why := _refusal(entry, min(free, files), until):
+                    if why := _refusal(entry, until):
                         raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
+                    if free < 0 or files < 0:
+                        raise ApplyError(
+                            f"{image.name} unpacks to more bytes or files than the file system has room for",
+                            "free up space on that file system, or use another image",
+                        )
         except DAMAGED as error:
             raise ApplyError(f"{image.name}: layer {layer[:19]} is damaged: {error}", "use another image") from error
 
 
-def _refusal(entry: tarfile.TarInfo, free: int, until: float) -> str:
+def _refusal(entry: tarfile.TarInfo, until: float) -> str:
     """Return why a layer is not unpacked because of this entry, or nothing."""
     name = f"{entry.name[:200]!a}"
-    if entry.issparse():
+    if entry.issparse() or any(key.startswith("GNU.sparse.") for key in entry.pax_headers):
         return f"{name} is a sparse file, which layers must not have"
-    if free < 0:
-        return "the image unpacks to more bytes or files than the file system has room for"
+    if any(entry.pax_headers.get(key) == "" for key in ("path", "size")):
+        # umoci would take the name or the size from elsewhere.
+        return f"{name} has an empty path or size"
     if time.monotonic() > until:
         return f"it took more than {UNPACK_LIMIT:.0f} s to read"
     if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in entry.name.split("/")):

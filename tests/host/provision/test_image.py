@@ -401,6 +401,22 @@ def sparse(size: int) -> bytes:
     return bytes(header) + bytes(1024)
 
 
+def recorded(key: str, value: str) -> bytes:
+    """Return an archive with a file of which a record of PAX says this."""
+    return packed(entry("a", pax_headers={key: value}), form=tarfile.PAX_FORMAT)
+
+
+def headed(major: str) -> bytes:
+    """Return an archive in which a header has this in a field that only some formats have. It precedes a hole."""
+    found = bytearray(packed(entry("a")) + b"")[:1024]
+    header = bytearray(entry("b").tobuf(tarfile.GNU_FORMAT))
+    header[329:337] = major.encode()
+    header[257:265] = bytes(8)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(found) + bytes(header) + sparse(1 << 50)
+
+
 ZEROS = entry("zeros", size=1 << 50).tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)
 OUTSIDE, LARGE = "would remove a directory outside of its own", "more bytes or files"
 BOMBS = {
@@ -413,6 +429,9 @@ BOMBS = {
     "no name": (gzip.compress(packed(entry("./.wh."))), OUTSIDE),
     "in a directory": (gzip.compress(packed(entry(".wh.../x"))), OUTSIDE),
     "no archive": (gzip.compress(bytes(range(256)) * 4), "is damaged"),
+    "sparse by a record": (gzip.compress(recorded("GNU.sparse.offset", "0")), "is a sparse file"),
+    "no path": (gzip.compress(recorded("path", "")), "has an empty path or size"),
+    "a header that only Python refuses": (gzip.compress(headed("xxxxxxx\0")), "is damaged"),
     "cut off": (gzip.compress(packed(entry("a")))[:-20], "is damaged"),
 }
 
