@@ -80,7 +80,7 @@ def _source(text: str, error: ValueError) -> str:
 
     The value is left out: it may be a secret that does not belong there, and everyone can read the error.
     """
-    found = re.search(r"at line ([0-9]+)", str(error))
+    found = re.search(r"at line ([0-9]{1,9})", str(error))
     lines = text.split("\n")
     if not found or int(found[1]) > len(lines):
         return ""

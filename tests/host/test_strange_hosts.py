@@ -96,7 +96,7 @@ def test_libraries_removed_under_a_running_machine_are_reported_and_stay_in_its_
         outcome = agent.reconcile()
         assert outcome.failures == ()
         found = {each.type: each for each in outcome.machines[0].conditions}
-        assert found[ConditionType.LIBRARIES_PRESENT].reason == "NotInstalled"
+        assert found[ConditionType.LIBRARIES_PRESENT].reason == "OnlyStaged"
         assert list(Path(f"{gpu_host.root}{TREES}/0").rglob("libcuda.so.*"))
         assert gpu_host.read(handoff_file(MACHINE)) == handed
 
@@ -297,7 +297,7 @@ def test_one_empty_or_failed_look_at_the_driver_withdraws_nothing(gpu_host: Host
         assert (outcome.failures, outcome.actions, outcome.machines[0].lost) == ((), (), ())
     assert gpu_host.read(handoff_file(MACHINE)) == handed
     assert gpu_host.bus.changes == []
-    wanted = {"no libraries": "NotInstalled", "no list": "LibrariesBroken"}.get(look)
+    wanted = {"no libraries": "OnlyStaged", "no list": "OnlyStaged"}.get(look)
     found = conditions(outcomes[-1])
     if wanted:
         assert found[ConditionType.LIBRARIES_PRESENT].reason == wanted

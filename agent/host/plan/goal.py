@@ -11,7 +11,7 @@ from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
 from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
 from agent.host.plan.mounts import split_mounts
-from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
+from agent.host.plan.nspawn import ADDRESS_FAMILIES, KNOWS_ADDRESS_FAMILIES, SYS_MODULE, bindable, render_nspawn
 from agent.host.plan.remembered import remember
 from agent.host.plan.selection import Selection, describe_wrong_driver, select
 from agent.host.plan.shares import Shares, in_turn, unknown_grants
@@ -21,7 +21,7 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.digest import sha256
 from agent.model.driver_root import UNSTAGED, StagedRoot
 from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, DeviceNode, Facts, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, DeviceNode, Facts, VendorFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
 from agent.model.granted import Granted
@@ -83,9 +83,6 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
             held[name] = unseen_live[name]
         elif not isinstance(template, tuple):
             held[name] = template.why
-        elif isinstance(facts.systemd_version, Unseen):
-            # The settings file depends on the version, and must not change only because systemd does not answer.
-            held[name] = facts.systemd_version.why
         elif (
             not any(vendor.gpus for vendor in facts.vendors)
             and not settings.has_extras
@@ -179,7 +176,7 @@ def _machine_goal(
         mounts.possible,
         read_only=gpu_nodes(grants),
         dns=dns,
-        systemd=facts.systemd_version if isinstance(facts.systemd_version, int) else 0,
+        restrict_families=_knows_families(name, facts),
     )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)
@@ -234,6 +231,15 @@ def _fabric_cause(name: str, grants: tuple[Grant, ...], facts: Facts) -> str:
         with contextlib.suppress(DocumentError):
             return parse_handoff(published.content).fabric_cause
     return "; ".join(filter(None, found))
+
+
+def _knows_families(name: str, facts: Facts) -> bool:
+    """Return whether the host's nspawn knows RestrictAddressFamilies=."""
+    if isinstance(facts.systemd_version, int):
+        return facts.systemd_version >= KNOWS_ADDRESS_FAMILIES
+    # The settings must not change only because systemd does not answer.
+    present = facts.files.get(nspawn_file(name))
+    return bool(present and isinstance(present.content, bytes) and ADDRESS_FAMILIES.encode() in present.content)
 
 
 def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:

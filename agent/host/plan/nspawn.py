@@ -24,7 +24,7 @@ TRUE = ("yes", "y", "true", "t", "on", "1")
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
 """Settings of [Network] that imply Private=yes."""
 
-ADDRESS_FAMILIES = "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET"
+ADDRESS_FAMILIES = "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET"
 """What a node needs: CNI plugins, kube-proxy and the kubelet configure the network by netlink; DHCP clients, ARP and
 tcpdump use packet sockets. systemd 261 announces that nspawn will allow only the first three by default (its NEWS)."""
 KNOWS_ADDRESS_FAMILIES = 261
@@ -52,12 +52,12 @@ def render_nspawn(
     *,
     read_only: Collection[str] = (),
     dns: str = "",
-    systemd: int = 0,
+    restrict_families: bool = False,
 ) -> bytes:
     """Return the machine's .nspawn file.
 
     `read_only` has the paths of nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own
-    choice. `systemd` is the host's version of systemd; 0 if it is unknown.
+    choice. `restrict_families` says whether the host's nspawn knows RestrictAddressFamilies=.
     """
     sections: dict[str, list[str]] = {
         "Exec": [
@@ -66,7 +66,7 @@ def render_nspawn(
             f"Capability={settings.capability}",
             f"SystemCallFilter={settings.system_call_filter}",
             *([f"ResolvConf={dns}"] if dns else []),
-            *([f"RestrictAddressFamilies={ADDRESS_FAMILIES}"] if systemd >= KNOWS_ADDRESS_FAMILIES else []),
+            *([ADDRESS_FAMILIES] if restrict_families else []),
         ],
         "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
         "Files": [

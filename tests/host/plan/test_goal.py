@@ -236,8 +236,12 @@ def test_the_address_families_of_a_node_are_allowed_where_nspawn_knows_the_setti
 
 
 def test_settings_do_not_change_while_the_version_of_systemd_is_unknown() -> None:
-    planned = plan(CONFIG, replace(facts(), systemd_version=Unseen("time limit")))
-    assert planned.held == {"gpu-node": "time limit"}
+    for version in (257, 261):
+        seen = replace(facts(), systemd_version=version)
+        before = plan(CONFIG, seen).goal.machines[0].nspawn
+        files = {**seen.files, before.path: FileState(before.content, owned=True)}
+        unseen = replace(seen, systemd_version=Unseen("time limit"), files=files)
+        assert plan(CONFIG, unseen).goal.machines[0].nspawn == before
 
 
 def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
