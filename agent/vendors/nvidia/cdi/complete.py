@@ -16,6 +16,7 @@ from agent.vendors.cdi.document import items, object_of, objects, strings
 from agent.vendors.nvidia import sockets
 from agent.vendors.nvidia.cdi.command import HOOK
 from agent.vendors.nvidia.cdi.verify import NEEDED_LIBRARIES
+from agent.vendors.nvidia.cdi.verify_edits import VOID_VARIABLE
 
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""
@@ -89,9 +90,10 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
 
 
 def _environment(present: list[Any], request: Request) -> dict[str, Any]:
-    """Return the key `env` with `present` and the requested variables; nothing if no variables are requested."""
-    requested = [f"{each.name}={each.value}" for each in request.environment]
-    return {"env": [*present, *(each for each in requested if each not in present)]} if requested else {}
+    """Return the key `env` with `present`, the requested variables and VOID_VARIABLE; nothing if `present` has them."""
+    wanted = [*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE]
+    missing = [each for each in wanted if each not in present]
+    return {"env": [*present, *missing]} if missing else {}
 
 
 def _links(request: Request) -> dict[str, str]:

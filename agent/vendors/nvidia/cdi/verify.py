@@ -15,7 +15,7 @@ from agent.vendors.cdi.document import devices as devices_of
 from agent.vendors.cdi.document import items, object_of, objects, strings
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify_devices import devices_problems, is_partition, missing_gpus, missing_partitions
-from agent.vendors.nvidia.cdi.verify_edits import Expectations, edits_problems, flags
+from agent.vendors.nvidia.cdi.verify_edits import VOID_VARIABLE, Expectations, edits_problems, flags
 
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
@@ -118,6 +118,8 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
     for variable in request.environment:
         if f"{variable.name}={variable.value}" not in present:
             yield f"environment variable {variable.name} is not set to {variable.value!r}"
+    if VOID_VARIABLE not in present:
+        yield f"environment variable {VOID_VARIABLE} is not in it, so a pod could get other GPUs of the machine"
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:

@@ -27,6 +27,9 @@ BIND_TYPES = ("none", "bind")
 """Types of a mount that say no more than the option `bind`."""
 UNSAFE_OPTIONS = frozenset({"rw", "suid", "dev", "exec", "remount", "shared", "rshared", "slave", "rslave"})
 """Options that end a protection, or pass on mounts that are made later."""
+VOID_VARIABLE = "NVIDIA_VISIBLE_DEVICES=void"
+"""It keeps nvidia-container-runtime from adding devices to a container that already has the CDI edits: images set this
+variable to `all`."""
 HOOK_VARIABLE = "NVIDIA_CTK_DEBUG=false"
 NEEDED_HOOKS = ("create-symlinks", "update-ldcache")
 """Hooks without which containers do not find the driver's libraries."""
@@ -308,11 +311,18 @@ def hook_variable_faults(kind: str, setting: object) -> Iterator[Fault]:
 
 
 def flags(arguments: list[Any]) -> list[tuple[str, ...]]:
-    """Return flags with their values. What is not a string becomes text that is never allowed."""
+    """Return flags with their values; `--folder=VALUE` and `--link=VALUE` too are in two parts.
+
+    What is not a string becomes text that is never allowed.
+    """
     texts = [each if isinstance(each, str) else repr(each) for each in arguments]
     found: list[tuple[str, ...]] = []
     while texts:
         flag = texts.pop(0)
+        if flag.startswith(("--folder=", "--link=")):
+            name, _, value = flag.partition("=")
+            found.append((name, value))
+            continue
         takes_value = flag.startswith("--") and "=" not in flag and texts and not texts[0].startswith("--")
         found.append((flag, texts.pop(0)) if takes_value else (flag,))
     return found
@@ -389,10 +399,8 @@ def variable_faults(setting: object, expected: Expectations) -> Iterator[Fault]:
 
 def _is_known(setting: str, expected: Expectations) -> bool:
     name, _, value = setting.partition("=")
-    if name == "NVIDIA_VISIBLE_DEVICES":
-        # `void` keeps nvidia-container-runtime from adding devices to a container that already has the CDI edits.
-        return value == "void"
-    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= expected.directories
+    libraries = name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= expected.directories
+    return setting == VOID_VARIABLE or libraries
 
 
 def is_harmless(setting: str, expected: Expectations) -> bool:

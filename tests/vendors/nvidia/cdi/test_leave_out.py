@@ -310,6 +310,28 @@ def test_a_newer_agent_looks_again(tmp_path: Path, asked: tuple[str, ...], monke
     assert generations(machine) == 1 + len(asked)
 
 
+def test_the_runtime_adds_no_devices(tmp_path: Path) -> None:
+    """A toolkit that only writes the mount leaves the variable to the agent: images set it to `all`."""
+    spec = recorded_spec()
+    spec["containerEdits"]["env"].remove("NVIDIA_VISIBLE_DEVICES=void")
+    machine = settle(tmp_path, spec)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert "NVIDIA_VISIBLE_DEVICES=void" in spec_of(machine)["containerEdits"]["env"]
+    expected = expectations()
+    (problem,) = verify(spec, REQUEST, expected.live, expected.present).problems
+    assert "a pod could get other GPUs of the machine" in problem
+
+
+def test_the_two_forms_of_a_flag_are_one(tmp_path: Path) -> None:
+    spec, changed = recorded_spec(), recorded_spec()
+    for each in changed["containerEdits"]["hooks"]:
+        name, kind, *rest = each["args"]
+        each["args"] = [name, kind, *(f"{flag}={value}" for flag, value in zip(rest[::2], rest[1::2], strict=True))]
+    machine = settle(tmp_path / "new", changed)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec_of(machine) == spec_of(settle(tmp_path / "old", spec))
+
+
 # ---- the other modes
 
 
