@@ -66,7 +66,11 @@ def _start_generators(runner: MachineRunner, root: str) -> None:
         match request:
             case {"vendor": str(vendor), "gpus": [_, *_], "driver_root": str(driver_root)} if driver_root:
                 if vendor in GENERATORS:
-                    os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
+                    directory = f"{root}{spec_directory(vendor)}"
+                    os.makedirs(directory, exist_ok=True)
+                    # The generator would follow a link, and hang on a FIFO. A directory raises an exception here.
+                    for name in os.listdir(directory):
+                        os.unlink(f"{directory}/{name}")
                     command = GENERATORS[vendor](driver_root, spec_directory(vendor), request.get("cdi_hooks", ()))
                     # While the rest of the machine half is loaded, the host may grant further GPUs, or bind nodes that
                     # were missing. In both cases it publishes the handoff again. The generator may have searched for

@@ -51,12 +51,10 @@ def encounters() -> int:
 
 def write_record(system: System, path: str, content: bytes, mode: int = 0o644) -> None:
     """Write a file of the agent as `System.write` does. If there is a directory at `path`, move it aside first."""
-    try:
-        system.write(path, content, mode)
-    except IsADirectoryError:
+    if system.is_directory(path):
         _counts[os.path.basename(path)] += 1
         _warn(path, f"a directory was in its place; moved it to {system.put_aside(path)}")
-        system.write(path, content, mode)
+    system.write(path, content, mode)
 
 
 def _warn(path: str, why: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
+from agent.model.paths import RUNTIME, STATE
 from agent.system import opening
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     # Not imported at run time, because the machine half copies nothing.
     from agent.system.copy import Copies
 
+OWN_DIRECTORIES = (f"{STATE}/", f"{RUNTIME}/")
+"""Prefixes of paths at which only the agent's files belong."""
 READ_LIMIT = 1 << 20
 """Bytes of the largest file that is read, unless the caller gives a limit. A limit of 4 MiB would be too large for
 /proc/sys, where the kernel refuses to read that much at once (KMALLOC_MAX_SIZE)."""
@@ -296,7 +299,8 @@ class System(Rooted):
 
         After an error, the temporary file is removed instead. Its name is always the same, so that leftovers of killed
         writers do not pile up: the next writer removes them. The name begins with a dot, so that programs that read
-        whole directories skip the file. If somebody made a directory with that name, the directory is put aside.
+        whole directories skip the file. If somebody made a directory with that name, the directory is put aside; one
+        with the file's own name only where nothing but the agent's files belongs.
         """
         try:
             self.remove_temporary(path)
@@ -306,6 +310,8 @@ class System(Rooted):
         temporary = temporary_path(place)
         try:
             yield temporary
+            if path.startswith(OWN_DIRECTORIES) and os.path.isdir(place) and not os.path.islink(place):
+                self.put_aside(path)
             os.rename(temporary, place)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):

@@ -52,6 +52,18 @@ def published_candidate(
     return Candidate(text, verdict_of(system, vendor, spec, request, live))
 
 
+def make_output_directory(system: System, directory: str) -> None:
+    """Make a generator's directory, and remove from it what a generator would follow, or hang on.
+
+    Regular files stay: a generator that was started early may be writing one.
+    """
+    system.make_directory(directory)
+    for name in system.entries(directory):
+        path = f"{directory}/{name}"
+        if system.read_link(path) is not None or not system.is_file(path):
+            system.remove_tree(path)
+
+
 def verdict_of(
     system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
 ) -> Verdict:

@@ -302,7 +302,7 @@ class _Reader:
         # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))
         for each in SUFFIXES:
-            self._system.remove(f"{directory}/spec{each}")
+            self._system.remove_tree(f"{directory}/spec{each}")
         self._system.write(f"{directory}/spec{suffix}", content)
         listed = self._vendor.list_devices(self._system, directory, timeout)
         if len(listed) > DEVICES or sum(map(len, listed)) > self._bytes:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from agent import __version__
 from agent.machine.cdi import foreign_specs
-from agent.machine.cdi.candidate import in_words
+from agent.machine.cdi.candidate import in_words, make_output_directory
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
@@ -222,13 +222,13 @@ class _Publisher:
         from agent.vendors.cdi.normalise import normalised
 
         directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
-        self._system.make_directory(directory)
+        make_output_directory(self._system, directory)
         try:
             live = live_numbers(self._system, mode.request.devices)
             made = mode.generator.generate(self._system, mode.name, mode.request, directory, limit, live)
         finally:
             for name in self._system.entries(directory):
-                self._system.remove(f"{directory}/{name}")
+                self._system.remove_tree(f"{directory}/{name}")
         spec, remarks = adapt_to_containerd(self._context, normalised(made.spec))
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.generator.verify(mode.name, spec, mode.request, *looked_up(self._system, spec, live))

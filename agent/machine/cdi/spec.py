@@ -15,6 +15,7 @@ from agent.machine.cdi.candidate import (
     excuse_noted_unpartitioned,
     excuse_unpartitioned,
     in_words,
+    make_output_directory,
     published_candidate,
     verdict_of,
 )
@@ -244,14 +245,14 @@ def _generate(
     """
     system = context.system
     directory = spec_directory(vendor.name)
-    system.make_directory(directory)
+    make_output_directory(system, directory)
     # Imported here: most runs generate nothing.
     from agent.machine.containerd.version import adapt_to_containerd
     from agent.vendors.cdi.normalise import normalised
 
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
-        system.remove(f"{directory}/{name}")
+        system.remove_tree(f"{directory}/{name}")
     spec, adapted = adapt_to_containerd(context, normalised(generated.spec))
     left_out = (in_words(vendor.spec_path, vendor.tools[0], generated.left_out),) if generated.left_out else ()
     # The verified data is published, not the generator's text, which another parser may read differently.
