@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.machine.notes import OWNED_COPY, Notes, Owned
-from agent.machine.run import run
+from agent.machine.run import REPORT, run
 from agent.model.errors import ApplyError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.vendors.nvidia.cdi.nvidia_ctk import VERSION_CACHE
@@ -57,10 +57,23 @@ def test_a_damaged_note_is_removed_and_reported(
     assert f"removed {path}, which was damaged" in capsys.readouterr().err
 
 
-def test_only_root_can_read_notes(machine: Machine) -> None:
-    """Some hold what others said, such as an API server."""
-    Notes(machine).save("a-note", {"a": 1})
-    assert machine.mode(f"{MACHINE_STATE}/a-note.json") == 0o600
+def test_only_root_reads_notes_and_everybody_the_report(machine: Machine) -> None:
+    """Whatever the umask. The host half, which has few rights, reads the report."""
+    for place in machine.tree.glob("run/unbounded-agent/state/*.json"):
+        place.unlink()
+    old = os.umask(0)
+    try:
+        run(machine)
+        os.umask(0o077)
+        machine.drop(REPORT)
+        run(machine)
+    finally:
+        os.umask(old)
+    notes = list(machine.tree.glob("run/unbounded-agent/state/*.json"))
+    assert machine.tree / VERSION_CACHE[1:] in notes
+    assert len(notes) > 3
+    assert {machine.mode(f"{MACHINE_STATE}/{place.name}") for place in notes} == {0o600}
+    assert machine.mode(REPORT) == 0o644
 
 
 def test_what_containerd_really_uses_is_read_again_if_its_note_is_lost(machine: Machine) -> None:
