@@ -1,7 +1,13 @@
-"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without recognised secrets."""
+"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without recognised secrets.
 
+What goes in is on a list: the agent's own files, and named files, commands and fields of others. From all of it,
+secrets that are recognised are removed (agent.cli.doctor.redaction).
+"""
+
+import fnmatch
 import io
 import json
+import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +15,7 @@ from functools import partial
 
 from msgspec import to_builtins
 
-from agent.cli.doctor.redaction import redacted
+from agent.cli.doctor.redaction import REMOVED, redacted
 from agent.cli.doctor.words import Report, as_object, in_words
 from agent.cli.documents import document
 from agent.cli.parser import VERSION
@@ -19,7 +25,6 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import CommandError
 from agent.model.paths import (
     CONDITIONS,
-    CONFIG_DIRECTORY,
     CONFIG_FILE,
     REPORT_NAME,
     STATE,
@@ -46,14 +51,42 @@ LINES = "5000"
 FILES = (
     "/etc/os-release",
     "/proc/version",
-    "/proc/cmdline",
     "/proc/devices",
     "/proc/modules",
-    "/proc/mounts",
     "/proc/meminfo",
     CONFIG_FILE,
     CONDITIONS,
 )
+CMDLINE, MOUNTS = "/proc/cmdline", "/proc/mounts"
+PARAMETERS = re.compile(
+    r"""(?x)(?:root|rootfstype|rootflags|ro|rw|init|console|BOOT_IMAGE|mem|numa.*|hugepages.*|hugepagesz|isolcpus|lsm
+    |video|efi|clocksource|tsc|idle|mitigations|security|apparmor|selinux|cgroup.*|default_hugepagesz|systemd\.unified.*
+    |.*iommu.*|pci.*|acpi.*|kvm.*|vfio.*|drm.*|modprobe.*|module.*|rd\.driver\..*)"""
+)
+"""Kernel parameters whose values are included, besides those of the vendors' modules. Others may be secrets of any
+form."""
+MODULES = tuple(name for vendor in HOST_VENDORS for name in (*vendor.drivers, *vendor.module_names))
+MOUNT_OPTIONS = {
+    "ro",
+    "rw",
+    "noexec",
+    "exec",
+    "nodev",
+    "dev",
+    "nosuid",
+    "suid",
+    "relatime",
+    "noatime",
+    "bind",
+    "nofail",
+}
+"""Options of mounts that are included."""
+UNIT_PROPERTIES = (
+    *("Id", "LoadState", "ActiveState", "SubState", "Result", "FragmentPath", "DropInPaths", "NeedDaemonReload"),
+    *("ExecMainStatus", "ExecMainCode", "MainPID", "NRestarts", "ActiveEnterTimestamp", "InactiveEnterTimestamp"),
+    *("DevicePolicy", "DeviceAllow", "Requires", "Wants", "After", "MemoryMax", "TasksMax", "UnitFileState"),
+)
+"""What is included of a machine's unit: its environment and its arguments may have secrets."""
 SERVICES = tuple(service for vendor in HOST_VENDORS for service in vendor.services)
 COMMANDS = {
     "units": ("systemctl", "list-units", "--all", "--no-pager", "unbounded-agent*", "systemd-nspawn@*", *SERVICES),
@@ -64,7 +97,7 @@ COMMANDS = {
     "ldconfig": ("ldconfig", "-p"),
 }
 MACHINE_COMMANDS = {
-    "unit": ("systemctl", "cat", "--no-pager", "{unit}"),
+    "unit": ("systemctl", "show", "--no-pager", f"--property={','.join(UNIT_PROPERTIES)}", "{unit}"),
     "start.log": (
         "journalctl",
         "-b",
@@ -80,8 +113,8 @@ MACHINE_COMMANDS = {
     "containerd.log": ("journalctl", "-M", "{machine}", "-b", "-u", "containerd", "-n", LINES, "--no-pager"),
     "kubelet.log": ("journalctl", "-M", "{machine}", "-b", "-u", "kubelet", "-n", LINES, "--no-pager"),
 }
-DIRECTORIES = (CONFIG_DIRECTORY, STATE)
-"""Directories whose files are included, without their subdirectories."""
+RECORDS = ".json"
+"""How the names of the agent's records in STATE end, which are included."""
 
 
 def default_name(host: str, now: float) -> str:
@@ -132,7 +165,9 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
     yield "settings.json", lambda: json.dumps(to_builtins(reconciler.config), indent=1)
     for path in FILES:
         yield f"files{path}", partial(system.read_text, path)
-    for path in _below(system):
+    yield f"files{CMDLINE}", lambda: _parameters(system.read_text(CMDLINE))
+    yield f"files{MOUNTS}", lambda: _mounts(system.read_text(MOUNTS))
+    for path in _records(system):
         yield f"files{path}", partial(_text, system, path)
     for name, argv in COMMANDS.items():
         yield f"commands/{name}", partial(system.run, *argv, timeout=COMMAND_LIMIT)
@@ -162,10 +197,33 @@ def _text(system: System, path: str) -> str:
     return data.decode(errors="replace")
 
 
-def _below(system: System) -> Iterator[str]:
-    for directory in DIRECTORIES:
-        try:
-            names = system.entries(directory)
-        except OSError:
-            continue
-        yield from (f"{directory}/{name}" for name in names if system.is_file(f"{directory}/{name}"))
+def _records(system: System) -> Iterator[str]:
+    try:
+        names = system.entries(STATE)
+    except OSError:
+        return
+    yield from (f"{STATE}/{name}" for name in names if name.endswith(RECORDS) and system.is_file(f"{STATE}/{name}"))
+
+
+def _parameters(command_line: str) -> str:
+    """Return the kernel's command line without the values of unknown parameters."""
+    words = (word.partition("=") for word in command_line.split())
+    known = (f"{name}={value if _is_known(name) else REMOVED}" if is_set else name for name, is_set, value in words)
+    return f"{' '.join(known)}\n"
+
+
+def _is_known(parameter: str) -> bool:
+    module = parameter.partition(".")[0].replace("-", "_")
+    return bool(PARAMETERS.fullmatch(parameter)) or any(fnmatch.fnmatchcase(module, each) for each in MODULES)
+
+
+def _mounts(table: str) -> str:
+    """Return the table of mounts without unknown options."""
+    lines = (line.split(" ") for line in table.splitlines())
+    return "".join(f"{' '.join(fields[:3])} {_options(fields[3])}\n" for fields in lines if len(fields) > 3)
+
+
+def _options(options: str) -> str:
+    found = options.split(",")
+    known = [each for each in found if each in MOUNT_OPTIONS]
+    return ",".join(known if len(known) == len(found) else [*known, REMOVED])

@@ -6,6 +6,7 @@ import stat
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
+DATA = Path(__file__).parents[2] / "data"
 TOKEN = "abcdef.0123456789abcdef"
 KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----"
 
@@ -80,6 +82,24 @@ def test_it_has_no_secret(seeded: Host) -> None:
     assert [each for each in ("hunter2", TOKEN, "s3cr3tvalue", "MIIEow") if each in text] == []
 
 
+def test_of_others_only_what_is_named_goes_in(seeded: Host) -> None:
+    """Nothing tells that these are secrets, so only a list of what may go in keeps them out."""
+    seeded.file("/etc/unbounded-agent/notes.txt", "the door code is 4711")
+    seeded.file("/var/lib/unbounded-agent/id", "plain-4711")
+    seeded.file("/var/lib/unbounded-agent/owned.json", '{"version": 1}')
+    seeded.file("/proc/cmdline", "root=/dev/vda1 vendor.hint=plain4711 nvidia-drm.modeset=1 iommu=pt quiet\n")
+    seeded.file(
+        "/proc/mounts", "//nas/share /mnt cifs rw,relatime,username=plain4711,domain=x 0 0\n/dev/vda1 / ext4 ro 0 0\n"
+    )
+    seeded.runner.answers = Journal(seeded.runner.answers, "Environment=HINT=fine")
+    files = written(seeded)
+    assert [name for name, text in files.items() if "4711" in text] == []
+    assert files["files/proc/cmdline"] == f"root=/dev/vda1 vendor.hint={REMOVED} nvidia-drm.modeset=1 iommu=pt quiet\n"
+    assert files["files/proc/mounts"] == f"//nas/share /mnt cifs rw,relatime,{REMOVED}\n/dev/vda1 / ext4 ro\n"
+    assert "files/var/lib/unbounded-agent/owned.json" in files
+    assert files[f"machines/{MACHINE}/unit"].startswith("systemctl show "), "drop-ins of others may have passwords"
+
+
 def test_its_size_is_limited(seeded: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "FILE_LIMIT", 100)
     monkeypatch.setattr(bundle, "TOTAL_LIMIT", 1000)
@@ -109,6 +129,28 @@ def test_secrets_are_removed(text: str, secret: str) -> None:
     assert f"{REMOVED}]" not in redacted(text)
 
 
+FORMS = json.loads((DATA / "secrets.json").read_text())
+
+
+def test_there_are_many_forms() -> None:
+    assert len({each["text"] for each in FORMS}) == len(FORMS) >= 120
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["text"][:40].encode("unicode_escape").decode())
+@pytest.mark.parametrize("frame", ["{}", "before\n{}\nafter", "2026-11-23T04:00:00Z host unit[1]: {}"])
+def test_every_form_of_a_secret_is_removed(form: dict[str, Any], frame: str) -> None:
+    """The secrets are made up. Lines around them stay."""
+    found = redacted(frame.replace("{}", form["text"]))
+    assert [each for each in form["secrets"] if each in found] == []
+    assert frame.startswith("{}") or found.startswith(frame[:6])
+    assert not frame.endswith("after") or found.endswith("\nafter")
+
+
+@pytest.mark.parametrize("line", (DATA / "readable.txt").read_text().splitlines())
+def test_what_helps_stays_readable(line: str) -> None:
+    assert redacted(line) == line
+
+
 def test_a_key_that_was_cut_off_is_removed_too() -> None:
     cut = KEY.partition("-----END")[0]
     assert redacted(f"{cut}\n{KEY}\nthe end") == f"{REMOVED}{REMOVED}\nthe end"
@@ -117,7 +159,13 @@ def test_a_key_that_was_cut_off_is_removed_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["a", "password", "eyJ-", "a://", "token=", "-----BEGIN A-----", "-----BEGIN A-----\n"]
+    "part",
+    [
+        *("a", "password", "eyJ-", "a://", "token=", "-----BEGIN A-----", "-----BEGIN A-----\n", "-----END A-----\n"),
+        *("a=", "--a ", "name: a\n", '\\"', 'token=\\"', "[removed]\n", "[removed]\naaaaaaaa\n", "<password>", "<a"),
+        *("token: |\n a\n", "Authorization:", "aA1/", "-u a:", "x=[", "a:\n ", "password ", " \n", "LS0t", "login "),
+        *("$6$a", ": password: ", f"{24 * 'a'}\n-----END A-----\n"),
+    ],
 )
 def test_attack_no_text_takes_long(part: str) -> None:
     """Machines write into the logs. A word of 20 kB once took a minute, and one of 1 MB would have taken days."""
