@@ -17,7 +17,7 @@ from agent.host.state.owned_files import MARK
 from agent.model.actions import ChangeDevices, RemoveFile, WriteFile
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
-from agent.model.facts import Facts, FileState, VendorFacts
+from agent.model.facts import Facts, FileState, Unseen, VendorFacts
 from agent.model.live import LiveSettings, parse_live, render_live
 from agent.model.paths import (
     OWNED,
@@ -471,3 +471,53 @@ def test_a_machine_that_does_not_answer_is_not_asked_for_each_node(host: Host, s
         change_devices(CHANGE, host)
     assert (bind("/dev/nvidia2") in host.bus.changes) is not silent
     assert list(parse_live(host.read(live_file(MACHINE))).nodes) == ([] if silent else ["/dev/nvidia2"])
+
+
+def test_the_time_since_which_a_permission_is_kept_does_not_begin_again() -> None:
+    """Otherwise a machine that causes a change in each pass would keep it forever."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    taken = replace(nvidia(), gpus=(nvidia().gpus[0], replace(nvidia().gpus[1], driver="vfio-pci")))
+    (first,) = changes(running(facts(taken), before), Acknowledged(at=100.0))
+    assert first.after.kept_since == 100.0
+    assert changes(running(facts(taken), first.after), Acknowledged(at=200.0)) == []
+    lacking = replace(first.after, nodes={})
+    (again,) = changes(running(facts(taken), lacking), Acknowledged(at=300.0))
+    assert again.after.kept_since == 100.0
+    (released,) = changes(running(facts(taken), first.after), RELEASED)
+    assert released.after.kept_since == 0.0
+
+
+def test_each_machine_is_compared_with_its_own_record() -> None:
+    first, second = nvidia().gpus
+    config = Config.validated({"machines": {"a": {"gpus": [first.pci_address]}, "b": {"gpus": [second.pci_address]}}})
+    seen = facts(machine="a")
+    files = {**seen.files, **facts(machine="b").files}
+    both = tuple(replace(each.machines[0], unit_state="active") for each in (seen, facts(machine="b")))
+    seen = replace(seen, files=files, machines=both)
+    lives = {each.name: each.live for each in plan(config, seen).goal.machines}
+    settled = tuple(replace(each, live=lives[each.name]) for each in both)
+    left = diff(plan(config, seen), replace(seen, machines=settled)).actions
+    assert not [each for each in left if isinstance(each, ChangeDevices)]
+    lacking = (settled[0], replace(settled[1], live=replace(lives["b"], nodes={})))
+    found = diff(plan(config, seen), replace(seen, machines=lacking)).actions
+    assert [each.machine for each in found if isinstance(each, ChangeDevices)] == ["b"]
+    with_withdrawn = (settled[0], replace(settled[1], live=replace(lives["b"], nodes={"/dev/nvidia9": "195:9"})))
+    goals = plan(config, replace(seen, machines=with_withdrawn)).goal.machines
+    assert [each.handoff.withdrawn for each in goals] == [(), ("/dev/nvidia9",)]
+
+
+def test_directories_of_sockets_are_no_withdrawn_nodes() -> None:
+    """The machine half would look for device nodes there."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    nodes = {**before.nodes, "/run/nvidia-persistenced": "ro:7", "/run/nvidia-mps": "rw:8", "/dev/nvidia9": "195:9"}
+    seen = running(facts(), replace(before, nodes=nodes))
+    assert plan(CONFIG, seen).goal.machines[0].handoff.withdrawn == ("/dev/nvidia9",)
+    unknown = replace(seen, machines=(replace(seen.machines[0], unit_state=Unseen("no answer")),))
+    assert plan(CONFIG, unknown).goal.machines[0].handoff.withdrawn == ("/dev/nvidia9",), "it may run"
+
+
+def test_an_uncertain_record_stays_uncertain_while_nodes_are_bound_again() -> None:
+    seen = facts()
+    live = replace(plan(CONFIG, seen).goal.machines[0].live, unsure=True)
+    (change,) = changes(listed(running(seen, live), *live.allow), LACKING)
+    assert change.before.unsure
