@@ -178,6 +178,22 @@ RemainAfterExit=yes
 # The kubelet registers the Node some seconds after it has its certificate.
 Restart=on-failure
 RestartSec=5s
+# kubectl, a program in Go, starts a thread for every fourth processor.
+MemoryMax=512M
+TasksMax=1024
+# It reads the kubelet's keys, asks the API server, and writes one file for the host.
+CapabilityBoundingSet=
+NoNewPrivileges=yes
+DevicePolicy=closed
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@resources
+SystemCallErrorNumber=EPERM
 """
 
 

@@ -1,8 +1,11 @@
 """The files of a node: formats that the kubelet, systemd and containerd read."""
 
 import json
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +102,19 @@ def test_the_certificate_shows_that_a_node_has_joined() -> None:
     assert then.startswith("ExecStart=")
     assert f"PathExists={CERTIFICATE}" in files[f"{UNITS}/unbounded-agent-joined.path"].content.decode()
     assert "unbounded-agent-joined.path" in files[f"{UNITS}/multi-user.target.d/50-kubelet.conf"].content.decode()
+
+
+@pytest.mark.processes
+def test_the_unit_that_reports_the_join_has_limits_and_a_sandbox(tmp_path: Path) -> None:
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed (apt install systemd)")
+    unit = tmp_path / "unbounded-agent-joined.service"
+    unit.write_bytes(made()[f"{UNITS}/{unit.name}"].content)
+    assert "\nMemoryMax=" in unit.read_text()
+    assert "\nTasksMax=" in unit.read_text()
+    argv = [analyze, "security", "--offline=yes", "--no-pager", "--threshold=37", str(unit)]
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_the_command_of_the_kubelet() -> None:
