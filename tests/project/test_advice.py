@@ -102,6 +102,21 @@ def quoted() -> frozenset[str]:
     return frozenset(re.sub(r"\{\w*\}", FILLED, each) for each in found)
 
 
+def test_messages_of_the_machine_say_where_to_run_their_commands() -> None:
+    """The host shows them in conditions. There, systemd knows none of the machine's units."""
+    asked = re.compile(r"`(systemctl|journalctl|dpkg|containerd|ctr|ldconfig -p`\)) (?!config dump)")
+    unsaid = [
+        text
+        for path in (REPOSITORY / "agent" / "machine").rglob("*.py")
+        for text in texts(ast.parse(path.read_text()))
+        if asked.search(text) and not re.search(r"\b(in the|in this|on the) (machine|host)\b", text)
+    ]
+    # A part of a message that names the machine after it; and one whose output is the evidence, not an advice.
+    assert [
+        text for text in unsaid if text != f"`systemctl {FILLED} {FILLED}`" and "printed no plugin" not in text
+    ] == []
+
+
 def fixes() -> Iterator[str]:
     """Yield the commands of `doctor`, without their remarks."""
     for table in (remedies.REMEDIES, remedies.OFFERED, nvidia.FIXED):

@@ -368,7 +368,7 @@ def _advice(own: OwnSpec) -> str:
     # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
     # there.
     units = " ".join(own.rival_units)
-    return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"
+    return f"in the machine, `systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"
 
 
 def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:

@@ -90,7 +90,7 @@ def render(
         prints = "dump` prints it in version 2" if containerd < (2, 0, 0) else "migrate` prints it in a newer version"
         raise UnsupportedError(
             f"{MAIN} has version {version}, whose tables containerd no longer documents",
-            f"`containerd config {prints}: add the settings that are missing there, and write it to {MAIN}",
+            f"in the machine, `containerd config {prints}: add the settings that are missing, and write it to {MAIN}",
         )
     for path, document in configuration.documents.items():
         disabled = document.get("disabled_plugins", [])

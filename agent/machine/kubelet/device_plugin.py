@@ -92,7 +92,9 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
     if system.listening_process(KUBELET_SOCKET) is None:
         return unknown(
-            KIND, Reason.KUBELET_DOWN, f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`"
+            KIND,
+            Reason.KUBELET_DOWN,
+            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
         )
     if not request.gpus and not any((plugin.registered or {}).values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")

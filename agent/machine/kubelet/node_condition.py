@@ -126,7 +126,9 @@ def reported(notes: Notes) -> Condition:
     if last is None or time.monotonic() - last.at > SILENT_AFTER:
         unit = "unbounded-agent-node-condition"
         return unknown(
-            KIND, Reason.NOT_TRIED, f"{unit}.service has not run lately: see `systemctl status {unit}.timer`"
+            KIND,
+            Reason.NOT_TRIED,
+            f"{unit}.service has not run lately: see `systemctl status {unit}.timer` in the machine",
         )
     return Condition(KIND, last.status, last.reason, last.message)
 

@@ -47,7 +47,9 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     if system.listening_process(KUBELET_SOCKET) is None:
         return unknown(
-            KIND, Reason.KUBELET_DOWN, f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`"
+            KIND,
+            Reason.KUBELET_DOWN,
+            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
         )
     try:
         status = parse_dra_status(system.read(DRA_STATUS, SIZE_LIMIT))
@@ -70,7 +72,9 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
 
 def _silent(what: str) -> Condition:
     effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
-    return false(KIND, Reason.DRA_DRIVER_DOWN, f"{UNIT}.service {what}; {effect}; see `systemctl status {UNIT}`")
+    return false(
+        KIND, Reason.DRA_DRIVER_DOWN, f"{UNIT}.service {what}; {effect}; see `systemctl status {UNIT}` in the machine"
+    )
 
 
 def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
@@ -91,10 +95,10 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offere
     where = f"the ResourceSlices of node {status.node}"
     if missing := allocatable - offered:
         message = f"not in {where} yet, although ready for pods: {in_words(missing)}"
-        return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
+        return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}` in the machine")
     if stale := offered - granted:
         message = f"in {where}, but not (or no longer) granted: {in_words(stale)}"
-        return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
+        return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}` in the machine")
     remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {in_words(tainted)}"] if tainted else []
     if without := granted - allocatable:
         remarks.append(f"without {in_words(without)}, which no CDI specification names: see CDISpecCurrent")

@@ -66,7 +66,9 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     if program is None:
         return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
-    sentence = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
+    sentence = (
+        f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}` in the machine"
+    )
     # Noted before the restart: if it could not be noted afterwards, each run would restart the plugin again.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
     try:

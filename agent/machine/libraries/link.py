@@ -77,7 +77,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
             KIND,
             Reason.CONFLICT,
             f"in the way of the driver's files, but not made by the agent: {in_the_way}; "
-            f"remove these files, or the package that contains them (`dpkg -S {plan.conflicts[0]}`)",
+            f"remove these files, or the package that contains them (`dpkg -S {plan.conflicts[0]}` in the machine)",
         )
     if faults.missing:
         unlisted = sorted({posixpath.dirname(path) for path in faults.missing})

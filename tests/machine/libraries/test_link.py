@@ -107,7 +107,7 @@ def test_a_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: s
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
     assert (
-        f"{CUDA} {expected}; remove these files, or the package that contains them (`dpkg -S {CUDA}`)"
+        f"{CUDA} {expected}; remove these files, or the package that contains them (`dpkg -S {CUDA}` in the machine)"
         in machine.message("LibrariesLinked")
     )
     assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before
