@@ -101,14 +101,14 @@ def test_the_published_spec_is_valid(shared: Bed) -> None:
 
 
 def test_the_limit_of_memory_has_room(shared: Bed, measured: Callable[[str, object], None]) -> None:
-    """The machine half takes a quarter of it at most, so it has room on a host with many more GPUs."""
+    """A run that generates a specification takes half of it at most, files that the kernel caches included."""
     shared.node.run("rm", "/etc/cdi/nvidia.yaml")
     shared.node.run("systemctl", "start", "unbounded-agent-gpu.service", timeout=120)
     show = shared.node.run("systemctl", "show", "--property=MemoryPeak,MemoryMax,Result", "unbounded-agent-gpu.service")
     found = dict(line.split("=") for line in show.stdout.split())
     measured("MiB of the machine half at most", int(found["MemoryPeak"]) >> 20)
     assert found["Result"] == "success"
-    assert int(found["MemoryPeak"]) < int(found["MemoryMax"]) / 4
+    assert int(found["MemoryPeak"]) < int(found["MemoryMax"]) / 2
 
 
 def test_the_toolkits_own_generator_is_masked(shared: Bed) -> None:
