@@ -10,13 +10,12 @@ from integration.conftest import Bed
 
 PROGRAM = REPOSITORY / "integration/simulation/cilium/system_calls.py"
 PAGE = REPOSITORY / "docs/kubernetes.md"
-BEGINNING = "[machines.gpu-node.nspawn]\n"
 
 
 def settings() -> str:
     """Return the configuration of the page."""
-    (block,) = (each for each in PAGE.read_text().split("```\n")[1::2] if "perf_event_open" in each)
-    return block.replace("NAME", "gpu-node")
+    (block,) = (each for each in PAGE.read_text().split("```toml\n")[1:] if "perf_event_open" in each)
+    return block.partition("```")[0]
 
 
 def refused(bed: Bed) -> dict[str, str]:
