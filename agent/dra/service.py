@@ -134,6 +134,9 @@ class Service:
         if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
             self._kubelet.follow(found.process)
             found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+            if not isinstance(found, Identity):
+                # Nobody knows whether the process that is followed was the kubelet.
+                self._kubelet.close()
         if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
             self._kubelet.close()
             return false(

@@ -14,7 +14,7 @@ do not backtrack into what they have matched (`++`, `(?>...)`): otherwise, one l
 import re
 
 REMOVED = "[removed]"
-BASE64_LINE = re.compile(r"(?:^|(?<=[\s\"'\\|>]))(?:(?:\\n)?[\w+/=-]{16,}(?:\\[nr])*)+[\"',\s]*$")
+BASE64_LINE = re.compile(r"(?:^|(?<=[\s\"'\\|>]))(?:(?:\\n)?[\w+/=-]{16,}+(?:\\[nr])*+)++[\"',\s]*+$")
 """The end of a line that may be part of a PEM block, after a prefix such as a journal's."""
 PEM_LINES = 200
 """Lines of the longest PEM block whose end is missing."""

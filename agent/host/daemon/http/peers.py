@@ -48,13 +48,14 @@ class Peers:
         """Return the connection that ends in favour of a new one of `peer`; None if the new one is refused.
 
         Idle ones go first, and those of the peer that has most. A busy one goes only if its peer still has more than
-        `peer` afterwards, or as many: so a peer, whatever it does, cannot keep others from being served.
+        `peer` afterwards, or as many, or if `peer` has none: so a peer, whatever it does, cannot keep others from being
+        served, and neither can somebody with many addresses or user ids keep out one who comes from another.
         """
         held = Counter(slot.peer for slot in self._slots.values())
         # A connection whose request is not complete has the time 0, so it is idle.
         idle = [each for each, slot in self._slots.items() if slot.completed < cutoff]
         ended = max(idle or self._slots, key=lambda each: held[self._slots[each].peer])
-        return ended if idle or held[self._slots[ended].peer] > held[peer] + 1 else None
+        return ended if idle or not held[peer] or held[self._slots[ended].peer] > held[peer] + 1 else None
 
     def request_complete(self, connection: socket.socket) -> None:
         """Record that the connection's request is complete."""

@@ -331,6 +331,16 @@ def test_attack_a_peer_that_asks_again_and_again_leaves_slots_to_others() -> Non
         assert ask("192.0.2.1")
 
 
+def test_attack_many_peers_do_not_keep_out_one_who_has_no_slot() -> None:
+    """One user can have many ids, and one host many addresses. Each of them has only one slot."""
+    with ExitStack() as stack:
+        peers = Peers(4)
+        for peer in (100000, 100001, 100002, 100003, "192.0.2.1"):
+            connection = stack.enter_context(socket.socket())
+            assert peers.admit(connection, peer, 60.0)
+            peers.request_complete(connection)
+
+
 def test_attack_idle_connections_of_one_peer_do_not_end_those_of_another() -> None:
     """The connection of the other peer may be older, and its request under way."""
     with ExitStack() as stack:
