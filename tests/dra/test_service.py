@@ -288,14 +288,13 @@ def test_a_status_that_cannot_be_written_is_logged_once(
     running: DraMachine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     until("the offers are reported", lambda: running.status.offers)
-    place = Path(running.full_path(DRA_STATUS))
-    place.unlink()
-    place.mkdir()
+    Path(running.full_path(DRA_STATUS)).unlink()
+    running.full.add(DRA_STATUS)
     monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
     until("the log says so", lambda: "cannot write" in caplog.text)
     time.sleep(0.5)
     assert caplog.text.count("cannot write") == 1
-    place.rmdir()
+    running.full.clear()
     until("it is there again", lambda: running.status.at > 0)
 
 

@@ -49,6 +49,8 @@ class DraMachine(System):
         """The kubelet's process, the main process of a service; 0 if there is none."""
         self.unreadable: set[str] = set()
         """Paths of files that cannot be read for lack of file descriptors."""
+        self.full: set[str] = set()
+        """Paths of files that cannot be written for lack of space."""
         super().__init__(self._run, str(tree))
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
@@ -60,6 +62,11 @@ class DraMachine(System):
         if path in self.unreadable:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
         return super().read(path, limit)
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        if path in self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        super().write(path, content, mode)
 
     def put(self, path: str, content: str | bytes) -> None:
         """Replace a file atomically, as the halves do."""
