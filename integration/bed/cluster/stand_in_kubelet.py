@@ -75,13 +75,13 @@ class StandInKubelet:
 
 
 class DriverSocket:
-    """The driver's socket in a kubelet's directory, through the kubelet's process (kubelet_relay).
+    """The driver's socket in a kubelet's directory. The end of a `with` statement closes it.
 
-    The end of a `with` statement closes it.
+    It is reached through the kubelet's process (kubelet_relay). A test that is the kubelet itself uses DRIVER directly.
     """
 
-    def __init__(self, kubelet: str) -> None:
-        self._channel = grpc.insecure_channel(f"unix:{kubelet}/{RELAY}")
+    def __init__(self, kubelet: str, socket: str = RELAY) -> None:
+        self._channel = grpc.insecure_channel(f"unix:{kubelet}/{socket}")
         self._prepare, self._unprepare = (
             self._channel.unary_unary(f"{SERVICE}/Node{verb}Resources") for verb in ("Prepare", "Unprepare")
         )

@@ -20,6 +20,7 @@ from agent.model.paths import DRA_DRIVER
 from agent.model.reasons import Reason
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.cluster.stand_in_kubelet import ROOM, DriverSocket, StandInKubelet, listed, until
+from integration.bed.machine.kubelet_relay import DRIVER
 from integration.bed.process import CommandError
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy, whole
 
@@ -244,7 +245,7 @@ def test_a_claim_is_prepared_with_the_name_in_the_verified_specification(
     create(cluster, *with_claim("prepared", "true"))
     until("it is bound", lambda: "prepared" in bound(cluster))
     (claim,) = listed(cluster, "resourceclaims")
-    with DriverSocket(machine.kubelet) as driver:
+    with DriverSocket(machine.kubelet, DRIVER) as driver:
         (device,) = driver.prepare(claim).devices
         assert device.cdi_device_ids == [f"nvidia.com/gpu=GPU-{bound(cluster)['prepared']}"]
         machine.grant()
