@@ -38,7 +38,7 @@ DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticE
 class _Metered:
     """An archive of which tarfile may read only `allowance` further bytes.
 
-    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `entries` sets
+    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `_entries` sets
     the allowance again for each entry.
     """
 
@@ -95,7 +95,7 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
 def _programs(content: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield the name and the content of each program. The caller must read one content before it asks for the next."""
     size = 0
-    for number, (archive, entry) in enumerate(entries(content)):
+    for number, (archive, entry) in enumerate(_entries(content)):
         size += entry.size
         if size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
             raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
@@ -105,7 +105,7 @@ def _programs(content: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
             yield name[1], program
 
 
-def entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+def _entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the entries of an archive that is not trusted, in bounded memory. Raises one of DAMAGED."""
     metered = _Metered(content)
     # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.

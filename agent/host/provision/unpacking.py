@@ -6,7 +6,6 @@ When the root file system is complete and on disk, a rename gives it its name.
 
 import contextlib
 import gzip
-import io
 import os
 import re
 import tarfile
@@ -16,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from agent.config.node import ImageSettings
-from agent.host.provision.archives import DAMAGED, entries
+from agent.host.provision.archives import DAMAGED, DESCRIPTION_LIMIT
+from agent.host.provision.binaries import CHUNK
 from agent.host.provision.image import MANIFEST_LIMIT, UNPACKED, access_options
 from agent.host.provision.image_errors import explained
 from agent.model.errors import AgentError, ApplyError, CommandError, DocumentError
@@ -44,6 +44,24 @@ BLOCK = 4096
 """Bytes on disk that an entry of a layer takes in addition to its content: its inode, and its last block."""
 WHITEOUT = ".wh."
 """Begins the name of an entry that removes the entry of this name, without the beginning, of an earlier layer."""
+ENCODING = ("utf-8", "surrogateescape")
+DESCRIPTIONS = (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+"""The types of headers that describe the next entry."""
+KINDS = (
+    tarfile.REGTYPE,
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+"""The types of entries. The archaic type of files is not among them: whether they are directories depends on which of
+an entry's names a program looks at."""
+SIZE = re.compile(rb" *[0-7]*[ \0]*|\x80.*", re.DOTALL)
+"""The size in a header: with base 8, or a large one with base 256."""
+STAR = b"tar\0"
+"""Ends a header of the old format of star, which has other bytes in its name."""
 TICK = 1.0
 """Seconds between two progress messages."""
 
@@ -118,12 +136,14 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
     manifest = parse_object(index, system.read(_blob(partial, digest), MANIFEST_LIMIT))
     free, files = system.free_bytes(partial) - MARGIN, system.free_files(partial) // 2
     until = time.monotonic() + UNPACK_LIMIT
-    for layer in objects(index, manifest, "layers", _digest_of):
+    for layer, kind in objects(index, manifest, "layers", _layer_of):
         try:
             with opening.plain(system.full_path(_blob(partial, layer))) as file:
-                for _, entry in entries(_decompressed(file)):
-                    free, files = free - BLOCK - entry.size, files - 1
-                    if why := _refusal(entry, until):
+                # As umoci, do not look at the content: the same bytes may be a tar archive, and compressed.
+                content = gzip.GzipFile(fileobj=file) if kind.endswith("+gzip") else file
+                for name, size in _entries(cast(BinaryIO, content)):
+                    free, files = free - BLOCK - size, files - 1
+                    if why := _refusal(name, until):
                         raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
                     if free < 0 or files < 0:
                         raise ApplyError(
@@ -131,28 +151,97 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
                             "free up space on that file system, or use another image",
                         )
         except DAMAGED as error:
-            raise ApplyError(f"{image.name}: layer {layer[:19]} is damaged: {error}", "use another image") from error
+            raise ApplyError(
+                f"{image.name}: layer {layer[:19]} is damaged or unusual: {error}", "use another image"
+            ) from error
 
 
-def _refusal(entry: tarfile.TarInfo, until: float) -> str:
-    """Return why a layer is not unpacked because of this entry, or nothing."""
-    name = f"{entry.name[:200]!a}"
-    if entry.issparse() or any(key.startswith("GNU.sparse.") for key in entry.pax_headers):
-        return f"{name} is a sparse file, which layers must not have"
-    if any(entry.pax_headers.get(key) == "" for key in ("path", "size")):
-        # umoci would take the name or the size from elsewhere.
-        return f"{name} has an empty path or size"
+def _refusal(name: str, until: float) -> str:
+    """Return why a layer is not unpacked because of the entry with this name, or nothing."""
     if time.monotonic() > until:
         return f"it took more than {UNPACK_LIMIT:.0f} s to read"
-    if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in entry.name.split("/")):
-        return f"{name} would remove a directory outside of its own"
+    if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in name.split("/")):
+        return f"{name[:200]!a} would remove a directory outside of its own"
     return ""
 
 
-def _decompressed(file: io.BufferedReader) -> BinaryIO:
-    """Return the content of a layer, whose compression is gzip, or none."""
-    compressed = file.peek(2)[:2] == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if compressed else file
+def _entries(layer: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Yield each entry's name, and the size of its content. Raises one of DAMAGED.
+
+    umoci and tarfile take some headers for different things, and then an entry's name or size, or where the next header
+    is, differs. So what tools for images never write is refused here.
+    """
+    described: dict[bytes, bytes] = {}
+    while any(block := layer.read(tarfile.BLOCKSIZE)):
+        header = _header(block)
+        if header.type in DESCRIPTIONS:
+            if header.type in described or (described and tarfile.XHDTYPE in (header.type, *described)):
+                raise tarfile.ReadError("more than one header gives the name of an entry")
+            if header.size + sum(map(len, described.values())) > DESCRIPTION_LIMIT:
+                raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
+            described[header.type] = b"".join(_content(layer, header.size))
+            continue
+        name, size = _name_and_size(header, described)
+        described = {}
+        yield name, size
+        for _ in _content(layer, size):
+            pass
+
+
+def _header(block: bytes) -> tarfile.TarInfo:
+    header = tarfile.TarInfo.frombuf(block, *ENCODING)
+    if header.type == tarfile.GNUTYPE_SPARSE:
+        raise tarfile.ReadError(f"{header.name[:200]!a} is a sparse file, which layers must not have")
+    # The type is read from the block, because tarfile takes some files for directories.
+    if block[156:157] not in (*DESCRIPTIONS, *KINDS):
+        raise tarfile.ReadError(f"{header.name[:200]!a} has the type {block[156:157]!a}, which layers must not have")
+    if not SIZE.fullmatch(block[124:136]) or block[508:] == STAR:
+        raise tarfile.ReadError(f"the header of {header.name[:200]!a} has an unusual format")
+    return header
+
+
+def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tuple[str, int]:
+    """Return the name and the size of an entry with these headers before its own."""
+    records = _records(described.get(tarfile.XHDTYPE, b""))
+    long = described.get(tarfile.GNUTYPE_LONGNAME, b"").partition(b"\0")[0]
+    name = (records.get(b"path") or long).decode(*ENCODING) or header.name
+    size = records.get(b"size", b"%d" % header.size)
+    if any(key.startswith(b"GNU.sparse.") for key in records):
+        raise tarfile.ReadError(f"{name[:200]!a} is a sparse file, which layers must not have")
+    if records.get(b"path") == b"" or not re.fullmatch(rb"[0-9]{1,19}", size):
+        # umoci would take an empty name or size from elsewhere.
+        raise tarfile.ReadError(f"{name[:200]!a} has an unusual path or size")
+    return name, int(size) if header.type == tarfile.REGTYPE else 0
+
+
+def _records(content: bytes) -> dict[bytes, bytes]:
+    """Return what a header of PAX says (pax(1): pax Extended Header)."""
+    found, start = {}, 0
+    while start < len(content):
+        length = re.compile(rb"([1-9][0-9]{0,5}) ").match(content, start)
+        end = start + int(length[1]) if length else 0
+        key, equals, value = content[length.end() if length else end : max(end - 1, 0)].partition(b"=")
+        if not key or not equals or content[end - 1 : end] != b"\n":
+            raise tarfile.ReadError("the description of an entry is malformed")
+        found[key] = value
+        start = end
+    return found
+
+
+def _content(layer: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield what follows a header, in parts, without its padding, which is read as well."""
+    padding = -size % tarfile.BLOCKSIZE
+    for length, wanted in ((size, True), (padding, False)):
+        while length:
+            if not (part := layer.read(min(length, CHUNK))):
+                raise tarfile.ReadError("unexpected end of data")
+            length -= len(part)
+            if wanted:
+                yield part
+
+
+def _layer_of(where: str, document: dict[str, Any]) -> tuple[str, str]:
+    return _digest_of(where, document), get(where, document, "mediaType", str)
 
 
 def _digest_of(where: str, document: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from agent.model.node import NodeImage
 from agent.system.clearing import DOOR
 from agent.system.files import System
 from agent.system.process import Completed
-from tests.fakes.archives import entry, packed
+from tests.fakes.archives import entry, packed, raw, record
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.layouts import put_layout
@@ -267,6 +267,7 @@ class Tools(ScriptedRunner):
         self.pulling: Callable[[], None] = lambda: None
         self.entries: dict[str, Any] = {"sbin/init": 0o755}
         self.layers: tuple[bytes, ...] = ()
+        self.media_type = ""
         self.index = ""
         self.failing = ""
 
@@ -280,7 +281,7 @@ class Tools(ScriptedRunner):
             self.modes.append(Path(argv[argv.index("--tmpdir") + 1]).stat().st_mode & 0o777)
             self.pulling()
             layout = Path(argv[-1].removeprefix("oci:").removesuffix(":node"))
-            put_layout(layout, *self.layers)
+            put_layout(layout, *self.layers, media_type=self.media_type)
             if self.index:
                 (layout / "index.json").write_text(self.index)
         if argv[0] == "umoci":
@@ -417,6 +418,41 @@ def headed(major: str) -> bytes:
     return bytes(found) + bytes(header) + sparse(1 << 50)
 
 
+END, HIDDEN = bytes(1024), raw("hidden", b"x" * 600)
+"""Zeros end an archive. If only the agent takes them for that, what follows is hidden from it."""
+UNUSUAL = {
+    "two descriptions": raw("x", record("size", "0"), b"x") + raw("x", record("comment", "a"), b"x") + raw("a", END),
+    "two names": raw("x", record("path", "harmless"), b"x") + raw("L", b".wh...\0", b"L") + raw("a"),
+    "two names, the other way round": raw("L", b"harmless\0", b"L") + raw("x", record("path", "b"), b"x") + raw("a"),
+    "a description for Solaris": raw(".wh.a", record("path", "harmless") + record("size", "0"), b"X") + raw("a", END),
+    "a global description": raw(".wh.a", record("path", ".wh.a") + record("size", "0"), b"g") + raw("a", END),
+    "a directory by one of its names": raw("a/", END, b"\0"),
+    "a kind of file that is not known": raw("a", END, b"Z"),
+    "a size after a zero": raw("a", END, s124=b"\0" + b"%010o" % len(END)),
+    "a record with a sign": raw("x", b"+" + record("size", "1024"), b"x") + raw("a", s124=b"%011o" % 0) + END,
+    "a record without an end": raw("x", record("size", "0")[:-1] + b" ", b"x") + raw("a", END),
+    "a size with a sign": raw("x", record("size", "+0"), b"x") + raw("a", END),
+    "the format of star": raw("a", s345=b"b" * 130, s476=b"%011o " % 0 * 2, s508=b"tar\0"),
+}
+"""Layers of which umoci, or another program, reads other entries than tarfile does."""
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_layer_that_programs_read_differently_is_not_unpacked(system: System, tools: Tools, kind: str) -> None:
+    tools.layers = (gzip.compress(UNUSUAL[kind] + HIDDEN + END),)
+    with pytest.raises(ApplyError, match=r"layer sha256:\w+ is damaged or unusual: "):
+        unpack(NODES, IMAGE, ROOT, system)
+    assert "umoci" not in {argv[0] for argv in tools.calls}
+
+
+def test_a_layer_s_compression_is_what_the_manifest_says(system: System, tools: Tools) -> None:
+    """umoci asks only the manifest. The same bytes may be a tar archive, and compressed with gzip."""
+    tools.layers = (gzip.compress(packed(entry("sbin/init"))),)
+    tools.media_type = "application/vnd.oci.image.layer.v1.tar"
+    with pytest.raises(ApplyError, match="damaged or unusual"):
+        unpack(NODES, IMAGE, ROOT, system)
+
+
 ZEROS = entry("zeros", size=1 << 50).tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)
 OUTSIDE, LARGE = "would remove a directory outside of its own", "more bytes or files"
 BOMBS = {
@@ -430,7 +466,20 @@ BOMBS = {
     "in a directory": (gzip.compress(packed(entry(".wh.../x"))), OUTSIDE),
     "no archive": (gzip.compress(bytes(range(256)) * 4), "is damaged"),
     "sparse by a record": (gzip.compress(recorded("GNU.sparse.offset", "0")), "is a sparse file"),
-    "no path": (gzip.compress(recorded("path", "")), "has an empty path or size"),
+    "no path": (gzip.compress(recorded("path", "")), "has an unusual path or size"),
+    "no size": (gzip.compress(recorded("size", "")), "has an unusual path or size"),
+    "a name in the padding": (gzip.compress(raw("L", b".wh..", b"L", padding=b"harmless") + raw("a")), OUTSIDE),
+    "a record in the padding": (
+        gzip.compress(
+            raw("x", record("comment", "a"), b"x", padding=record("size", "0")) + raw("a", bytes(1024)) + ZEROS
+        ),
+        LARGE,
+    ),
+    "a long description": (
+        gzip.compress(raw("x", record("comment", "a" * 70000), b"x") + raw("a")),
+        "more than 64 KiB",
+    ),
+    "no end": (gzip.compress(raw("a", b"b" * 600)[:-100]), "unexpected end"),
     "a header that only Python refuses": (gzip.compress(headed("xxxxxxx\0")), "is damaged"),
     "cut off": (gzip.compress(packed(entry("a")))[:-20], "is damaged"),
 }
@@ -459,7 +508,16 @@ def test_an_image_with_too_many_files(system: System, tools: Tools, monkeypatch:
 def test_usual_layers_are_unpacked(system: System, tools: Tools) -> None:
     """With what removes entries of earlier layers, and the empty layer that Docker makes."""
     names = ("etc/.wh.shadow", "etc/.wh..wh..opq", ".wh..wh.plnk", "usr/share/..wh", "usr/bin/[")
-    tools.layers = (gzip.compress(packed(*map(entry, names))), packed(entry("a" * 300)), gzip.compress(bytes(1024)))
+    long = entry("a" * 300, tarfile.SYMTYPE, linkname="b" * 300)
+    described = entry("a" * 300, mtime=1.5, pax_headers={"SCHILY.xattr.user.x": "1\n2=3"})
+    large = raw("a", b"x" * 600, s124=(1 << 95 | 600).to_bytes(12, "big"))
+    tools.layers = (
+        gzip.compress(packed(*map(entry, names))),
+        packed(long),
+        gzip.compress(packed(described, form=tarfile.PAX_FORMAT)),
+        gzip.compress(large + raw("dir/", kind=b"5", s124=bytes(12)) + bytes(1024)),
+        gzip.compress(bytes(1024)),
+    )
     unpack(NODES, IMAGE, ROOT, system)
     assert system.exists(ROOT)
 
