@@ -270,12 +270,15 @@ def _newest(system: System) -> Handoff | None:
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     """Merge the conditions of each type into one, as `worst` does. `used_plugins` says which conditions count.
 
-    If a condition with the worst status has the reason WrongNode, the merged condition has this reason, because it
-    makes the host bind nodes.
+    If one of the conditions has the reason WrongNode, the merged condition has this reason, because it makes the host
+    bind nodes.
     """
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)
+    merged = []
     for same_type in by_type.values():
-        same_type.sort(key=lambda each: each.reason != Reason.WRONG_NODE)
-    return tuple(worst(used_plugins(same_type)) for same_type in by_type.values())
+        wrong_node = any(each.reason == Reason.WRONG_NODE for each in same_type)
+        found = worst(used_plugins(same_type))
+        merged.append(found._replace(reason=Reason.WRONG_NODE) if wrong_node else found)
+    return tuple(merged)

@@ -145,19 +145,23 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     """Merge several vendors' conditions of one type into one.
 
     The result has the worst status, the reason of the first condition with that status, and the messages of all
-    conditions with that status. Of True conditions, one whose reason calls for action comes first. Conditions that do
-    not apply are ignored. If none applies, the first one is returned. If each of the conditions with that status
-    concerns only some GPUs, so does the result.
+    conditions that are not True or, if all are, of all. What concerns all GPUs is worse than what concerns only some,
+    even if nothing is known of it. Of True conditions, one whose reason calls for action comes first. Conditions that
+    do not apply are ignored. If none applies, the first one is returned.
     """
     found = list(conditions)
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
-    status = min((each.status for each in applying), key=(Status.FALSE, Status.UNKNOWN, Status.TRUE).index)
-    same = [each for each in applying if each.status is status]
+    faults = [each for each in applying if each.status is not Status.TRUE]
+    # `sort` keeps the order of equals.
+    faults.sort(key=lambda each: (bool(each.gpus), each.status is Status.UNKNOWN))
+    said = faults or applying
+    first = next((each for each in said if each.reason == Reason.EDITS_LEFT_OUT), said[0])
     counts = [each.advertised for each in applying if each.advertised is not None]
-    message = "; ".join(dict.fromkeys(each.message for each in same))
-    gpus = tuple(dict.fromkeys(gpu for each in same for gpu in each.gpus)) if all(each.gpus for each in same) else ()
-    first = next((each for each in same if each.reason == Reason.EDITS_LEFT_OUT), same[0])
-    return first._replace(message=message, gpus=gpus, advertised=sum(counts) if counts else None)
+    return first._replace(
+        message="; ".join(dict.fromkeys(each.message for each in said)),
+        gpus=tuple(dict.fromkeys(gpu for each in said for gpu in each.gpus)) if first.gpus else (),
+        advertised=sum(counts) if counts else None,
+    )
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:

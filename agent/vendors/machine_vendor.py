@@ -52,8 +52,8 @@ class Verdict(NamedTuple):
     """Files of the driver root, and granted nodes, that the specification leaves out."""
     devices: tuple[str, ...] = ()
     """Names of the devices in the specification."""
-    missing_partitions: tuple[str, ...] = ()
-    """Granted partitions of GPUs (MIG devices) that the specification does not have."""
+    missing_partitions: Mapping[str, str] = {}
+    """Granted partitions of GPUs (MIG devices) that the specification does not have, each with its GPU."""
 
     @property
     def missing(self) -> frozenset[str]:

@@ -2,7 +2,9 @@
 
 import json
 
-from agent.model.conditions import ConditionType, false, true, with_transitions, worst
+import pytest
+
+from agent.model.conditions import Condition, ConditionType, Status, false, true, with_transitions, worst
 from agent.model.reasons import Reason
 
 STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
@@ -34,3 +36,23 @@ def test_a_reason_that_calls_for_action_is_not_lost_among_vendors() -> None:
     verified, left_out = true(kind, Reason.VERIFIED, "amd"), true(kind, Reason.EDITS_LEFT_OUT, "nvidia")
     assert worst([verified, left_out])[:4] == (kind, "True", "EditsLeftOut", "amd; nvidia")
     assert worst([verified, left_out, false(kind, Reason.SPEC_REFUSED, "intel")]).reason == "SpecRefused"
+
+
+def limited(status: Status) -> Condition:
+    return Condition(ConditionType.CDI_SPEC_CURRENT, status, "Limited", "of one GPU", gpus=("0000:01:00.0",))
+
+
+@pytest.mark.parametrize("status", [Status.FALSE, Status.UNKNOWN])
+def test_a_fault_of_one_gpu_hides_nothing_that_concerns_all(status: Status) -> None:
+    """Ready ignored the merged condition, although nothing was known of the other vendor's GPUs."""
+    whole = Condition(ConditionType.CDI_SPEC_CURRENT, status, "Whole", "of all GPUs")
+    for conditions in ((limited(Status.FALSE), whole), (whole, limited(Status.FALSE))):
+        found = worst(conditions)
+        assert (found.status, found.reason, found.gpus) == (status, "Whole", ())
+        assert found.message == "of all GPUs; of one GPU"
+
+
+def test_faults_of_some_gpus_stay_limited() -> None:
+    fine = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "fine")
+    other = limited(Status.FALSE)._replace(gpus=("0000:02:00.0",))
+    assert worst([fine, limited(Status.FALSE), other]).gpus == ("0000:01:00.0", "0000:02:00.0")

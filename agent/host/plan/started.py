@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from agent.host.plan.goal import Plan
-from agent.host.plan.nspawn import escape
+from agent.host.plan.nspawn import ADDRESS_FAMILIES, escape
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import Facts, MachineFacts
 from agent.model.faults import Fault, fault
@@ -86,7 +86,8 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
 def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
     """Return the lines of a .nspawn file that need a restart if they change.
 
-    Comments, ResolvConf=, and binds of devices and of the paths in `bound` do not.
+    Comments, ResolvConf=, ADDRESS_FAMILIES, and binds of devices and of the paths in `bound` do not.
     """
-    lines = ((line, BIND.fullmatch(line)) for line in nspawn if not line.startswith((b"#", b"ResolvConf=")))
+    counted = (line for line in nspawn if not line.startswith((b"#", b"ResolvConf=")))
+    lines = ((line, BIND.fullmatch(line)) for line in counted if line != ADDRESS_FAMILIES.encode())
     return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

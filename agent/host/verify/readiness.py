@@ -94,7 +94,7 @@ def evaluate(
     conditions = _limited(
         [
             *from_vendors,
-            _driver_root_staged(goal, facts),
+            _of_gpus(_driver_root_staged(goal, facts), _with_driver_files(goal)),
             _machine_running(machine),
             _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
             *(inside[kind] for kind in IN_MACHINE),
@@ -230,8 +230,22 @@ def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...],
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
             found = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
-            conditions += [each for each in found if each.type is kind]
+            conditions += [_of_gpus(each, grant.gpus) for each in found if each.type is kind]
     return worst(conditions)
+
+
+def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
+    """Return a condition about the driver of these GPUs. A fault concerns only them: `_limited` knows the others.
+
+    That the settings ask for a GPU that is not there concerns the machine.
+    """
+    if condition.status is not Status.FALSE or condition.gpus or condition.reason == Reason.GPU_NOT_FOUND:
+        return condition
+    return condition._replace(gpus=gpus)
+
+
+def _with_driver_files(goal: MachineGoal) -> tuple[str, ...]:
+    return tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
 
 
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:

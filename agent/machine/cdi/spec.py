@@ -200,16 +200,13 @@ def _condition(
     vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...], left_out: tuple[str, ...]
 ) -> Condition:
     remarks = (*left_out, *remarks)
-    if verdict.missing_gpus:
-        message = (
-            f"{_generator_name(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}: see DevicesAllowed, and "
-            "the driver's lines (NVRM, Xid) in `dmesg` on the host"
-        )
-        message = "; ".join((message, "the others are served", *remarks))
-        return false(KIND, Reason.GPU_MISSING, message, verdict.missing_gpus)
-    if verdict.missing_partitions:
-        message = f"{_generator_name(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
-        return false(KIND, Reason.PARTITION_MISSING, "; ".join((message, "the others are served", *remarks)))
+    if verdict.missing:
+        reason = Reason.GPU_MISSING if verdict.missing_gpus else Reason.PARTITION_MISSING
+        names = [*(f"GPU {gpu}" for gpu in verdict.missing_gpus), *verdict.missing_partitions]
+        log = ", and the driver's lines (NVRM, Xid) in `dmesg` on the host" if verdict.missing_gpus else ""
+        message = f"{_generator_name(vendor)} does not list {', '.join(names)}: see DevicesAllowed{log}"
+        gpus = dict.fromkeys((*verdict.missing_gpus, *verdict.missing_partitions.values()))
+        return false(KIND, reason, "; ".join((message, "the others are served", *remarks)), gpus)
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
         parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")

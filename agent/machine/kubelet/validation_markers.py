@@ -24,8 +24,9 @@ def settle_markers(
 ) -> tuple[Condition, ...]:
     """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
 
-    A marker is refuted if a condition that it needs is False. If none of these conditions is False, but one is Unknown,
-    the marker stays as it is. If markers are not configured, those that the agent made before are removed, and an empty
+    A marker is refuted if a condition that it needs is False; a fault of only some GPUs refutes nothing, because the
+    markers are about all. If none of these conditions is False, but one is Unknown, the marker stays as it is. If
+    markers are not configured, those that the agent made before are removed, and an empty
     tuple is returned. If the vendor has no markers, an empty tuple is returned too.
     """
     configured = context.handoff.validation_markers
@@ -43,7 +44,8 @@ def _settle(context: Context, vendor: MachineVendor, request: Request, condition
     foreign = [each.path for each in vendor.markers if not _may_write(system, each.path)]
     doubts: dict[ConditionType, Condition] = {}
     for marker in vendor.markers:
-        doubtful = {each.type: each for each in conditions if each.type in marker.proof and each.status != Status.TRUE}
+        needed = (each for each in conditions if each.type in marker.proof and not _spares_some(each, request))
+        doubtful = {each.type: each for each in needed if each.status != Status.TRUE}
         doubts |= doubtful
         if marker.path not in foreign:
             if not wanted or any(each.status is Status.FALSE for each in doubtful.values()):
@@ -55,6 +57,11 @@ def _settle(context: Context, vendor: MachineVendor, request: Request, condition
         context.notes.save(NOTE, {})
         return not_applicable(KIND, "no GPU is granted to this machine")
     return _condition(vendor.markers, foreign, tuple(doubts.values()))
+
+
+def _spares_some(condition: Condition, request: Request) -> bool:
+    """Return whether the condition's fault concerns only some of the GPUs."""
+    return bool(condition.gpus) and set(condition.gpus) < set(request.gpus)
 
 
 def _write_marker(system: System, marker: Marker) -> None:

@@ -11,7 +11,7 @@ from agent.host.verify.answers import STALE_AFTER
 from agent.host.verify.readiness import evaluate, held
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, Unseen, VendorFacts
 from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
 from agent.model.mount_source import MountSource
@@ -267,3 +267,18 @@ def test_what_is_not_configured_does_not_apply(key: str, kind: ConditionType) ->
         seen, goal = at_rest(facts(), config)
         expected = (Status.FALSE, Reason.FAILED) if wanted else (Status.TRUE, Reason.NOT_APPLICABLE)
         assert conditions(seen, goal, config, report(goal, failed))[kind][:2] == expected
+
+
+def test_the_driver_of_one_vendor_costs_only_its_gpus() -> None:
+    """The machine was not ready, although all GPUs of the other vendor served pods."""
+    amd = VendorFacts("amd", (Gpu("0000:41:00.0", "amd", ""),), ())
+    config = configured(gpus=["0000:01:00.0", "0000:02:00.0", "0000:41:00.0"])
+    seen, goal = at_rest(replace(facts(), vendors=(nvidia(), amd)), config)
+    found = conditions(seen, goal, config)
+    assert found[ConditionType.DRIVER_LOADED][:2] == (Status.FALSE, Reason.MODULE_NOT_LOADED)
+    assert found[ConditionType.READY][:2] == (Status.TRUE, Reason.SOME_GPUS_UNUSABLE)
+    vendor = nvidia()
+    assert vendor.driver
+    unloaded = replace(vendor, driver=replace(vendor.driver, module_version=Absent("not loaded")))
+    alone = conditions(replace(seen, vendors=(unloaded, amd)), goal, config)
+    assert alone[ConditionType.READY][:2] == (Status.FALSE, Reason.MODULE_NOT_LOADED)

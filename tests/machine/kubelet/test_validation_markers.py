@@ -1,5 +1,6 @@
 """Validation markers: made on proof, removed on failure, and never in the place of another program's file."""
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.machine.run import run
+from agent.system.process import Completed
 from agent.vendors.nvidia.validation_markers import DIRECTORY
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl
 
@@ -84,6 +86,20 @@ def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
     assert outcome(machine) == ("False", "NotProven")
     assert machine.message(KIND) == "a file is missing while a condition that it stands for is False: CDISpecCurrent"
     assert there(machine) == []
+
+
+def test_a_fault_of_one_gpu_removes_nothing(machine: Machine) -> None:
+    """Without the markers, the plugin would not start again, and the node would offer no GPU at all."""
+    machine.program("open_nodes", lambda argv: Completed(0, opened(argv, failing="/dev/nvidia1"), b""))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    assert outcome(machine) == ("True", "Set")
+    assert there(machine) == ["driver-ready", "toolkit-ready"]
+
+
+def opened(argv: tuple[str, ...], failing: str) -> bytes:
+    """Return what the program that opens nodes prints if one of them does not open."""
+    return "".join(f"{errno.EIO if path == failing else 0} {path}\n" for path in argv[5:]).encode()
 
 
 def test_a_doubt_removes_nothing(machine: Machine) -> None:

@@ -109,14 +109,17 @@ def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
     return tuple(gpu for gpu in request.gpus if gpu not in found)
 
 
-def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ...]:
-    """Return the granted MIG devices that the specification does not have, such as `gi1/ci0 of 0000:01:00.0`."""
+def missing_partitions(devices: list[Device], request: Request) -> dict[str, str]:
+    """Return the granted MIG devices that the specification does not have, such as `gi1/ci0 of 0000:01:00.0`.
+
+    The values are their GPUs.
+    """
     served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
-    return tuple(
-        f"{instance} of {device.pci_address}"
+    return {
+        f"{instance} of {device.pci_address}": device.pci_address
         for device in request.devices
         if (instance := _instance(device)) and instance.ci is not None and device.path not in served
-    )
+    }
 
 
 def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:

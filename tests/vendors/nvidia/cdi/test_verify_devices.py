@@ -144,7 +144,7 @@ def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
     verdict = check(spec)
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
-    assert verdict.missing_partitions == (f"gi5/ci1 of {GPUS[0]}",)
+    assert verdict.missing_partitions == {f"gi5/ci1 of {GPUS[0]}": GPUS[0]}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_device_with_too_few_nodes_is_left_out() -> None:
     kept, names = without_incomplete(spec, MIG_REQUEST)
     assert names == ("0:2", UUIDS[2])
     verdict = check(kept)
-    assert (verdict.problems, verdict.missing_partitions) == ((), (f"gi5/ci1 of {GPUS[0]}",))
+    assert (verdict.problems, verdict.missing_partitions) == ((), {f"gi5/ci1 of {GPUS[0]}": GPUS[0]})
 
 
 @pytest.mark.parametrize("spec", [None, [], {"devices": {}}, {"devices": [{"name": "0:0"}]}])
@@ -228,6 +228,8 @@ def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "PartitionMissing")
     assert f"gi1/ci0 of {GPUS[0]}" in machine.message("CDISpecCurrent")
+    (condition,) = (each for each in machine.report()["conditions"] if each["type"] == "CDISpecCurrent")
+    assert condition["gpus"] == [GPUS[0]], "the other GPU is whole"
     assert published(machine) == {*ALL_NAMES, "none"} - {"0:0", UUIDS[0]}
     write(machine, mig_spec())
     run(machine)
