@@ -179,3 +179,48 @@ def test_what_is_not_in_use_is_unmounted(tmp_path: Path) -> None:
     assert purge(tmp_path, "inactive", mounting=mounting) == ""
     assert not (tmp_path / STATE).exists()
     assert (tmp_path / "data/kept").exists()
+
+
+OWN = "mkdir -p {data} {state}; mount {kind} {state}; touch {state}/a {state}/.b {state}/..c '{state}/d e'; "
+
+
+@pytest.mark.parametrize("package", ["unbounded-agent", "unbounded-agent-machine"])
+@pytest.mark.parametrize("kind", ["-t tmpfs none", "--bind {data}"])
+def test_a_file_system_for_the_state_is_emptied(tmp_path: Path, kind: str, package: str) -> None:
+    """The units support one. The mount itself is the administrator's."""
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    state, data = tmp_path / STATE, tmp_path / "data"
+    mounting = OWN.format(kind=kind.format(data=data), state=state, data=data)
+    script = f"trap 'ls -A {state} >{tmp_path}/left' EXIT; "
+    assert purge(tmp_path, "inactive", package=package, mounting=mounting + script) == ""
+    assert (tmp_path / "left").read_text() == ""
+    assert state.is_dir()
+
+
+@pytest.mark.parametrize("package", ["unbounded-agent", "unbounded-agent-machine"])
+def test_what_is_mounted_in_a_file_system_for_the_state_stays(tmp_path: Path, package: str) -> None:
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    state, data = tmp_path / STATE, tmp_path / "data"
+    write(tmp_path, "data/kept")
+    mounting = OWN.format(kind="-t tmpfs none", state=state, data=data)
+    below = f"mkdir {state}/own; mount --bind {data} {state}/own; exec 9<{state}/own/kept; "
+    script = f"trap 'ls -A {state} >{tmp_path}/left' EXIT; "
+    message = purge(tmp_path, "inactive", package=package, mounting=mounting + below + script)
+    assert f"{state}/own: not removed, because something is mounted there: " in message
+    assert (tmp_path / "left").read_text() == "own\n"
+    assert (data / "kept").exists()
+
+
+def test_a_link_to_a_mount_is_removed_itself(tmp_path: Path) -> None:
+    """The administrator's data are in that file system."""
+    if os.geteuid():
+        pytest.skip("mounts need root")
+    state, data = tmp_path / STATE, tmp_path / "data"
+    write(tmp_path, "data/kept", "place/mount-point")
+    state.parent.mkdir(parents=True)
+    mounting = f"mount --bind {data} {tmp_path}/place; ln -s {tmp_path}/place {state}; "
+    purge(tmp_path, "inactive", mounting=mounting)
+    assert (data / "kept").exists()
+    assert not state.is_symlink()
