@@ -204,11 +204,12 @@ def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Conditi
     silent = sorted(set(grant.gpus).difference(each.gpu for each in answers))
     unanswered = f"no answer from {', '.join(silent)}: {report.silence}" if silent else ""
     with_fabric = [each for each in answers if has_fabric(each)]
-    if faulty := [each for each in with_fabric if not is_registered(each)]:
-        return _not_registered(faulty, driver.fabric_service)
+    faulty = [each for each in with_fabric if not is_registered(each)]
     if inferred.status is Status.FALSE:
-        # Without the Fabric Manager, programs that start now fail, even if the GPUs are still registered.
-        return inferred
+        # Without the Fabric Manager, programs that start now fail on all GPUs, even if they are still registered.
+        return inferred._replace(message=printable("; ".join((inferred.message, *_words(faulty)))))
+    if faulty:
+        return _not_registered(faulty, driver.fabric_service)
     if with_fabric:
         said = f"{counted(len(with_fabric), 'GPU')} registered with the NVLink fabric (fabric.state Completed)"
         ready = true(kind, Reason.FABRIC_REGISTERED, "; ".join(filter(None, (said, unanswered))))
@@ -226,21 +227,24 @@ def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Conditi
 
 def _not_registered(faulty: Sequence[FabricAnswer], service: FabricService) -> Condition:
     kind, concerned = ConditionType.FABRIC_READY, tuple(each.gpu for each in faulty)
-    groups: dict[tuple[str, str], list[str]] = {}
-    for each in faulty:
-        groups.setdefault((each.state, each.status), []).append(each.gpu)
-    said = "; ".join(
-        f"{', '.join(gpus)}: fabric.state {state}, fabric.status {status}" for (state, status), gpus in groups.items()
-    )
     message = (
-        f"GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): {said}; "
-        f"{_fabric_advice(service)}"
+        "GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): "
+        f"{'; '.join((*_words(faulty), _fabric_advice(service)))}"
     )
     if any(map(has_failed, faulty)):
         return false(kind, Reason.FABRIC_FAILED, message, concerned)
     if isinstance(service.state, Broken) or service.state in ("inactive", "failed", "deactivating"):
         return false(kind, Reason.FABRIC_NOT_REGISTERED, message, concerned)
     return unknown(kind, Reason.FABRIC_REGISTERING, message)._replace(gpus=concerned)
+
+
+def _words(answers: Sequence[FabricAnswer]) -> Iterator[str]:
+    """Return what GPUs said, in their own words; GPUs that said the same are named together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for each in answers:
+        groups.setdefault((each.state, each.status), []).append(each.gpu)
+    for (state, status), gpus in groups.items():
+        yield f"{', '.join(gpus)}: fabric.state {state}, fabric.status {status}"
 
 
 def _fabric_advice(service: FabricService) -> str:

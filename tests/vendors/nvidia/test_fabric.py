@@ -102,6 +102,20 @@ def test_a_fabric_manager_that_has_stopped_is_a_fault_although_gpus_are_register
     assert ready(said("Completed", "Success"), "failed").reason == "FabricManagerNotRunning"
 
 
+@pytest.mark.parametrize(("state", "status"), [("In Progress", "N/A"), ("Completed", "Insufficient Resources")])
+@pytest.mark.parametrize(
+    ("fabric", "reason"), [("failed", "FabricManagerNotRunning"), (Broken("not installed"), "FabricManagerMissing")]
+)
+def test_without_a_fabric_manager_one_unregistered_gpu_is_not_the_only_unusable_one(
+    fabric: Seen[str], reason: str, state: str, status: str
+) -> None:
+    """Ready was True with reason SomeGPUsUnusable, although every program that starts fails."""
+    answers = (*said("Completed", "Success", GPUS[1:]), *said(state, status, GPUS[:1]))
+    condition = ready(answers, fabric, FabricService("failed"))
+    assert (condition.status, condition.reason, condition.gpus) == (Status.FALSE, reason, ())
+    assert condition.message.endswith(f"; {GPUS[0]}: fabric.state {state}, fabric.status {status}")
+
+
 @pytest.mark.parametrize("word", ["N/A", "[N/A]", "Not Supported"])
 def test_gpus_without_a_fabric_say_so(word: str) -> None:
     condition = ready(said(word))
