@@ -185,7 +185,7 @@ class Reconciler(Struct):
                 if faulted:
                     outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why), machine.kept_gpus)
                 elif machine.name in goals:
-                    outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference)
+                    outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference, previous)
                 else:
                     conditions = self._conditions_without_goal(machine, facts, planned)
                     # Unless it is held, a machine without a goal has no GPU: its record is left from an earlier grant.
@@ -212,12 +212,18 @@ class Reconciler(Struct):
         return readiness.without_gpus(self.config.machines[machine.name], facts, machine)
 
     def _outcome_of_goal(
-        self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference
+        self,
+        machine: MachineFacts,
+        goal: MachineGoal,
+        facts: Facts,
+        difference: Difference,
+        previous: tuple[Condition, ...],
     ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
         answered = report if isinstance(report, Report) else None
         settings = self.config.machines[machine.name]
-        conditions = with_ignored(readiness.evaluate(settings, goal, facts, report, refused), machine, answered)
+        conditions = readiness.evaluate(settings, goal, facts, report, refused, previous)
+        conditions = with_ignored(conditions, machine, answered)
         return MachineOutcome(
             name=machine.name,
             conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,

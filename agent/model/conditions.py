@@ -86,9 +86,9 @@ class Condition(NamedTuple):
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
     gpus: tuple[str, ...] = ()
     """PCI addresses of the only GPUs that a fault concerns: the others serve pods. Empty if it concerns all."""
-    provisional: bool = False
-    """Only for FabricReady: it is inferred, while the GPUs' own answer is awaited. So it ends no fault that they
-    reported."""
+    said: tuple[tuple[str, str, str], ...] | None = None
+    """Only for FabricReady: the last FabricAnswer of each granted GPU, whatever else is shown. Only another answer of
+    the GPU replaces it. None if the GPUs' answers were not evaluated."""
 
     @property
     def needed_for_ready(self) -> bool:

@@ -50,8 +50,8 @@ class FabricReport(Struct, frozen=True):
     answers: tuple[FabricAnswer, ...] = ()
     silence: str = "the machine has not reported"
     """Why the GPUs that are not in `answers` have not answered."""
-    awaited: bool = True
-    """Whether those GPUs' answers may still come."""
+    remembered: tuple[FabricAnswer, ...] = ()
+    """What the GPUs that are not in `answers` said last. To say nothing is not to say that all is well."""
 
 
 class DriverForPods(Struct, frozen=True):

@@ -3,8 +3,11 @@
 import pytest
 
 from agent.host.reconcile import Reconciler
+from agent.host.state.condition_history import read_history, write_history
+from agent.host.verify.flapping import STARTING_LIMIT
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
 from agent.model.errors import BusError
+from agent.model.facts import PciDevice
 from agent.model.handoff import FabricAnswer, Handoff, Publication, parse_handoff, render_report
 from agent.model.live import render_live
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
@@ -21,7 +24,7 @@ def handoff(host: Host) -> Handoff:
     return parse_handoff(host.read(handoff_file(MACHINE)))
 
 
-def report(host: Host, state: str = "", status: str = "N/A") -> None:
+def report(host: Host, state: str = "", status: str = "N/A", gpus: tuple[str, ...] = GPUS) -> None:
     """Let the machine answer the handoff; without a state, no GPU answers about its fabric."""
     fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE)
     opened = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
@@ -35,7 +38,7 @@ def report(host: Host, state: str = "", status: str = "N/A") -> None:
         {},
         2,
         publication=Publication(identity.inode, identity.mtime_ns),
-        fabric=tuple(FabricAnswer(gpu, state, status) for gpu in GPUS) if state else (),
+        fabric=tuple(FabricAnswer(gpu, state, status) for gpu in gpus) if state else (),
     )
     host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
 
@@ -107,3 +110,78 @@ def test_a_fabric_manager_that_could_not_be_observed_is_no_change(agent: Reconci
     gpu_host.bus.failing = BusError("PID 1 does not answer")
     agent.run_pass()
     assert handoff(gpu_host) == before
+
+
+def switched(host: Host) -> None:
+    """Let the host show an NVSwitch, so that the Fabric Manager's unit says something."""
+    assert isinstance(host.pci, tuple)
+    host.pci = (*host.pci, PciDevice("0000:05:00.0", 0x10DE, 0x068000, "nvidia-nvswitch"))
+
+
+@pytest.mark.parametrize("between", ["activating", "reloading", "failed", "restarted systemd"])
+def test_a_pass_that_sees_the_fabric_manager_start_ends_no_fault(
+    agent: Reconciler, gpu_host: Host, between: str
+) -> None:
+    """GPUs that had failed to register were taken for registered, once the unit had been seen activating."""
+    switched(gpu_host)
+    gpu_host.bus.unit(MANAGER, "active", started_at=1)
+    agent.run_pass()
+    report(gpu_host, "Completed", "Insufficient Resources")
+    assert passed(agent)[KIND].reason == "FabricFailed"
+    report(gpu_host)
+    assert passed(agent)[KIND].reason == "FabricFailed"
+    if between == "restarted systemd":
+        gpu_host.bus.failing = BusError("PID 1 does not answer")
+    gpu_host.bus.unit(MANAGER, between)
+    found = passed(agent)
+    assert found[ConditionType.READY].status is not Status.TRUE
+    gpu_host.bus.failing = None
+    gpu_host.bus.unit(MANAGER, "active", started_at=2)
+    agent.run_pass()
+    report(gpu_host)
+    found = passed(agent)
+    assert (found[KIND].status, found[KIND].reason) == (Status.FALSE, "FabricFailed")
+    assert found[ConditionType.READY].status is Status.FALSE
+    report(gpu_host, "Completed", "Success")
+    assert passed(agent)[KIND].reason == "FabricRegistered"
+    report(gpu_host)
+    assert passed(agent)[KIND].status is Status.TRUE, "their last word is that they are registered"
+
+
+def test_gpus_that_fall_silent_are_late_all_the_same(agent: Reconciler, gpu_host: Host) -> None:
+    gpu_host.bus.unit(MANAGER, "active", started_at=1)
+    agent.run_pass()
+    report(gpu_host, "In Progress")
+    assert passed(agent)[KIND].reason == "FabricRegistering"
+    report(gpu_host)
+    assert passed(agent)[KIND].reason == "FabricRegistering"
+    (conditions,) = read_history(gpu_host).values()
+    older = [each._replace(last_transition=each.last_transition - STARTING_LIMIT - 1) for each in conditions]
+    write_history(gpu_host, {MACHINE: tuple(older)})
+    found = passed(agent)
+    assert (found[KIND].status, found[KIND].reason) == (Status.FALSE, "FabricNotRegistered")
+    assert found[ConditionType.READY].status is Status.FALSE
+
+
+def test_a_gpu_that_fell_silent_costs_only_itself_unless_it_is_the_only_one(agent: Reconciler, gpu_host: Host) -> None:
+    """The other GPU was detached, and yet Ready was True: "all other GPUs"."""
+    gpu_host.bus.unit(MANAGER, "active", started_at=1)
+    agent.run_pass()
+    report(gpu_host, "Completed", "Insufficient Resources", GPUS[:1])
+    assert passed(agent)[ConditionType.READY].reason == "SomeGPUsUnusable"
+    report(gpu_host, "Completed", "Success", GPUS[1:])
+    found = passed(agent)
+    assert (found[KIND].reason, found[KIND].gpus) == ("FabricFailed", GPUS[:1])
+    assert found[ConditionType.READY].reason == "SomeGPUsUnusable"
+    report(gpu_host)
+    assert passed(agent)[KIND].gpus == GPUS[:1]
+    only_first = reconciler(gpu_host, gpus=[GPUS[0]])
+    only_first.run_pass()
+    report(gpu_host)
+    found = passed(only_first)
+    assert (found[KIND].reason, found[KIND].gpus) == ("FabricFailed", ())
+    assert found[ConditionType.READY].reason == "FabricFailed"
+    only_second = reconciler(gpu_host, gpus=[GPUS[1]])
+    only_second.run_pass()
+    report(gpu_host)
+    assert passed(only_second)[KIND].status is Status.TRUE, "the fault is another GPU's"

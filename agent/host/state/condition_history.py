@@ -28,7 +28,10 @@ Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
 
 
 class _Condition(Struct, frozen=True):
-    """A Condition up to `good_since`, with `gpus`. Unknown keys are ignored: another release may have written them."""
+    """A Condition up to `good_since`, with `gpus` and `said`.
+
+    Unknown keys are ignored: another release may have written them.
+    """
 
     type: ConditionType
     status: Status
@@ -42,6 +45,7 @@ class _Condition(Struct, frozen=True):
 
     None in the files of earlier releases."""
     gpus: tuple[str, ...] = ()
+    said: tuple[tuple[str, str, str], ...] | None = None
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])
@@ -85,8 +89,8 @@ def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) ->
 
 def _read(found: _Condition, booted: float) -> Condition:
     """Return the condition. If the clock was set since its times were written, correct them."""
-    *condition, recorded, gpus = astuple(found)
-    read = Condition(*condition)._replace(gpus=gpus)
+    *condition, recorded, gpus, said = astuple(found)
+    read = Condition(*condition)._replace(gpus=gpus, said=said)
     set_by = booted - recorded if recorded is not None else 0.0
     if abs(set_by) < STEP:
         return read
@@ -99,6 +103,6 @@ def _read(found: _Condition, booted: float) -> Condition:
 
 def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
     return {
-        machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus) for each in conditions)
+        machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus, said=each.said) for each in conditions)
         for machine, conditions in history.items()
     }

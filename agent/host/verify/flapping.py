@@ -1,7 +1,7 @@
 """Adjusts conditions by time and by the previous pass. Pure.
 
 Ready may have been lost too often; a start of the Fabric Manager, or GPUs' registration with it, may take too long; and
-what GPUs said of their fabric stays until they say something else.
+what GPUs said of their fabric is remembered until they say something else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,6 @@ TOO_LATE: Mapping[str, Reason] = {
     Reason.FABRIC_REGISTERING: Reason.FABRIC_NOT_REGISTERED,
 }
 """Reasons that become others after STARTING_LIMIT."""
-GPUS_SAID = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reason.FABRIC_FAILED)
-"""Reasons that rest on answers of GPUs which are not registered with their fabric."""
 
 
 def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
@@ -34,7 +32,10 @@ def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) ->
     ready = next(each for each in new if each.type is ConditionType.READY)
     if others != [each for each in new if each.type is not ConditionType.READY]:
         ready = summarize(others)
-    return (*others, settled(ready, before.get(ConditionType.READY), now))
+    return (
+        *(_remembering(each, before.get(each.type)) for each in others),
+        settled(ready, before.get(ready.type), now),
+    )
 
 
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
@@ -58,13 +59,13 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
     return ready._replace(losses=losses, good_since=good_since)
 
 
-def _adjusted(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition, but with the status False if the fabric has not been ready for too long.
+def _remembering(condition: Condition, before: Condition | None) -> Condition:
+    """Return the condition with what GPUs said last, also if they could not be heard in this pass."""
+    return condition._replace(said=before.said) if before and condition.said is None else condition
 
-    An inference does not replace what the GPUs said, because to say nothing is not to say that all is well.
-    """
-    if before and condition.provisional and before.reason in GPUS_SAID:
-        return condition._replace(status=before.status, reason=before.reason, message=before.message, gpus=before.gpus)
+
+def _adjusted(condition: Condition, before: Condition | None, now: float) -> Condition:
+    """Return the condition, but with the status False if the fabric has not been ready for too long."""
     if condition.reason not in TOO_LATE or before is None:
         return condition
     # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time

@@ -1,6 +1,7 @@
 """Evaluates the conditions of one machine, from what both halves observe. Pure."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
+from itertools import starmap
 
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
@@ -21,7 +22,7 @@ from agent.model.conditions import (
 from agent.model.driver_root import StagedRoot
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.goal import Grant, MachineGoal
-from agent.model.handoff import with_remark
+from agent.model.handoff import FabricAnswer, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.reasons import Reason
 from agent.model.text import restart_command
@@ -76,17 +77,24 @@ def evaluate(
     facts: Facts,
     report: Report | Absent | Broken | Unseen,
     refused: str | Unseen,
+    previous: Iterable[Condition] = (),
 ) -> tuple[Condition, ...]:
     """Return the conditions in the order of ConditionType, Ready last.
 
     In the result, GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` says why the
     machine's settings files must not be written: empty if they may be, Unseen if the present files could not be read.
+    `previous` are the conditions of the previous pass.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
         return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
-    fabric = _fabric_report(machine, goal, facts, report)
+    gpus = {gpu for grant in goal.grants for gpu in grant.gpus}
+    fabric = _fabric_report(_current(machine, goal, facts, report), gpus, previous)
     from_vendors = [_merge_vendors(kind, facts, goal.grants, fabric) for kind in FROM_VENDORS]
+    said = (*fabric.answers, *fabric.remembered)
+    from_vendors = [
+        each._replace(said=said if each.type is ConditionType.FABRIC_READY else None) for each in from_vendors
+    ]
     inside = dict(_from_machine(machine, goal, facts, report))
     for kind, key in IF_CONFIGURED.items():
         if not getattr(settings, key):
@@ -99,7 +107,7 @@ def evaluate(
             _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
             *(inside[kind] for kind in IN_MACHINE),
         ],
-        {gpu for grant in goal.grants for gpu in grant.gpus},
+        gpus,
     )
     return _with_missing_extras((*conditions, summarize(conditions)), machine, goal)
 
@@ -353,15 +361,19 @@ def _from_machine(
     return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
 
 
-def _fabric_report(
-    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
-) -> FabricReport:
-    current = _current(machine, goal, facts, report)
+def _fabric_report(current: Report | tuple[Reason, str], gpus: Set[str], previous: Iterable[Condition]) -> FabricReport:
+    """Return what the granted GPUs say, or said last. `current` is from `_current`."""
+    answers: tuple[FabricAnswer, ...] = ()
     if not isinstance(current, Report):
-        return FabricReport(silence=current[1])
-    if current.fabric is None:
-        return FabricReport(silence="the machine's image has a release of the agent that does not ask", awaited=False)
-    return FabricReport(current.fabric, "the GPUs were asked in the machine, which asks again")
+        silence = current[1]
+    elif current.fabric is None:
+        return FabricReport(silence="the machine's image has a release of the agent that does not ask")
+    else:
+        silence = "the GPUs were asked in the machine, which asks again"
+        answers = tuple(each for each in current.fabric if each.gpu in gpus)
+    silent = gpus - {each.gpu for each in answers}
+    before = next((each.said for each in previous if each.type is ConditionType.FABRIC_READY), None) or ()
+    return FabricReport(answers, silence, tuple(each for each in starmap(FabricAnswer, before) if each.gpu in silent))
 
 
 def _current(

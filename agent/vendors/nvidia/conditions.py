@@ -198,38 +198,39 @@ def _not_used(user_space: UserSpace) -> str:
 
 
 def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Condition:
-    """Return what the GPUs say of their fabric or, as long as they say nothing, what the host shows of it."""
+    """Return what the GPUs say of their fabric or, as long as they say nothing, what the host shows of it.
+
+    A GPU that is silent now, but was not registered when it answered last, counts as not registered.
+    """
     kind, inferred = ConditionType.FABRIC_READY, _inferred_fabric(driver.fabric)
     answers = [each for each in report.answers if each.gpu in grant.gpus]
     silent = sorted(set(grant.gpus).difference(each.gpu for each in answers))
     unanswered = f"no answer from {', '.join(silent)}: {report.silence}" if silent else ""
     with_fabric = [each for each in answers if has_fabric(each)]
-    faulty = [each for each in with_fabric if not is_registered(each)]
+    last = [each for each in report.remembered if each.gpu in silent]
+    faulty = [each for each in (*answers, *last) if has_fabric(each) and not is_registered(each)]
     if inferred.status is Status.FALSE:
         # Without the Fabric Manager, programs that start now fail on all GPUs, even if they are still registered.
         return inferred._replace(message=printable("; ".join((inferred.message, *_words(faulty)))))
     if faulty:
-        return _not_registered(faulty, driver.fabric_service)
+        return _not_registered(faulty, unanswered, driver.fabric_service)
     if with_fabric:
         said = f"{counted(len(with_fabric), 'GPU')} registered with the NVLink fabric (fabric.state Completed)"
-        ready = true(kind, Reason.FABRIC_REGISTERED, "; ".join(filter(None, (said, unanswered))))
-        return ready._replace(provisional=bool(silent) and report.awaited)
+        return true(kind, Reason.FABRIC_REGISTERED, "; ".join(filter(None, (said, unanswered))))
     if inferred.status is not Status.TRUE:
         return inferred
     if not silent and all(each.state for each in answers) and inferred.reason == Reason.NOT_APPLICABLE:
         return not_applicable(kind, "the GPUs have no NVLink fabric (fabric.state N/A)")
     unknown_to = "" if all(each.state for each in answers) else "the driver is too old to be asked for fabric.state"
     why = unanswered or unknown_to or "these GPUs do not say whether they are registered (fabric.state N/A)"
-    return inferred._replace(
-        message=printable(f"{inferred.message}; inferred: {why}"), provisional=bool(silent) and report.awaited
-    )
+    return inferred._replace(message=printable(f"{inferred.message}; inferred: {why}"))
 
 
-def _not_registered(faulty: Sequence[FabricAnswer], service: FabricService) -> Condition:
+def _not_registered(faulty: Sequence[FabricAnswer], unanswered: str, service: FabricService) -> Condition:
     kind, concerned = ConditionType.FABRIC_READY, tuple(each.gpu for each in faulty)
     message = (
         "GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): "
-        f"{'; '.join((*_words(faulty), _fabric_advice(service)))}"
+        f"{'; '.join(filter(None, (*_words(faulty), unanswered, _fabric_advice(service))))}"
     )
     if any(map(has_failed, faulty)):
         return false(kind, Reason.FABRIC_FAILED, message, concerned)

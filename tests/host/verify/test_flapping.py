@@ -14,7 +14,6 @@ from agent.model.conditions import (
     ConditionType,
     Status,
     false,
-    not_applicable,
     summarize,
     true,
     unknown,
@@ -187,7 +186,6 @@ def test_setting_the_clock_neither_ends_nor_prolongs_a_wait(
 
 
 REGISTERING = unknown(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERING, "GPU: In Progress")
-INFERRED = not_applicable(ConditionType.FABRIC_READY, "no NVSwitch")._replace(provisional=True)
 
 
 def test_gpus_that_stay_unregistered_are_a_fault_until_they_are_registered() -> None:
@@ -200,34 +198,21 @@ def test_gpus_that_stay_unregistered_are_a_fault_until_they_are_registered() -> 
     one = REGISTERING._replace(gpus=("0000:01:00.0",))
     seen = fabric(one, fabric(one, (), START), START + STARTING_LIMIT + 1)
     assert (seen[0].status, seen[0].gpus, seen[-1].status) == (Status.FALSE, one.gpus, Status.TRUE)
-    seen = fabric(INFERRED, seen, START + STARTING_LIMIT + 2)
-    assert (seen[0].gpus, seen[-1].reason) == (one.gpus, "SomeGPUsUnusable"), "the others serve pods"
+    assert seen[-1].reason == "SomeGPUsUnusable", "the others serve pods"
     registered = true(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERED, "")
     assert fabric(registered, seen, START + STARTING_LIMIT + 2)[-1].status is Status.TRUE
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        REGISTERING,
-        false(ConditionType.FABRIC_READY, Reason.FABRIC_NOT_REGISTERED, "GPU: In Progress"),
-        false(ConditionType.FABRIC_READY, Reason.FABRIC_FAILED, "GPU: Insufficient Resources"),
-    ],
-)
-def test_an_inference_does_not_replace_what_gpus_said(said: Condition) -> None:
-    seen = fabric(said, (), START)
-    for later in (1, 1000, 100_000):
-        seen = fabric(INFERRED, seen, START + later)
-        assert seen[0][:4] == said[:4]
-        assert seen[0].last_transition == START
-        assert seen[-1].status is said.status
-    final = fabric(INFERRED._replace(provisional=False), seen, START + 200_000)
-    assert final[0].status is Status.TRUE, "no answer is awaited: the machine's image has an older release"
-
-
-def test_an_inference_holds_as_long_as_no_gpu_said_anything() -> None:
-    stopped = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "")
-    assert fabric(INFERRED, fabric(stopped, (), START), START + 1)[0].status is Status.TRUE
+def test_what_gpus_said_is_remembered_while_nothing_can_be_seen(host: Host) -> None:
+    answers = (("0000:01:00.0", "Completed", "Insufficient Resources"),)
+    seen = fabric(false(ConditionType.FABRIC_READY, Reason.FABRIC_FAILED, "")._replace(said=answers), (), START)
+    write_history(host, {MACHINE: seen})
+    seen = read_history(host)[MACHINE]
+    unseen = unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")
+    for later in (1, 1000):
+        seen = fabric(unseen, seen, START + later)
+        assert (seen[0].reason, seen[0].said) == ("ObservationFailed", answers)
+    assert fabric(ACTIVE._replace(said=()), seen, START + 2000)[0].said == ()
 
 
 @pytest.mark.parametrize("before", [ACTIVE, unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")])

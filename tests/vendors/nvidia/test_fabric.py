@@ -34,9 +34,9 @@ def ready(
     service: FabricService = FabricService(),  # noqa: B008
     *,
     silence: str = "the machine has not reported",
-    awaited: bool = True,
+    remembered: tuple[FabricAnswer, ...] = (),
 ) -> Condition:
-    report = FabricReport(answers, silence, awaited)
+    report = FabricReport(answers, silence, remembered)
     return nvidia_conditions(driver(fabric, service), Grant("nvidia", GPUS), report)[3]
 
 
@@ -89,7 +89,7 @@ def test_a_registration_that_failed_is_a_fault(status: str) -> None:
 def test_registered_gpus_need_no_other_proof(service: Seen[str]) -> None:
     """On the compute nodes of a rack, and in virtual machines, the Fabric Manager runs elsewhere."""
     condition = ready(said("Completed", "Success"), NO_SWITCH, FabricService(service, 0, MODULES))
-    assert (condition.status, condition.reason, condition.provisional) == (Status.TRUE, "FabricRegistered", False)
+    assert (condition.status, condition.reason) == (Status.TRUE, "FabricRegistered")
 
 
 def test_registered_gpus_outweigh_what_could_not_be_observed() -> None:
@@ -119,14 +119,14 @@ def test_without_a_fabric_manager_one_unregistered_gpu_is_not_the_only_unusable_
 @pytest.mark.parametrize("word", ["N/A", "[N/A]", "Not Supported"])
 def test_gpus_without_a_fabric_say_so(word: str) -> None:
     condition = ready(said(word))
-    assert (condition.status, condition.reason, condition.provisional) == (Status.TRUE, "NotApplicable", False)
+    assert (condition.status, condition.reason) == (Status.TRUE, "NotApplicable")
     assert condition.message == "the GPUs have no NVLink fabric (fabric.state N/A)"
 
 
 def test_the_gpus_of_hgx_a100_say_nothing_so_the_service_counts() -> None:
     """GPUs before Hopper have no fabric.state, but need the Fabric Manager."""
     active = ready(said("N/A"), "active")
-    assert (active.status, active.reason, active.provisional) == (Status.TRUE, "FabricManagerActive", False)
+    assert (active.status, active.reason) == (Status.TRUE, "FabricManagerActive")
     assert "inferred: these GPUs do not say whether they are registered" in active.message
     assert ready(said("N/A"), "failed").reason == "FabricManagerNotRunning"
 
@@ -134,12 +134,11 @@ def test_the_gpus_of_hgx_a100_say_nothing_so_the_service_counts() -> None:
 @pytest.mark.parametrize(("fabric", "reason"), [(NO_SWITCH, "NotApplicable"), ("active", "FabricManagerActive")])
 def test_without_answers_it_is_inferred_and_says_so(fabric: Seen[str], reason: str) -> None:
     old = ready(said("", ""), fabric)
-    assert (old.reason, old.provisional) == (reason, False)
+    assert old.reason == reason
     assert old.message.endswith("; inferred: the driver is too old to be asked for fabric.state")
     silent = ready((), fabric)
-    assert (silent.status, silent.reason, silent.provisional) == (Status.TRUE, reason, True)
+    assert (silent.status, silent.reason) == (Status.TRUE, reason)
     assert silent.message.endswith(f"; inferred: no answer from {', '.join(GPUS)}: the machine has not reported")
-    assert not ready((), fabric, silence="an older image", awaited=False).provisional
 
 
 def test_answers_for_other_gpus_do_not_count() -> None:
@@ -149,8 +148,20 @@ def test_answers_for_other_gpus_do_not_count() -> None:
 
 def test_a_gpu_that_is_silent_is_named() -> None:
     condition = ready(said("Completed", "Success", GPUS[1:]), silence="nvidia-smi got no answer")
-    assert (condition.reason, condition.provisional) == ("FabricRegistered", True)
+    assert condition.reason == "FabricRegistered"
     assert condition.message.endswith(f"; no answer from {GPUS[0]}: nvidia-smi got no answer")
+
+
+@pytest.mark.parametrize("fabric", [NO_SWITCH, "active", "activating", Unseen("no answer")])
+def test_the_last_word_of_a_silent_gpu_counts(fabric: Seen[str]) -> None:
+    """An inference makes no GPU registered. To say nothing is not to say that all is well."""
+    last = said("Completed", "Insufficient Resources", GPUS[:2])
+    condition = ready(said("Completed", "Success", GPUS[1:]), fabric, remembered=last)
+    assert (condition.status, condition.reason, condition.gpus) == (Status.FALSE, "FabricFailed", GPUS[:1])
+    assert f"{GPUS[0]}: fabric.state Completed, fabric.status Insufficient Resources; no answer" in condition.message
+    assert ready((), fabric, remembered=last).gpus == GPUS[:2]
+    assert ready((), "failed", remembered=last).reason == "FabricManagerNotRunning"
+    assert ready((), fabric, remembered=said("Completed", "Success")).reason == ready((), fabric).reason
 
 
 def service(host: Host, unit: Seen[str], started: Seen[int] = 4711) -> FabricService:
