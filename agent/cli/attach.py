@@ -5,6 +5,7 @@ from agent.cli.granted_gpus import granted_to
 from agent.cli.holders import find_gpu
 from agent.host.apply.steps import perform
 from agent.host.observe.machine_report import Report, read_report
+from agent.host.outcome import MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import pass_lock
@@ -12,6 +13,10 @@ from agent.model.actions import WriteFile
 from agent.model.conditions import ConditionType, Status
 from agent.model.facts import Gpu, MachineFacts
 from agent.model.paths import granted_file, handoff_file
+from agent.model.reasons import Reason
+
+NOT_REGISTERED = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reason.FABRIC_FAILED)
+"""Reasons of FabricReady that rest on what GPUs say. A reset may have changed it."""
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
@@ -48,8 +53,8 @@ def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, timing: Timing) -> Ending:
     """Let the machines try again that have the GPU and fail to open a GPU: nothing else tells them of a reset."""
     address, outcome = gpu.pci_address, reconciler.reconcile()
-    have = {each.name for each in outcome.machines if address in each.gpus}
-    names = tuple(each.name for each in outcome.facts.machines if each.name in have and _fails(each))
+    have = {each.name: each for each in outcome.machines if address in each.gpus}
+    names = tuple(each.name for each in outcome.facts.machines if each.name in have and _fails(each, have[each.name]))
     if not names:
         return Ending(True, recovered or (f"{address} is not detached: nothing to do",))
     removal = Removal(gpu, names, (), reconciler, timing)
@@ -62,12 +67,13 @@ def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, ti
     return Ending(not removal.remarks, (*recovered, f"{address} {what}", *removal.remarks))
 
 
-def _fails(machine: MachineFacts) -> bool:
+def _fails(machine: MachineFacts, outcome: MachineOutcome) -> bool:
     """Return whether a running machine reports of its present handoff that it cannot open, or serve, all its GPUs.
 
-    The host's own conditions do not count: a machine with a foreign settings file, for example, has no handoff.
+    What else the host finds does not count: a machine with a foreign settings file, for example, has no handoff.
     """
     report, kinds = read_report(machine), (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
     if machine.ended or not isinstance(report, Report) or not has_reported(machine):
         return False
-    return any(each.type in kinds and each.status is Status.FALSE for each in report.conditions)
+    unregistered = any(each.reason in NOT_REGISTERED for each in outcome.conditions)
+    return unregistered or any(each.type in kinds and each.status is Status.FALSE for each in report.conditions)

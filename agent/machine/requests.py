@@ -8,7 +8,7 @@ from agent.machine.containerd.active import check_active
 from agent.machine.containerd.configure import configure_runtime
 from agent.machine.context import Context
 from agent.machine.devices.nodes import check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
-from agent.machine.failures import Failure
+from agent.machine.failures import Failure, publications
 from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised
 from agent.machine.kubelet.validation_markers import settle_markers
 from agent.machine.libraries.link import link_libraries
@@ -107,12 +107,13 @@ def _settle_gpus(
 def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[FabricAnswer, ...]:
     """Return what the GPUs say of their registration with the fabric.
 
-    To ask a GPU is to open it. So the GPUs are asked only for a new handoff, and when something on the host has changed
-    that their registration depends on. Until all are registered, they are asked again, as often as Failure allows.
+    To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, also one that
+    differs only in `fabric_cause`, or the same one again, as `gpus attach` does after a reset, or the states of GPUs.
+    Until all are registered, they are asked again, as often as Failure allows.
     """
     if not request.gpus:
         return ()
-    cause, note = json_digest([context.generation, context.handoff.fabric_cause]), f"fabric-{vendor.name}"
+    cause, note = json_digest([context.generation, publications(context)]), f"fabric-{vendor.name}"
     try:
         noted = context.notes.load(note)
         answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if noted.get("cause") == cause else None

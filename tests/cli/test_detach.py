@@ -22,7 +22,7 @@ from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import AgentError, ConfigError, ObservationError
 from agent.model.facts import Unseen
-from agent.model.handoff import Publication, parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
@@ -48,6 +48,8 @@ class Site:
         self.answers = True
         self.failing: dict[ConditionType, str] = {}
         """Reasons of the conditions that the machine reports as False."""
+        self.fabric: tuple[FabricAnswer, ...] = ()
+        """What the machine reports of its GPUs' registration with the fabric."""
         for bus in ("01", "02"):
             self.plug(f"0000:{bus}:00.0")
         self.agent = self.configure()
@@ -94,7 +96,14 @@ class Site:
             for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         )
         report = render_report(
-            handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered or self.publication()
+            handoff.generation,
+            conditions,
+            (),
+            BOOT_ID,
+            __version__,
+            {},
+            publication=answered or self.publication(),
+            fabric=self.fabric,
         )
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 
@@ -460,6 +469,21 @@ def test_attach_lets_a_machine_open_a_gpu_again_that_was_reset(site: Site, kind:
     published = site.publication()
     assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
     assert site.publication() == published
+
+
+def test_attach_lets_a_machine_ask_a_gpu_again_that_was_not_registered(site: Site) -> None:
+    """After a reset, the GPU may be registered with its fabric. The machine asked it minutes later."""
+    site.fabric = (FabricAnswer(FIRST, "Completed", "Success"), FabricAnswer(SECOND, "Completed", "Unknown Error"))
+    site.answer()
+    assert site.conditions()[ConditionType.FABRIC_READY][1] == "FabricFailed"
+    before = site.publication()
+    site.fabric = tuple(FabricAnswer(gpu, "Completed", "Success") for gpu in (FIRST, SECOND))
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, text(ending)
+    assert f"asked {MACHINE} to open it again" in text(ending)
+    assert site.publication() != before
+    assert site.conditions()[ConditionType.FABRIC_READY][1] == "FabricRegistered"
+    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
 
 
 def test_attach_asks_no_machine_that_has_no_handoff(tmp_path: Path) -> None:

@@ -102,6 +102,20 @@ def test_another_cause_is_a_reason_to_ask(machine: Machine, later: Callable[[flo
     assert not any("generate" in call for call in machine.calls)
 
 
+@pytest.mark.parametrize(
+    ("state", "status"), [("Completed", "Success"), ("Completed", "Insufficient Resources"), ("In Progress", "N/A")]
+)
+def test_a_handoff_that_is_published_again_is_a_reason_to_ask(machine: Machine, state: str, status: str) -> None:
+    """So `gpus attach` says that a GPU was reset. Nothing else says it, and no GPU opens that was not reset."""
+    machine.program(QUERY, fabric_rows(*GPUS, state=state, status=status))
+    first = machine.hand(REQUEST)
+    assert asked(machine)
+    assert machine.hand(REQUEST) == first
+    machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
+    assert [asked(machine), asked(machine)] == [True, False]
+    assert answers(machine) == answer(*GPUS, state="Completed", status="Success")
+
+
 def test_other_gpus_are_asked(machine: Machine) -> None:
     assert asked(machine)
     machine.hand(REQUEST._replace(gpus=GPUS[:1]))
