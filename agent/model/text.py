@@ -64,6 +64,11 @@ def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
     return separator.join(items[:number]) + (f" and {more} more" if more > 0 else "")
 
 
+def first_quoted(names: Iterable[str], number: int, limit: int = QUOTE_LIMIT) -> str:
+    """Return the first names that outsiders may have chosen, each as `quoted` shows it, and how many more there are."""
+    return first_of([quoted(each, limit) for each in names], number)
+
+
 def restart_command(machine: str) -> str:
     """Return the command, in a message, that restarts a machine and moves its pods to other nodes first."""
     by_hand = f"if `up` did not make its node: `unbounded-agent restart {machine}`, after `kubectl drain`"

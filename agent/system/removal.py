@@ -242,7 +242,10 @@ def _set_flags(opened: int, flags: int) -> None:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as a word for the shell."""
+    """Return a path as a word for the shell.
+
+    Not shlex.quote: a purge may find only Debian's python3-minimal, which has no shlex.
+    """
     return path if re.fullmatch(r"[\w@%+=:,./-]+", path) else "'" + path.replace("'", "'\\''") + "'"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.model.text import counted, first_of, printable, quoted
+from agent.model.text import counted, first_of, first_quoted, printable, quoted
 
 
 def test_a_single_thing_has_no_plural() -> None:
@@ -43,3 +43,8 @@ def test_marks_and_blanks_are_visible() -> None:
     """An enclosing mark, an accent as a character of its own, and fillers."""
     assert printable("a\u20dd\u0301\u3164\u2800b") == r"a\u20dd\u0301\u3164\u2800b"
     assert printable("\u00e9") == "\u00e9"
+
+
+def test_names_of_outsiders_are_quoted_and_counted() -> None:
+    assert first_quoted(["a; b", "c", "d"], 2) == "'a; b', c and 1 more"
+    assert first_quoted(["abc"], 2, 2) == "ab..."

@@ -25,7 +25,7 @@ from agent.model.digest import sha256
 from agent.model.errors import AgentError, CommandError
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.model.reasons import Reason
-from agent.model.text import first_of, printable, quoted
+from agent.model.text import first_of, first_quoted, printable, quoted
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
@@ -184,7 +184,7 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
         ConditionType.CDI_SPEC_CURRENT,
         Reason.NAMES_COLLIDE,
         f"{own.spec_path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
-        f"{_shown(paths)}; {_removal(own, paths)}",
+        f"{first_quoted(paths, SHOWN)}; {_removal(own, paths)}",
     )
 
 
@@ -201,7 +201,7 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
             return _collision(reason, shared_names, paths, own)
     further = [
-        f"{quoted(path)} has further devices of this kind: {_shown(names)}"
+        f"{quoted(path)} has further devices of this kind: {first_quoted(names, SHOWN)}"
         for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
     shown = [first_of(further, SHOWN, "; ")] if further else []
@@ -210,7 +210,7 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
 
 def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
     """Return the condition for devices that both the agent's published specification and other files define. Pure."""
-    names, where = first_of(shared_names, SHOWN), _shown(paths)
+    names, where = first_of(shared_names, SHOWN), first_quoted(paths, SHOWN)
     if reason is Reason.SHADOWED:
         why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
     else:
@@ -222,13 +222,8 @@ def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
     """Return what to do against these files of other programs."""
     steps = [_advice(own)] if own.rival_spec in paths else []
     if others := [path for path in paths if path != own.rival_spec]:
-        steps.append(f"remove {_shown(others)}, and stop what writes it")
+        steps.append(f"remove {first_quoted(others, SHOWN)}, and stop what writes it")
     return "; ".join(steps)
-
-
-def _shown(names: Sequence[str]) -> str:
-    """Return names or paths of others' devices and files, as a message shows them."""
-    return first_of([quoted(each) for each in names], SHOWN)
 
 
 class _Reader:

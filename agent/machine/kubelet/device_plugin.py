@@ -20,7 +20,7 @@ from agent.model.errors import DocumentError
 from agent.model.extended_resources import gives_gpus
 from agent.model.handoff import Request
 from agent.model.reasons import Reason
-from agent.model.text import first_of, quoted
+from agent.model.text import first_of, first_quoted, quoted
 from agent.system.ages import Ages
 from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
@@ -261,4 +261,4 @@ def used_plugins(conditions: list[Condition]) -> list[Condition]:
 
 def in_words(names: Iterable[str]) -> str:
     """Return names of GPUs, devices or sockets, sorted, as a message shows them."""
-    return first_of([quoted(each, NAME_SHOWN) for each in sorted(names)], NAMES_SHOWN)
+    return first_quoted(sorted(names), NAMES_SHOWN, NAME_SHOWN)
