@@ -34,7 +34,7 @@ from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER, DRA_STATUS
 from agent.model.reasons import Reason
 from agent.system.files import System
-from agent.system.kubelet_identity import Identity, find_identity
+from agent.system.kubelet_identity import Identity, Kubelet
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ SETUP_AGAIN = "unbounded-agent-gpu-again.service"
 THREAD_LIMIT = 1.0
 """Seconds to wait for the end of the thread that looks for the kubelet."""
 NO_KUBELET_PAUSE = 1.0
-"""Seconds between checks whether a kubelet runs."""
+"""Seconds between checks whether a kubelet runs, while none does. After any other reason why it has no identity, the
+next check is only after IDENTITY_CHECK seconds: a check reads the arguments of all processes."""
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
 doubles the wait, up to LONGEST_RETRY."""
@@ -84,7 +85,7 @@ class Service:
     def __init__(self, system: System) -> None:
         self._system = system
         self._wake, self._stopping = threading.Event(), False
-        self._kubelet = KubeletPeer()
+        self._kubelet, self._peer = Kubelet(system), KubeletPeer()
         self._identity_changed = False
         self._status = DraStatus(0.0)
         self._written = 0.0
@@ -105,7 +106,7 @@ class Service:
         log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
         client = ApiClient(Credentials(self._system, identity.kubeconfig))
         checkpoint = Checkpoint(self._system, identity.root)
-        with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._kubelet):
+        with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._peer):
             try:
                 self._serve(identity, client, checkpoint)
             except AgentError as error:
@@ -118,27 +119,31 @@ class Service:
 
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
+        due, status = 0.0, DraStatus(0.0)
         while not self._stopping:
-            found = self._find_kubelet()
-            if isinstance(found, Identity):
-                return found
-            self._report(DraStatus(0.0, reason=found.reason, message=found.message))
+            if time.monotonic() >= due:
+                found = self._find_kubelet()
+                if isinstance(found, Identity):
+                    return found
+                due = time.monotonic() + _further_pause(found)
+                status = DraStatus(0.0, reason=found.reason, message=found.message)
+            self._report(status)
             self._wake.wait(NO_KUBELET_PAUSE)
         return None
 
     def _find_kubelet(self) -> Identity | Condition:
         """Return the running kubelet's identity, and let only this kubelet connect; a condition if there is none."""
-        found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+        found = self._kubelet.find(ConditionType.GPUS_ADVERTISED)
         # A process that is not followed yet is followed, and then looked for again: before, another process could have
         # got the id of a kubelet that had just ended.
-        if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
-            self._kubelet.follow(found.process)
-            found = find_identity(self._system, ConditionType.GPUS_ADVERTISED)
+        if isinstance(found, Identity) and not self._peer.is_followed(found.process):
+            self._peer.follow(found.process)
+            found = self._kubelet.find(ConditionType.GPUS_ADVERTISED)
             if not isinstance(found, Identity):
                 # Nobody knows whether the process that is followed was the kubelet.
-                self._kubelet.close()
-        if isinstance(found, Identity) and not self._kubelet.is_followed(found.process):
-            self._kubelet.close()
+                self._peer.close()
+        if isinstance(found, Identity) and not self._peer.is_followed(found.process):
+            self._peer.close()
             return false(
                 ConditionType.GPUS_ADVERTISED,
                 Reason.KUBELET_NOT_RUNNING,
@@ -151,9 +156,9 @@ class Service:
 
         In a thread of its own, because passes wait for the API server, and the kubelet must not wait for them.
         """
-        checked = time.monotonic()
+        checked, pause = time.monotonic(), 0.0
         while not ended.wait(NO_KUBELET_PAUSE):
-            if self._kubelet.runs and time.monotonic() - checked < IDENTITY_CHECK:
+            if time.monotonic() - checked < (IDENTITY_CHECK if self._peer.runs else pause):
                 continue
             checked = time.monotonic()
             try:
@@ -161,6 +166,7 @@ class Service:
             except OSError as error:
                 log.warning("cannot look for the kubelet: %s", error)
                 continue
+            pause = _further_pause(current)
             if isinstance(current, Identity) and not current.is_same(identity):
                 log.warning(
                     "the kubelet's name, kubeconfig or directory has changed: this service starts again for node %s",
@@ -175,7 +181,7 @@ class Service:
         record = functools.partial(read_record, self._system, identity.root)
         claims = NodeClaims(identity.node, claim_reader(client), inventory.devices, checkpoint, record)
         health = HealthService()
-        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._kubelet.refusal)
+        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._peer.refusal)
         watchers = [
             Watcher(client, COLLECTION, SELECTOR.format(identity.node), self._wake.set),
             Watcher(client, "/api/v1/nodes", f"metadata.name={identity.node}", self._wake.set),
@@ -265,6 +271,14 @@ class Service:
                     SETUP,
                     error,
                 )
+
+
+def _further_pause(found: Identity | Condition) -> float:
+    """Return how many seconds, beyond NO_KUBELET_PAUSE, to wait before the kubelet is looked for again if it has ended.
+
+    Only a kubelet that does not run may be there at any moment.
+    """
+    return 0.0 if isinstance(found, Identity) or found.reason == Reason.KUBELET_NOT_RUNNING else IDENTITY_CHECK
 
 
 def _advertised_part(status: DraStatus) -> object:

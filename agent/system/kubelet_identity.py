@@ -3,8 +3,8 @@
 Also finds programs that have a kubelet inside.
 
 The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running kubelet,
-because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. systemd says which
-processes are services. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig
+because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. systemd says whether
+the process is a service. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig
 that makes kubectl run a program.
 """
 
@@ -18,6 +18,7 @@ from agent.model.reasons import Reason
 from agent.system.files import System
 
 COMMAND_LINE_LIMIT = 1 << 20
+STATUS_LIMIT = 1 << 16
 SYSTEMD_LIMIT = 10.0
 """Seconds for systemd's answer: PID 1 does not answer while it reloads its units."""
 ROOT = "/var/lib/kubelet"
@@ -32,8 +33,20 @@ WITH_KUBELET = {
     "microshift run": "MicroShift",
 }
 """Names of distributions of Kubernetes that run the kubelet inside another program, by the start of its command."""
+SERVICE = re.compile(r"[A-Za-z0-9:_.@\\-]+\.service")
+"""The form of a service's name in a cgroup's path. It has no pattern (`*`): a container chooses its cgroup's name."""
+ALL_SERVICES = "*.service"
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """The form of a Node's name that the API server requires: a subdomain of RFC 1123."""
+
+
+class Process(NamedTuple):
+    """A process. Its id may be used again after its end, but not with the same start."""
+
+    number: int
+    """The process id."""
+    started: str
+    """When it started, in clock ticks since the boot."""
 
 
 class Identity(NamedTuple):
@@ -51,30 +64,53 @@ class Identity(NamedTuple):
         return self._replace(process=0) == other._replace(process=0)
 
 
-def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
-    """Return the running kubelet's identity, or a condition of type `kind` that says why the identity is unknown.
+class Candidate(NamedTuple):
+    """A process that may be a service of root: it is no other user's and in no pod."""
 
-    Raises OSError if /proc cannot be read.
-    """
-    try:
-        found = _root_service(system, _is_kubelet)
-        other = "" if found else program_with_kubelet(system)
-    except CommandError as error:
-        return false(
-            kind,
-            Reason.KUBELET_NOT_RUNNING,
-            f"systemd does not say which processes are this machine's services: {error}",
-        )
-    if other:
-        advice = "which is not supported: make the node with `unbounded-agent up` or kubeadm"
-        return false(kind, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {advice}")
-    if found is None:
+    process: Process
+    parent: Process | None
+    """None if the parent's service does not count as the process's."""
+    arguments: Sequence[str]
+    cgroups: Sequence[str]
+
+    def is_of(self, service: Process) -> bool:
+        """Return whether the process is this main process of a service, or its child."""
+        return service in (self.process, self.parent)
+
+
+class Kubelet:
+    """This machine's kubelet. While its service runs, systemd is asked only once whether it is one."""
+
+    def __init__(self, system: System, service: Process | None = None) -> None:
+        self._system = system
+        self.service = service
+        """The main process of the kubelet's service: the kubelet or its parent. None if systemd has named none."""
+
+    def find(self, kind: ConditionType) -> Identity | Condition:
+        """Return the running kubelet's identity, or a condition of type `kind` that says why it is unknown.
+
+        Raises OSError if /proc cannot be read.
+        """
+        programs = _programs(self._system)
+        try:
+            kubelet, self.service = _kubelet(self._system, programs, self.service)
+        except CommandError as error:
+            why = f"systemd does not say whether the kubelet is a service: {error}"
+            return false(kind, Reason.KUBELET_NOT_RUNNING, why)
+        if kubelet:
+            return _identity(self._system, kubelet, kind)
+        if other := _other_program(self._system, programs):
+            advice = "which is not supported: make the node with `unbounded-agent up` or kubeadm"
+            return false(kind, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {advice}")
         return false(
             kind,
             Reason.KUBELET_NOT_RUNNING,
             "no kubelet is running as a service in this machine: see `systemctl status kubelet`",
         )
-    process, arguments = found
+
+
+def _identity(system: System, kubelet: Candidate, kind: ConditionType) -> Identity | Condition:
+    arguments = kubelet.arguments
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):
         what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so the kubelet has no API server"
@@ -85,17 +121,29 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
     if not NODE_NAME.fullmatch(node):
         advice = "correct its --hostname-override or, if that is not set, the machine's host name"
         return false(kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: {advice}")
-    return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT, process)
+    return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT, kubelet.process.number)
 
 
 def program_with_kubelet(system: System) -> str:
     """Return which program of WITH_KUBELET runs as a service of root, as part of a sentence; empty if none does.
 
-    Raises OSError if /proc cannot be read; also CommandError.
+    systemd is not asked: the sentence is for people, and nothing is done with the program. Raises OSError if /proc
+    cannot be read.
     """
-    if found := _root_service(system, lambda arguments: bool(_distribution(arguments))):
-        process, arguments = found
-        return f"{_distribution(arguments)} runs in this machine (process {process}), with a kubelet of its own inside"
+    return _other_program(system, _programs(system))
+
+
+def _programs(system: System) -> dict[int, Sequence[str]]:
+    """Return the arguments of all processes, by id, the lowest id first."""
+    processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
+    return {each: arguments for each in processes if (arguments := _arguments(system, each))}
+
+
+def _other_program(system: System, programs: dict[int, Sequence[str]]) -> str:
+    for each in _candidates(system, programs, _distribution):
+        if any(path.endswith((".service", ".slice")) for path in each.cgroups):
+            name, number = _distribution(each.arguments), each.process.number
+            return f"{name} runs in this machine (process {number}), with a kubelet of its own inside"
     return ""
 
 
@@ -115,20 +163,95 @@ def _base_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _root_service(system: System, wanted: Callable[[Sequence[str]], bool]) -> tuple[int, Sequence[str]] | None:
-    """Return process id and arguments of a wanted process that runs as a service of root; None if there is none.
+def _kubelet(
+    system: System, programs: dict[int, Sequence[str]], known: Process | None
+) -> tuple[Candidate, Process] | tuple[None, None]:
+    """Return the kubelet and the main process of its service; two times None if no kubelet runs as a service of root.
 
-    If there are several, the one with the lowest process id counts. Raises CommandError.
+    If there are several, the one of the known service counts, then the one with the lowest process id. Raises
+    CommandError if systemd gave no answer about a process, and no other process is the kubelet.
     """
-    processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
-    named = {each: arguments for each in processes if (arguments := _arguments(system, each)) and wanted(arguments)}
-    # systemd is asked only if there is a process to ask about.
-    services = _main_processes(system) if named else frozenset()
-    for process, arguments in named.items():
-        # The arguments are read again: since systemd was asked, the process may have ended, and another have its id.
-        if _is_root_service(system, process, services) and _arguments(system, process) == arguments:
-            return process, arguments
+    failure, candidates = None, _candidates(system, programs, _is_kubelet)
+    for each in sorted(candidates, key=lambda each: known is None or not each.is_of(known)):
+        try:
+            service = known if known and each.is_of(known) else _service(system, each)
+        except CommandError as error:
+            # A container can name its cgroup so that systemd refuses the name.
+            failure = failure or error
+            continue
+        # Since its start was read, the process may have ended, and another have its id.
+        if service and _process(system, each.process.number) == each.process:
+            return each, service
+    if failure:
+        raise failure
+    return None, None
+
+
+def _candidates(
+    system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
+) -> list[Candidate]:
+    """Return the processes whose arguments are wanted and that may be a service of root, the lowest id first."""
+    found = (_candidate(system, process) for process, arguments in programs.items() if wanted(arguments))
+    return [each for each in found if each and wanted(each.arguments)]
+
+
+def _candidate(system: System, process: int) -> Candidate | None:
+    """Return a process that may be a service of root, as far as /proc says; None if it is not, or has ended.
+
+    It must be root's, and outside containers: in this PID namespace, and in no cgroup below kubepods (pods) or
+    user.slice (users; the main process of user@0.service is root's).
+
+    A child of a service must also be in a service's cgroup, which ends in .service or .slice; a container's ends in
+    .scope or has no suffix (runc).
+    """
+    # The start is read first: the caller reads it again at the end.
+    started, arguments = _process(system, process), _arguments(system, process)
+    status, cgroups = _status(system, process), _cgroups(system, process)
+    if not (started and arguments and cgroups):
+        return None
+    in_unit = any(path.endswith((".service", ".slice")) for path in cgroups)
+    in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in cgroups)
+    # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
+    is_root, in_own_namespace = status.get("Uid") == ["0"] * 4, len(status.get("NSpid", ())) == 1
+    if not (is_root and in_own_namespace and not in_pod_or_session):
+        return None
+    parent = _process(system, int(status.get("PPid", ["0"])[0])) if in_unit else None
+    return Candidate(started, parent, arguments, cgroups)
+
+
+def _service(system: System, candidate: Candidate) -> Process | None:
+    """Return the main process of the candidate's service; None if it is not in a service. Raises CommandError.
+
+    A kubeconfig can name a program, which kubectl would run as root. So a name proves nothing, neither the process's
+    nor its cgroup's: a container with the machine's process ids can have any. The process must be the main process of
+    a service, as systemd knows it, or a child of one, like the kubelets of RKE2 and k0s. A container's first process is
+    a child of its shim, which is not a main process.
+
+    The cgroups only say about which services systemd is asked first: usually one. The kubelet may have put itself into
+    another cgroup (--kubelet-cgroups), so systemd is then asked about all.
+    """
+    parent = candidate.parent
+    named = _services([*candidate.cgroups, *(_cgroups(system, parent.number) if parent else ())])
+    for asked in filter(None, (named, {ALL_SERVICES})):
+        main_processes = _main_processes(system, asked)
+        for each in (candidate.process, parent):
+            if each and each.number in main_processes and _process(system, each.number) == each:
+                return each
     return None
+
+
+def _main_processes(system: System, services: set[str]) -> set[int]:
+    """Return the ids of the services' main processes, as systemd knows them. Raises CommandError."""
+    command = ("systemctl", "show", "--property=MainPID", "--value", "--")
+    shown = system.run(*command, *sorted(services), timeout=SYSTEMD_LIMIT)
+    return {int(each) for each in shown.split() if each.isdecimal()}
+
+
+def _services(cgroups: Sequence[str]) -> set[str]:
+    """Return the names of the services in which cgroups are, as far as their paths say."""
+    # The service is the nearest one: it may have cgroups of its own below (Delegate=).
+    nearest = (next(filter(SERVICE.fullmatch, reversed(path.split("/"))), "") for path in cgroups)
+    return {*nearest} - {""}
 
 
 def _arguments(system: System, process: int) -> Sequence[str]:
@@ -140,39 +263,29 @@ def _arguments(system: System, process: int) -> Sequence[str]:
     return tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
 
 
-def _main_processes(system: System) -> frozenset[int]:
-    """Return the ids of the main processes of all services, as systemd knows them. Raises CommandError."""
-    shown = system.run("systemctl", "show", "--property=MainPID", "--value", "*.service", timeout=SYSTEMD_LIMIT)
-    # 0 is the id for a service without a main process.
-    return frozenset(int(each) for each in shown.split() if each.isdecimal()) - {0}
+def _process(system: System, number: int) -> Process | None:
+    """Return the process that has this id; None if there is none."""
+    # The name, in parentheses, may itself have parentheses. The start is the 22nd field (proc_pid_stat(5)).
+    fields = _read(system, number, "stat").rpartition(")")[2].split()
+    return Process(number, fields[19]) if len(fields) > 19 else None
 
 
-def _is_root_service(system: System, process: int, services: frozenset[int]) -> bool:
-    """Return whether a process runs as root in a service of this machine, outside containers.
+def _status(system: System, process: int) -> dict[str, list[str]]:
+    lines = _read(system, process, "status").splitlines()
+    return {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
 
-    A kubeconfig can name a program, which kubectl would run as root. So a name proves nothing, neither the process's
-    nor its cgroup's: a container with the machine's process ids can have any. The process must be the main process of
-    a service, as systemd knows it, or a child of one, like the kubelets of RKE2 and k0s. A container's first process is
-    a child of its shim, which is not a main process.
 
-    A child must also be in a service's cgroup, which ends in .service or .slice; a container's ends in .scope or has no
-    suffix (runc). No cgroup may be below kubepods (pods) or user.slice (users; the main process of user@0.service is
-    root's).
-    """
+def _cgroups(system: System, process: int) -> list[str]:
+    """Return the paths of a process's cgroups; none if it has ended."""
+    return [line.split(":", 2)[-1] for line in _read(system, process, "cgroup").splitlines()]
+
+
+def _read(system: System, process: int, name: str) -> str:
+    """Return a file's content; empty if the process has ended."""
     try:
-        status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
-        cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+        return system.read(f"/proc/{process}/{name}", STATUS_LIMIT).decode(errors="replace")
     except OSError:
-        # The process has ended meanwhile.
-        return False
-    fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
-    paths = [line.split(":", 2)[-1] for line in cgroups]
-    in_unit = any(path.endswith((".service", ".slice")) for path in paths)
-    in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in paths)
-    # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
-    is_root, in_own_namespace = fields.get("Uid") == ["0"] * 4, len(fields.get("NSpid", ())) == 1
-    is_child = in_unit and fields.get("PPid") in [[str(each)] for each in services]
-    return is_root and in_own_namespace and not in_pod_or_session and (process in services or is_child)
+        return ""
 
 
 def _option(arguments: Sequence[str], name: str) -> str:

@@ -275,6 +275,37 @@ def test_an_idle_service_asks_little(api: ApiServer, running: DraMachine, monkey
     assert len(api.requests) - before <= 2
 
 
+def test_systemd_is_asked_only_once_while_the_kubelet_runs(api: ApiServer, running: DraMachine) -> None:
+    """Each question started a program, every 30 seconds."""
+    time.sleep(0.3)
+    asked = [argv for argv in running.calls if argv[:2] == ("systemctl", "show")]
+    assert [argv[-1] for argv in asked] == ["kubelet.service"]
+
+
+def test_a_program_with_a_kubelet_inside_is_not_looked_for_all_the_time(
+    machine: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays: each look reads the arguments of all processes."""
+    monkeypatch.setattr(module, "IDENTITY_CHECK", 1.0)
+    machine.run_kubelet()
+    machine.put(f"/proc/{os.getpid()}/cmdline", "/usr/local/bin/k3s agent\0\0")
+    looked: list[str] = []
+    entries = machine.entries
+
+    def look(path: str) -> tuple[str, ...]:
+        looked.append(path)
+        return entries(path)
+
+    monkeypatch.setattr(machine, "entries", look)
+    machine.start()
+    until("the status says so", lambda: machine.status.reason == Reason.UNSUPPORTED_DISTRIBUTION)
+    time.sleep(0.5)
+    assert looked.count("/proc") == 1
+    assert machine.calls == []
+    machine.run_kubelet()
+    until("the kubelet is found", lambda: machine.status.reason != Reason.UNSUPPORTED_DISTRIBUTION or machine.failure)
+
+
 def test_the_status_is_renewed(running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     until("the offers are reported", lambda: running.status.offers)
     monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from agent.model.gpu_states import GpuState, GpuStatus, render_gpu_states
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed
+from tests.fakes.node import main_processes, stat
 
 NODE = "gpu-node"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"
@@ -78,6 +80,7 @@ class DraMachine(System):
         self.put(KUBECONFIG, kubeconfig)
         arguments = ("/usr/bin/kubelet", f"--kubeconfig={KUBECONFIG}", f"--root-dir={self.kubelet}")
         self.put(f"/proc/{process}/cmdline", "".join(f"{each}\0" for each in arguments))
+        self.put(f"/proc/{process}/stat", stat(process, time.monotonic_ns()))
         self.put(f"/proc/{process}/cgroup", "0::/system.slice/kubelet.service\n")
         self.put(f"/proc/{process}/status", f"Name:\tkubelet\nPPid:\t1\nUid:\t0\t0\t0\t0\nNSpid:\t{process}\n")
 
@@ -149,8 +152,8 @@ class DraMachine(System):
                     SMI_LINE.format(bus=each[5:7], memory=MEMORY // (2 if each == GPUS[0] else 1)) for each in self.gpus
                 )
                 return Completed(0, "".join(lines).encode(), b"")
-            case ("systemctl", "show", "--property=MainPID", "--value", "*.service"):
-                return Completed(0, f"0\n\n{self.process}\n".encode(), b"")
+            case ("systemctl", "show", "--property=MainPID", *_):
+                return main_processes(argv, {"kubelet.service": self.process} if self.process else {})
             case ("systemctl", "--no-block", "start", "unbounded-agent-gpu-again.service"):
                 return Completed(0, b"", b"")
             case _:

@@ -1,5 +1,6 @@
 """A machine with a kubelet, and its Node object."""
 
+import itertools
 import json
 from typing import Any
 
@@ -16,7 +17,27 @@ NOW = 1_800_000_000.0
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 KUBELET = ("/usr/bin/kubelet", "--config=/etc/kubelet.yaml", "--kubeconfig=/etc/kubernetes/kubelet.conf")
 SERVICE = "0::/system.slice/kubelet.service"
+STARTS = itertools.count(1000)
 KUBELETS_OWN = {"type": "Ready", "status": "True"}
+
+
+def stat(number: int, started: int, name: str = "x) y (z") -> str:
+    """Return the text of /proc/PID/stat, of a process whose name looks like further fields (proc_pid_stat(5))."""
+    return f"{number} ({name}) S {'0 ' * 18}{started} 0 0\n"
+
+
+def services_asked(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the UNITs of `systemctl show --property=MainPID --value -- UNIT...`."""
+    return tuple(each for each in argv[argv.index("--value") + 1 :] if each != "--")
+
+
+def main_processes(argv: tuple[str, ...], units: dict[str, int]) -> Completed:
+    """Answer the same command."""
+    named = services_asked(argv)
+    if any(each.startswith("@") for each in named):
+        return Completed(1, b"", f"Failed to get properties: Unit name {named[0]} is neither a valid".encode())
+    shown = [0, *units.values()] if "*.service" in named else [units.get(each, 0) for each in named]
+    return Completed(0, "\n\n".join(map(str, shown)).encode(), b"")
 
 
 class Node(Machine):
@@ -34,6 +55,8 @@ class Node(Machine):
         users: str = "0\t0\t0\t0",
         parent: int = 1,
     ) -> None:
+        """Start a process; one that had its id has ended."""
+        self.put(f"/proc/{number}/stat", stat(number, next(STARTS)))
         self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
         self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
         ids = f"PPid:\t{parent}\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n"
@@ -41,15 +64,21 @@ class Node(Machine):
 
     def services(self, *processes: int) -> None:
         """Let these be the main processes of the services that systemd has."""
-        text, other = "\n\n".join(str(each) for each in (0, *processes)), self.programs.get("systemctl")
+        units = {self.read_text(f"/proc/{each}/cgroup").strip().rpartition("/")[2]: each for each in processes}
+        other = self.programs.get("systemctl")
 
         def answer(argv: tuple[str, ...]) -> Completed:
-            if argv[-1] == "*.service":
-                return Completed(0, text.encode(), b"")
+            if "--property=MainPID" in argv:
+                return main_processes(argv, units)
             assert other is not None, argv
             return other(argv)
 
         self.program("systemctl", answer)
+
+    @property
+    def asked(self) -> list[tuple[str, ...]]:
+        """The services about which systemd was asked, one entry for each question."""
+        return [services_asked(argv) for argv in self.calls if "--property=MainPID" in argv]
 
     @property
     def requests(self) -> list[tuple[str, ...]]:

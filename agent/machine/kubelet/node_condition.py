@@ -23,7 +23,7 @@ from agent.model.text import rfc3339
 from agent.system.ages import Ages
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, say, say_changes
-from agent.system.kubelet_identity import Identity, find_identity
+from agent.system.kubelet_identity import Identity, Kubelet, Process
 from agent.system.spawn_runner import MachineRunner
 
 HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
@@ -103,16 +103,23 @@ def run(system: System) -> None:
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
     applied, ages = _last_applied(noted), ages_in(noted.get("ages"))
+    kubelet = Kubelet(system, _known_service(noted))
     try:
         if system.exists(HOST_STATUS):
-            applied, outcome = _set_condition(system, applied, ages)
+            applied, outcome = _set_condition(system, kubelet, applied, ages)
         else:
-            applied, outcome = _remove_condition(system, applied)
+            applied, outcome = _remove_condition(system, kubelet, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
     logged = noted.get("told")
     logged = say_changes(logged if isinstance(logged, dict) else {}, (outcome,))
-    kept = {"applied": applied._asdict() if applied else None, "told": logged, "ages": ages.observations}
+    service = kubelet.service._asdict() if kubelet.service else None
+    kept = {
+        "applied": applied._asdict() if applied else None,
+        "told": logged,
+        "ages": ages.observations,
+        "service": service,
+    }
     last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}
     notes.save(NOTE, {**kept, **last_run, "message": outcome.message})
 
@@ -133,13 +140,15 @@ def reported(notes: Notes) -> Condition:
     return Condition(KIND, last.status, last.reason, last.message)
 
 
-def _set_condition(system: System, applied: Applied | None, ages: Ages) -> tuple[Applied | None, Condition]:
+def _set_condition(
+    system: System, kubelet: Kubelet, applied: Applied | None, ages: Ages
+) -> tuple[Applied | None, Condition]:
     """Set the condition on the Node if it has changed or a heartbeat is due.
 
     Return the condition that the agent last set on this Node (None if none is noted), and NodeConditionSet.
     """
     wanted, problem = _wanted(system, ages)
-    identity = find_identity(system, KIND)
+    identity = kubelet.find(KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if applied and applied.node != identity.node:
@@ -200,7 +209,7 @@ def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condi
     return change_condition(system, identity, condition)
 
 
-def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
+def _remove_condition(system: System, kubelet: Kubelet, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it.
 
     If the recorded Node is not this kubelet's, its condition stays, because this kubelet may not change it; only the
@@ -210,7 +219,7 @@ def _remove_condition(system: System, applied: Applied | None) -> tuple[Applied 
     recorded = _recorded_node(system)
     if recorded is None:
         return None, done
-    identity = find_identity(system, KIND)
+    identity = kubelet.find(KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if identity.node == recorded:
@@ -240,6 +249,14 @@ def _last_applied(noted: dict[str, Any]) -> Applied | None:
         return Applied(node, status, reason, message, float(last["transition"]), float(last["heartbeat"]))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _known_service(noted: dict[str, Any]) -> Process | None:
+    match noted.get("service"):
+        case {"number": int(number), "started": str(started)}:
+            return Process(number, started)
+        case _:
+            return None
 
 
 def _last_run(noted: dict[str, Any]) -> LastRun | None:

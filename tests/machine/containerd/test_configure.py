@@ -37,6 +37,7 @@ from agent.vendors.nvidia.cdi.nvidia_ctk import parse_version as parse_toolkit
 from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
 from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
 from tests.fakes.machine import REQUEST, Machine, containerd, hang, systemctl
+from tests.fakes.node import stat
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -591,8 +592,7 @@ def test_a_program_with_a_runtime_inside_is_named_instead_of_a_missing_container
     assert machine.conditions()["RuntimeConfigured"] == ("False", "NoContainerd")
     machine.put("/proc/77/cmdline", "/usr/local/bin/k3s agent\0\0\0")
     machine.put("/proc/77/cgroup", "0::/system.slice/k3s-agent.service\n")
-    services = Completed(0, b"0\n77\n", b"")
-    machine.program("systemctl", lambda argv: services if "--value" in argv else systemctl("active", 10)(argv))
+    machine.put("/proc/77/stat", stat(77, 1))
     machine.put("/proc/77/status", "Name:\tk3s-agent\nUid:\t0\t0\t0\t0\nNSpid:\t77\n")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")

@@ -299,6 +299,89 @@ def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node) ->
     assert node.requests == []
 
 
+def test_a_process_that_gets_the_id_of_a_services_kubelet_is_not_trusted(node: Node) -> None:
+    """The kubelet that a service has started ends while systemd is asked about the service."""
+    node.drop("/proc/40/cmdline")
+    node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
+    node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
+    node.services(20)
+    answer = node.programs["systemctl"]
+
+    def slow(argv: tuple[str, ...]) -> Completed:
+        node.process(30, "kubelet", "--kubeconfig=/evil")
+        return answer(argv)
+
+    node.program("systemctl", slow)
+    run(node, NOW)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+    assert node.requests == []
+
+
+def test_a_kubelet_that_put_itself_into_another_cgroup_is_trusted(node: Node) -> None:
+    """--kubelet-cgroups: no cgroup names its service."""
+    node.process(40, *KUBELET, cgroup="0::/system.slice")
+    run(node, NOW)
+    assert node.asked == [("*.service",)]
+    node.process(40, *KUBELET, cgroup="0::/system.slice/other.service")
+    run(node, NOW + 60)
+    assert node.asked[1:] == [("other.service",), ("*.service",)]
+    assert node.outcome() == ("True", "Set")
+
+
+def test_systemd_is_asked_about_the_kubelet_only_after_its_start(node: Node) -> None:
+    """The question of all services made systemd read each of them, every minute."""
+    run(node, NOW)
+    assert node.asked == [("kubelet.service",)]
+    calls = len(node.calls)
+    run(node, NOW + 60)
+    assert node.calls[calls:] == []
+    node.process(40, *KUBELET)
+    run(node, NOW + 120)
+    assert node.asked == [("kubelet.service",)] * 2
+    assert node.outcome() == ("True", "Set")
+
+
+def test_systemd_is_asked_about_the_service_that_starts_the_kubelet_only_after_its_start(node: Node) -> None:
+    node.drop("/proc/40/cmdline")
+    node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
+    node.services(20)
+    for second in (0, 60):
+        node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
+        run(node, NOW + second)
+        assert node.outcome() == ("True", "Set")
+    assert node.asked == [("k0sworker.service", "other.service")]
+    # k0s has ended, and another process has its id.
+    node.process(20, "sleep", cgroup="0::/user.slice")
+    node.services()
+    run(node, NOW + 120)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+def test_a_process_that_gets_the_id_of_a_known_kubelet_is_not_trusted(node: Node) -> None:
+    run(node, NOW)
+    node.services()
+    node.process(40, *KUBELET)
+    run(node, NOW + 60)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+@pytest.mark.parametrize("change", [{"cgroup": "0::/kubepods/burstable/pod1/1"}, {"users": "1000\t0\t0\t0"}])
+def test_a_known_kubelet_must_still_be_outside_containers_and_roots(node: Node, change: dict[str, str]) -> None:
+    run(node, NOW)
+    stat = node.read("/proc/40/stat")
+    node.process(40, *KUBELET, **change)  # type: ignore[arg-type]
+    node.put("/proc/40/stat", stat)
+    run(node, NOW + 60)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+@pytest.mark.parametrize("name", ["*.service", "--host=evil.service", "@.service"])
+def test_a_cgroup_whose_name_a_container_chose_does_not_hide_the_kubelet(node: Node, name: str) -> None:
+    node.process(30, *KUBELET, cgroup=f"0::/system.slice/{name}")
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
+
+
 def test_no_process_is_trusted_without_an_answer_of_systemd(node: Node) -> None:
     node.program("systemctl", "", 1, "Failed to connect to bus")
     run(node, NOW)
