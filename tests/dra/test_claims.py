@@ -349,7 +349,8 @@ def test_a_record_of_the_kubelet_that_is_not_readable_gives_nothing_away(node: N
 
 def test_what_cannot_be_noted_is_not_prepared(node: Node) -> None:
     node.api["a"] = claim("a", GPUS[0])
-    node.checkpoint.mkdir(parents=True)
+    node.checkpoint.parent.rename(node.tree / "away")
+    node.checkpoint.parent.write_text("a file in the directory's place")
     with pytest.raises(OSError, match="director"):
         node.claims.prepare(reference("a"))
     assert not node.claims.prepared
