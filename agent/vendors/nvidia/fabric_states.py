@@ -10,11 +10,17 @@ from agent.model.handoff import FabricAnswer
 
 NO_FABRIC = frozenset({"", "N/A", "[N/A]", "Not Supported", "[Not Supported]"})
 REGISTERED = ("Completed", "Success")
+WITH_FABRIC = frozenset({"Not Started", "In Progress", REGISTERED[0]})
+NO_ANSWER = ("[", "ERR")
+"""How words begin by which nvidia-smi says that it got no answer: [GPU is lost], [Unknown Error], ERR!."""
 
 
 def is_answer(answer: FabricAnswer) -> bool:
-    """Return whether the GPU answered. In brackets, nvidia-smi says why it did not: [GPU is lost], [Unknown Error]."""
-    return not has_fabric(answer) or not answer.state.startswith("[")
+    """Return whether the GPU answered, in words that are known."""
+    if not has_fabric(answer):
+        return True
+    without_status = answer.state != REGISTERED[0] and answer.status in NO_FABRIC
+    return answer.state in WITH_FABRIC and (without_status or not answer.status.startswith(NO_ANSWER))
 
 
 def has_fabric(answer: FabricAnswer) -> bool:
