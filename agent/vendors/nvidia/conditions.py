@@ -11,7 +11,8 @@ from agent.model.reasons import Reason
 from agent.model.text import counted, printable
 from agent.vendors.devices_present import faulty_gpus, unusable
 from agent.vendors.host_vendor import FabricReport
-from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_registered
+from agent.vendors.nvidia.fabric import RUNNING, has_unit
+from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_answer, is_registered
 from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
 from agent.vendors.nvidia.remedies import bind, make_nodes
 
@@ -203,7 +204,7 @@ def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Conditi
     A GPU that is silent now, but was not registered when it answered last, counts as not registered.
     """
     kind, inferred = ConditionType.FABRIC_READY, _inferred_fabric(driver.fabric)
-    answers = [each for each in report.answers if each.gpu in grant.gpus]
+    answers = [each for each in report.answers if each.gpu in grant.gpus and is_answer(each)]
     silent = sorted(set(grant.gpus).difference(each.gpu for each in answers))
     unanswered = f"no answer from {', '.join(silent)}: {report.silence}" if silent else ""
     with_fabric = [each for each in answers if has_fabric(each)]
@@ -253,23 +254,27 @@ def _fabric_advice(service: FabricService) -> str:
     modules, state = service.missing_modules, _service_advice(service)
     if not modules:
         return state
+    restart = " and `systemctl restart nvidia-fabricmanager`" if has_unit(service) else ""
     return (
         f"not loaded: {', '.join(modules)}, which the Fabric Manager of HGX B200 and B300 needs: run `modprobe -a "
-        f"{' '.join(modules)}` and `systemctl restart nvidia-fabricmanager`; {state}"
+        f"{' '.join(modules)}`{restart}; {state}"
     )
 
 
 def _service_advice(service: FabricService) -> str:
+    if service.state == RUNNING:
+        return (
+            "the Fabric Manager runs, but not as this host's service: see its log, and restart the container that runs "
+            "it"
+        )
     match service.state:
         case Absent():
             return (
-                "nvidia-fabricmanager.service is not installed: install the Fabric Manager in the driver's version; if "
-                "the fabric is managed outside this host (a virtual machine, a rack), look there"
+                "nvidia-fabricmanager.service is not installed: if this host manages the fabric, install the Fabric "
+                "Manager in the driver's version; otherwise (a virtual machine, a rack), look where it is managed"
             )
         case Broken(why) | Unseen(why):
             return why
-        case "running":
-            return "the Fabric Manager runs, but not as this host's service: see its log"
         case "active" | "activating" | "reloading" as state:
             return f"nvidia-fabricmanager.service is {state}: {FABRIC_LOG}"
         case state:

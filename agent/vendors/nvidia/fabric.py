@@ -69,6 +69,11 @@ def fabric_cause(service: FabricService) -> str | None:
     return f"{FABRIC_UNIT} {state}, started at {service.started}{without}"
 
 
+def has_unit(service: FabricService) -> bool:
+    """Return whether the Fabric Manager is known to have a unit on this host that can be started. Pure."""
+    return isinstance(service.state, str) and service.state != RUNNING
+
+
 def _unit_state(sources: Sources) -> Seen[str]:
     return sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
 

@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping, Set
 
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, FabricService, Gpu, VendorFacts
+from agent.model.facts import Broken, FabricService, Gpu, Unseen, VendorFacts
 from agent.model.reasons import Reason
+from agent.vendors.nvidia.fabric import FABRIC_MANAGER, RUNNING, has_unit
 from agent.vendors.nvidia.grant import built_in, modules_to_blacklist
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
@@ -158,11 +159,31 @@ def _install_fabric_manager(version: str) -> tuple[str, ...]:
 def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
     modules = service.missing_modules
     load = (f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them",) if modules else ()
-    if isinstance(service.state, Absent | Broken):
-        start = _install_fabric_manager(version)
-    else:
-        start = ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager")
-    return (*load, *start, FABRIC_LOG, "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv")
+    return (
+        *load,
+        *_start(service, version),
+        "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv",
+    )
+
+
+def _start(service: FabricService, version: str) -> tuple[str, ...]:
+    """Return how to start the Fabric Manager, or start it again, where it is installed or may be."""
+    if has_unit(service):
+        return ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", FABRIC_LOG)
+    if service.state == RUNNING:
+        # Not by the name alone: the kernel keeps only its first 15 characters.
+        return (f"pgrep -af {FABRIC_MANAGER}  # it has no unit: see its log, and restart the container that runs it",)
+    if isinstance(service.state, Broken):
+        return (*_install_fabric_manager(version), FABRIC_LOG)
+    if isinstance(service.state, Unseen):
+        return (FABRIC_LOG,)
+    # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
+    only = "only if this host manages the fabric"
+    branch = version.partition(".")[0] or "BRANCH"
+    return (
+        f"apt install nvidia-fabricmanager-{branch}  # {only}: exactly version {version or 'of the driver'}",
+        f"systemctl enable --now nvidia-fabricmanager  # {only}",
+    )
 
 
 def _replace_driver(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
