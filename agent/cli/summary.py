@@ -68,15 +68,16 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
 
 
 def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
-    """Return the groups. If no condition that Ready needs explains why Ready is not True, add Ready to the groups.
+    """Return the groups. If no condition that Ready needs has Ready's reason, add Ready to the groups.
 
     If a group has Ready's status and reason, Ready joins that group; otherwise Ready is a group of its own.
     """
     same_status = [group for group in groups if group[0].status is ready.status]
-    if any(map(prevents_ready, same_status)):
+    if any(prevents_ready(group) and group[0].reason in (ready.reason, *CONSEQUENCES) for group in same_status):
         return groups
-    # Two cases need this: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs are lost; and only
-    # Ready can have the reason Settling.
+    # Three cases need this: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs are lost; only
+    # Ready can have the reason Settling; and a machine without GPUs may be not ready for another reason than that it
+    # does not run.
     cause = next((group for group in same_status if group[0].reason == ready.reason), None)
     return [*(group for group in groups if group is not cause), [*(cause or ()), ready]]
 

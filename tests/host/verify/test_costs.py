@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from agent.cli.summary import causes
 from agent.host.outcome import MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition, ConditionType, Status, false
@@ -134,6 +135,7 @@ def test_a_host_whose_gpus_are_all_dead_at_the_first_start_is_not_ready(gpu_host
     assert ready(machine) == (Status.FALSE, "NoGPU")
     assert "driver 550.163.01 is installed" in machine.ready.message
     assert f"set machines.{MACHINE}.require_gpus = false" in machine.ready.message
+    assert machine.ready in [each for group in causes(machine.conditions) for each in group], "not only MachineRunning"
     assert ready(evaluate(reconciler(gpu_host, require_gpus=False))) == (Status.TRUE, "NoGPU")
 
 
