@@ -1,14 +1,15 @@
 """Settles one request of the handoff: devices, libraries, CDI specification and containerd's configuration."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.machine.cdi.spec import Published, publish_spec
 from agent.machine.containerd.active import check_active
 from agent.machine.containerd.configure import configure_runtime
 from agent.machine.context import Context
 from agent.machine.devices.nodes import check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
-from agent.machine.failures import Failure, publications
+from agent.machine.failures import LONGEST, Failure, next_attempt, publications
 from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised
 from agent.machine.kubelet.validation_markers import settle_markers
 from agent.machine.libraries.link import link_libraries
@@ -109,26 +110,50 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
 
     To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, also one that
     differs only in `fabric_cause`, or the same one again, as `gpus attach` does after a reset, or the states of GPUs.
-    Until all are registered, they are asked again, as often as Failure allows.
+    Until all are registered, they are asked again, as often as Failure allows. Nor are they asked more often because
+    the Fabric Manager dies again and again, although that changes `fabric_cause` each time.
     """
     if not request.gpus:
         return ()
     cause, note = json_digest([context.generation, publications(context)]), f"fabric-{vendor.name}"
     try:
-        noted = context.notes.load(note)
-        answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if noted.get("cause") == cause else None
+        noted, now = context.notes.load(note), time.monotonic()
+        same = noted.get("cause") == cause
+        since, until = _waiting(context, noted, now, same=same)
+        answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if same or now < until else None
+        if answers is not None and now < until:
+            return answers
         failure = Failure.of(context, f"{note}-failed", cause)
         if answers is not None and (vendor.fabric_settled(request, answers) or failure.noted()):
             return answers
         answers = vendor.query_fabric(context.system, request)
         if not vendor.fabric_settled(request, answers):
             failure.save(message="not all GPUs are registered")
-        context.notes.save(note, {"cause": cause, "answers": [list(each) for each in answers]})
+        if not same:
+            since, until = next_attempt(since, now)
+        host = [context.generation, context.handoff.fabric_cause]
+        asked = {"cause": cause, "host": host, "since": since, "until": until}
+        context.notes.save(note, {**asked, "answers": [list(each) for each in answers]})
         return answers
     # Any exception, as in `attempt`. No answer is no verdict.
     except Exception as error:
         say(WARNING, f"cannot tell whether the GPUs are registered with the fabric: {error}")
         return ()
+
+
+def _waiting(context: Context, noted: Mapping[str, Any], now: float, *, same: bool) -> tuple[float, float]:
+    """Return since when the Fabric Manager has changed again and again, and until when GPUs are not asked therefore.
+
+    Both are `now` if something else has changed since they were asked, or if the Fabric Manager did not for a while.
+    `same` says that nothing has changed.
+    """
+    match noted:
+        case {"host": [context.generation, str(cause)], "since": float(since), "until": float(until)}:
+            if same or (cause != context.handoff.fabric_cause and now - until <= LONGEST):
+                return since, until
+        case _:
+            pass
+    return now, now
 
 
 def _allocatable(

@@ -89,6 +89,45 @@ def test_unregistered_gpus_are_asked_again_ever_more_rarely(
     assert not asked(machine)
 
 
+def test_unregistered_gpus_are_not_asked_twice_as_often_by_starts(
+    machine: Machine, later: Callable[[float], None]
+) -> None:
+    """At each start, the waits began again with the shortest one."""
+    machine.program(QUERY, fabric_rows(*GPUS, state="In Progress"))
+    attempts = []
+    for minute in range(60):
+        if minute % 3 == 0:
+            machine.hand(REQUEST, fabric_cause=CAUSE.format(minute))
+        attempts += [minute] if asked(machine) else []
+        later(MINUTE)
+    assert len([each for each in attempts if each >= 10]) <= 6
+
+
+@pytest.mark.parametrize(("state", "status"), [("Completed", "Success"), ("In Progress", "N/A")])
+def test_a_fabric_manager_that_dies_again_and_again_opens_gpus_ever_more_rarely(
+    machine: Machine, later: Callable[[float], None], state: str, status: str
+) -> None:
+    """Each of its starts is another handoff, and opened all GPUs."""
+    machine.program(QUERY, fabric_rows(*GPUS, state=state, status=status))
+    attempts = []
+    for minute in range(60):
+        machine.hand(REQUEST, fabric_cause=CAUSE.format(minute))
+        attempts += [minute] if asked(machine) else []
+        assert answers(machine) == answer(*GPUS, state=state, status=status)
+        later(MINUTE)
+    assert attempts[:5] == [0, 1, 2, 4, 8]
+    assert {second - first for first, second in itertools.pairwise(attempts[5:])} == {LONGEST / MINUTE}
+    machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
+    later(LONGEST)
+    assert asked(machine), "its last start is not forgotten"
+    later(2 * LONGEST)
+    for start in (100, 101):
+        assert not asked(machine)
+        machine.hand(REQUEST, fabric_cause=CAUSE.format(start))
+        assert asked(machine), "after a while without a start, the next one shows at once"
+        later(MINUTE)
+
+
 def test_another_cause_is_a_reason_to_ask(machine: Machine, later: Callable[[float], None]) -> None:
     """The Fabric Manager started later, or started again: registered GPUs may have to be registered again."""
     machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
