@@ -21,6 +21,7 @@ RECORD = {
     "losses": [1600000000.0],
     "good_since": 2.0,
     "gpus": [],
+    "said": None,
 }
 
 
