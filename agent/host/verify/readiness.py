@@ -247,7 +247,9 @@ def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
 
     That the settings ask for a GPU that is not there concerns the machine.
     """
-    if condition.status is not Status.FALSE or condition.gpus or condition.reason == Reason.GPU_NOT_FOUND:
+    if condition.status is not Status.FALSE or not condition.needed_for_ready:
+        return condition
+    if condition.reason == Reason.GPU_NOT_FOUND:
         return condition
     return condition._replace(gpus=gpus)
 

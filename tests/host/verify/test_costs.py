@@ -10,7 +10,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import BusError
 from agent.model.reasons import Reason
-from tests.fakes.gpu_host import MACHINE, reconciler, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
 
@@ -69,6 +69,16 @@ def test_one_bad_gpu_does_not_take_the_node_from_the_others(running: Host, seed:
     assert ready(machine) == (Status.TRUE, "SomeGPUsUnusable")
     assert f"pods cannot use {SECOND}" in machine.ready.message
     assert [each.gpus for each in machine.conditions if each.status is Status.FALSE] == [(SECOND,)]
+
+
+def test_what_ready_does_not_need_counts_for_no_gpu(running: Host) -> None:
+    """The persistence daemon of all GPUs made the fault of one of them the fault of all."""
+    running.bus.unit(UNITS[1], "inactive")
+    node_is_gone(running)
+    agent = reconciler(running)
+    agent.reconcile()
+    report(running, ALL_OPEN)
+    assert ready(evaluate(agent)) == (Status.TRUE, "SomeGPUsUnusable")
 
 
 def test_faults_of_all_gpus_together_take_the_node(running: Host) -> None:
