@@ -7,24 +7,17 @@ from agent.cli import garbage
 from agent.cli.answering import Answers
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
-from agent.config.child import validate_in_child, validated
-from agent.config.load import Loaded
+from agent.config.load import Loaded, validated
 from agent.host.daemon import loop
 from agent.host.reconcile import Reconciler
-from agent.model.paths import CONFIG_FILE
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code."""
     system = this_host()
 
-    def load_again() -> Loaded:
-        if options.config == CONFIG_FILE:
-            validate_in_child(system)
-        return load(options, system)
-
     def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
         return make_reconciler(loaded, system, progress)
 
     garbage.for_a_service()
-    return loop.run(load_again, make, answer=Answers(lambda: validated(system)).page)
+    return loop.run(lambda: load(options, system), make, answer=Answers(lambda: validated(system)).page)

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct, ValidationError, convert, to_builtins
 
 from agent import __version__
+from agent.config.document import Document
 from agent.config.settings import Config
 from agent.model.device import FileIdentity
 from agent.model.errors import ConfigChangedError, DocumentError
@@ -40,11 +41,11 @@ INSTALLATION = _installation()
 reject their document. Empty if unknown."""
 
 
-def last_good_document(system: System) -> object:
+def last_good_document(system: System) -> Document:
     """Return the last good document, or an empty one if none is saved. The caller must validate it again."""
     saved = _saved(system)
     # Earlier releases saved only the document, so it is the file's whole content.
-    return saved.get("document", saved)
+    return Document(saved.get("document", saved), {}, LAST_GOOD_CONFIG)
 
 
 def known_settings(document: dict[str, Any], system: System) -> Config | None:

@@ -2,11 +2,11 @@
 
 from msgspec import Struct
 
-from agent.config.document import read_document
+from agent.config.document import Document, read_document
 from agent.config.last_good import known_settings, last_good_document, last_good_identity, save_last_good
 from agent.config.settings import Config
 from agent.model.device import FileIdentity
-from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.errors import AgentError, ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE
 from agent.system.files import System
 
@@ -33,13 +33,18 @@ def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) 
     document, standard = read_document(system, path), path == CONFIG_FILE
     if standard and (known := known_settings(document.content, system)):
         return known
-    # Imported only here, because loading pydantic takes 80 ms and 13 MB.
-    from agent.config.validate import validate
-
-    config = validate(document)
+    config = _validate(document)
     if standard and save:
         save_last_good(document.content, config, system)
     return config
+
+
+def validated(system: System) -> bool:
+    """Return whether the configuration's settings are known, which saves validating its files again."""
+    try:
+        return known_settings(read_document(system, CONFIG_FILE).content, system) is not None
+    except AgentError:
+        return False
 
 
 def load_or_last_good(system: System) -> Loaded:
@@ -55,9 +60,15 @@ def load_or_last_good(system: System) -> Loaded:
     except NoMachinesError:
         raise
     except ConfigError as error:
-        from agent.config.validate import validate_again
-
-        last_good = validate_again(last_good_document(system))
-        if last_good is None:
-            raise
+        try:
+            last_good = _validate(last_good_document(system))
+        except ConfigError:
+            raise error from None
         return Loaded(last_good, str(error), before=before)
+
+
+def _validate(document: Document) -> Config:
+    # Imported only here, because loading pydantic takes 80 ms and 13 MB.
+    from agent.config.validate import validate
+
+    return validate(document)

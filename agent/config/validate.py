@@ -25,14 +25,6 @@ def validate(document: Document) -> Config:
         raise (NoMachinesError if no_machines else ConfigError)(_error_lines(error, document)) from error
 
 
-def validate_again(content: object) -> Config | None:
-    """Return the configuration in a document's content, which was valid once; None if it is no longer valid."""
-    try:
-        return Config.validated(content)
-    except ValidationError:
-        return None
-
-
 def _error_lines(error: ValidationError, document: Document) -> str:
     """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
     found: dict[tuple[str, ...], list[ErrorDetails]] = {}

@@ -53,7 +53,7 @@ class Signals:
         """If the grace period ends while the block runs, raise PassInterruptedError in the block.
 
         The interruption leaves no half-written file, because files are written atomically. A reload is such a block
-        too, because the child that validates the configuration may take longer than systemd waits for the service.
+        too, because a file of the configuration may be on a disk that does not answer.
         """
         self._in_pass = True
         try:

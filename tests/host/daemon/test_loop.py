@@ -252,7 +252,7 @@ def test_sigterm_does_not_wait_for_stuck_calls(service: Service, stuck: str) -> 
 
 
 def test_sigterm_does_not_wait_for_a_reload_that_does_not_end(service: Service) -> None:
-    """The child that validates the configuration may be stuck too (agent.config.child)."""
+    """The files of the configuration may be on a disk that does not answer."""
     service.start(SLOW | {"grace": 0.2})
     wait_for(lambda: ready(service))
     service.behave(loading=120)
