@@ -1,6 +1,6 @@
 """Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
-Also finds programs that have a kubelet inside.
+Also finds programs that have a kubelet inside, and the container runtime that a kubelet uses.
 
 The kubeconfig, and the name if `--hostname-override` sets it, are read from the arguments of the running kubelet,
 because kubeadm, distributions' packages and custom scripts give the kubelet different arguments. systemd says whether
@@ -33,6 +33,8 @@ WITH_KUBELET = {
     "microshift run": "MicroShift",
 }
 """Names of distributions of Kubernetes that run the kubelet inside another program, by the start of its command."""
+ENDPOINT = re.compile(r"""^[^#\n]*?\bcontainerRuntimeEndpoint["']?\s*:\s*["']?([^\s"',}#]+)""", re.MULTILINE)
+"""The runtime's socket in a KubeletConfiguration, which is YAML or JSON. A machine has no library that reads YAML."""
 SERVICE = re.compile(r"[A-Za-z0-9:_.@\\-]+\.service")
 """The form of a service's name in a cgroup's path. It has no pattern (`*`): a container chooses its cgroup's name."""
 ALL_SERVICES = "*.service"
@@ -133,6 +135,37 @@ def program_with_kubelet(system: System) -> str:
     return _other_program(system, _programs(system))
 
 
+def other_runtime(system: System, sockets: Sequence[str]) -> str:
+    """Return which program has its pods run by the runtime at one of these sockets, as part of a sentence; or "".
+
+    A kubelet itself says which socket it uses. If it is inside another program, the socket counts if that program's
+    runtime listens there. Raises OSError if /proc cannot be read.
+    """
+    programs = _programs(system)
+    for each in _in_services(system, programs, _is_kubelet):
+        used = _runtime_socket(system, each.arguments)
+        # /var/run is a link to /run.
+        if system.exists(used) and system.real_path(used) in sockets:
+            return f"the kubelet (process {each.process.number}) uses the container runtime at {used}"
+        return ""
+    if other := _other_program(system, programs):
+        return next((f"{other}, and a runtime at {path}" for path in sockets if system.listening_process(path)), "")
+    return ""
+
+
+def _runtime_socket(system: System, arguments: Sequence[str]) -> str:
+    """Return the path of the socket by which a kubelet reaches its runtime; empty if it does not say one.
+
+    As in the kubelet, its arguments override the files of --config-dir, and those override --config.
+    """
+    directory = _option(arguments, "--config-dir")
+    names = sorted(system.entries(directory)) if directory and system.is_directory(directory) else []
+    files = [_option(arguments, "--config"), *(f"{directory}/{name}" for name in names if name.endswith(".conf"))]
+    stated = [found[1] for path in files if path and (found := ENDPOINT.search(_text(system, path)))]
+    stated.append(_option(arguments, "--container-runtime-endpoint"))
+    return next(filter(None, reversed(stated)), "").removeprefix("unix://")
+
+
 def _programs(system: System) -> dict[int, Sequence[str]]:
     """Return the arguments of all processes, by id, the lowest id first."""
     processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
@@ -140,11 +173,18 @@ def _programs(system: System) -> dict[int, Sequence[str]]:
 
 
 def _other_program(system: System, programs: dict[int, Sequence[str]]) -> str:
-    for each in _candidates(system, programs, _distribution):
-        if any(path.endswith((".service", ".slice")) for path in each.cgroups):
-            name, number = _distribution(each.arguments), each.process.number
-            return f"{name} runs in this machine (process {number}), with a kubelet of its own inside"
+    for each in _in_services(system, programs, _distribution):
+        name, number = _distribution(each.arguments), each.process.number
+        return f"{name} runs in this machine (process {number}), with a kubelet of its own inside"
     return ""
+
+
+def _in_services(
+    system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
+) -> list[Candidate]:
+    """Return the candidates that are in a service, as far as the names of their cgroups say."""
+    found = _candidates(system, programs, wanted)
+    return [each for each in found if any(path.endswith((".service", ".slice")) for path in each.cgroups)]
 
 
 def _distribution(arguments: Sequence[str]) -> str:
@@ -282,8 +322,12 @@ def _cgroups(system: System, process: int) -> list[str]:
 
 def _read(system: System, process: int, name: str) -> str:
     """Return a file's content; empty if the process has ended."""
+    return _text(system, f"/proc/{process}/{name}")
+
+
+def _text(system: System, path: str) -> str:
     try:
-        return system.read(f"/proc/{process}/{name}", STATUS_LIMIT).decode(errors="replace")
+        return system.read(path, STATUS_LIMIT).decode(errors="replace")
     except OSError:
         return ""
 

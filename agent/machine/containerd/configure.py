@@ -7,7 +7,7 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
-from agent.machine.containerd.effective import effective_is_noted, note_effective
+from agent.machine.containerd.effective import effective_is_noted, note_effective, noted_address
 from agent.machine.containerd.formats import MAIN, Configuration, new_version
 from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
 from agent.machine.containerd.nested import Table
@@ -25,6 +25,14 @@ from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+OTHER_RUNTIMES = (
+    "/run/k3s/containerd/containerd.sock",  # Also RKE2's.
+    "/run/k0s/containerd.sock",
+    "/var/snap/microk8s/common/run/containerd.sock",
+    "/run/crio/crio.sock",  # Also MicroShift's.
+    "/run/cri-dockerd.sock",
+)
+"""Sockets of runtimes that the agent does not configure. Other sockets may be those of a proxy before containerd."""
 CDI_ENABLED = true(
     CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else"
 )
@@ -52,8 +60,11 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     handler, paths = vendor.handler, _drop_in_paths(context, vendor)
     drop_in, name = paths.drop_in, _note(vendor)
     program = system.find_program("containerd")
+    if other := _other_runtime(context, program):
+        hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
+        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
     if program is None:
-        return _no_containerd(system)
+        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
     if handler and not system.exists(handler.binary):
         return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
     if not context.owned.make_way(drop_in):
@@ -91,15 +102,16 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     return _condition(faults, drop_in)
 
 
-def _no_containerd(system: System) -> Condition:
-    # Imported here: a machine with containerd does not need it.
-    from agent.system.kubelet_identity import program_with_kubelet
+def _other_runtime(context: Context, program: str | None) -> str:
+    """Return which program has another runtime than this containerd; empty if none has, or if none is known."""
+    system, own = context.system, noted_address(context.notes)
+    sockets = [path for path in OTHER_RUNTIMES if path != own and system.exists(path)]
+    if program and not sockets:
+        return ""
+    # Imported here: few machines have another runtime.
+    from agent.system.kubelet_identity import other_runtime, program_with_kubelet
 
-    if running := program_with_kubelet(system):
-        hint = "and with another runtime than containerd.service, which the agent would configure"
-        hint += ": make the node with `unbounded-agent up` or kubeadm"
-        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{running}, {hint}")
-    return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
+    return other_runtime(system, sockets) or ("" if program else program_with_kubelet(system))
 
 
 def _note(vendor: MachineVendor) -> str:

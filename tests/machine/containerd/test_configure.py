@@ -1,13 +1,15 @@
 """containerd's drop-in: rendered from the files before it, read back, and never at the expense of a user's setting."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -590,14 +592,104 @@ def test_a_program_with_a_runtime_inside_is_named_instead_of_a_missing_container
     machine.drop("/usr/bin/containerd")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "NoContainerd")
+    start_process(machine, "/usr/local/bin/k3s agent", "k3s-agent.service")
     machine.put("/proc/77/cmdline", "/usr/local/bin/k3s agent\0\0\0")
-    machine.put("/proc/77/cgroup", "0::/system.slice/k3s-agent.service\n")
-    machine.put("/proc/77/stat", stat(77, 1))
-    machine.put("/proc/77/status", "Name:\tk3s-agent\nUid:\t0\t0\t0\t0\nNSpid:\t77\n")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
     assert machine.message("RuntimeConfigured").startswith("K3s runs in this machine (process 77), with a kubelet ")
     assert "install" not in machine.message("RuntimeConfigured")
+
+
+RUNTIME_OF_K3S = "/run/k3s/containerd/containerd.sock"
+"""RKE2 has it too."""
+
+
+def start_process(machine: Machine, arguments: str, service: str) -> None:
+    machine.put("/proc/77/cmdline", arguments.replace(" ", "\0") + "\0")
+    machine.put("/proc/77/cgroup", f"0::/system.slice/{service}\n")
+    machine.put("/proc/77/stat", stat(77, 1))
+    machine.put("/proc/77/status", "Name:\tx\nUid:\t0\t0\t0\t0\nNSpid:\t77\n")
+
+
+@contextlib.contextmanager
+def listening(machine: Machine, path: str) -> Iterator[None]:
+    directory, name = path.rsplit("/", 1)
+    machine.make_directory(directory)
+    place = os.open(machine.tree / directory[1:], os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Through a descriptor of the directory: temporary paths are longer than sun_path.
+        listener.bind(f"/proc/self/fd/{place}/{name}")
+        os.close(place)
+        listener.listen()
+        yield
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "configuration", "path", "endpoint"),
+    [
+        ("kubelet --container-runtime-endpoint=unix:///run/k3s/containerd/containerd.sock", "", "", RUNTIME_OF_K3S),
+        ("kubelet --container-runtime-endpoint /run/k0s/containerd.sock", "", "", "/run/k0s/containerd.sock"),
+        (
+            "kubelet --config=/k0s/kubelet.yaml",
+            "# containerRuntimeEndpoint: /x\ncontainerRuntimeEndpoint: unix:///var/run/k0s/containerd.sock\n",
+            "/k0s/kubelet.yaml",
+            "/run/k0s/containerd.sock",
+        ),
+        (
+            "kubelet --config=/none --config-dir=/etc/kubelet.conf.d",
+            '{"kind": "KubeletConfiguration", "containerRuntimeEndpoint":"unix:///run/k3s/containerd/containerd.sock"}',
+            "/etc/kubelet.conf.d/00-rke2-defaults.conf",
+            RUNTIME_OF_K3S,
+        ),
+    ],
+)
+def test_a_kubelet_with_another_runtime_is_named(
+    machine: Machine, arguments: str, configuration: str, path: str, endpoint: str, *, installed: bool
+) -> None:
+    """containerd.service was configured and called right, but no pod of RKE2 or k0s is run by it."""
+    machine.link("/var/run", "/run")
+    if not installed:
+        machine.drop("/usr/bin/containerd")
+    if configuration:
+        machine.put(path, configuration)
+    start_process(machine, arguments, "rke2-agent.service")
+    with listening(machine, endpoint):
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+        assert machine.message("RuntimeConfigured").startswith("the kubelet (process 77) uses the container runtime at")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "service"),
+    [
+        ("kubelet --container-runtime-endpoint=unix:///run/containerd/containerd.sock", "kubelet.service"),
+        ("kubelet --container-runtime-endpoint=unix:///run/proxy.sock", "kubelet.service"),
+        ("kubelet --config=/etc/kubernetes/kubelet.json", "kubelet.service"),
+        ("/usr/bin/vi k3s agent", "cron.service"),
+        ("kubelet --container-runtime-endpoint=unix:///run/k3s/containerd/containerd.sock", "kubepods/pod1"),
+    ],
+)
+def test_a_runtime_that_serves_no_kubelet_does_not_matter(machine: Machine, arguments: str, service: str) -> None:
+    start_process(machine, arguments, service)
+    with listening(machine, RUNTIME_OF_K3S):
+        run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+@pytest.mark.parametrize("program", ["/usr/local/bin/k3s agent", "/snap/bin/kubelite --a", "microshift run"])
+def test_a_runtime_beside_containerd_is_that_of_the_program_with_a_kubelet_inside(
+    machine: Machine, program: str
+) -> None:
+    start_process(machine, program, "k3s-agent.service")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack"), "K3s can use containerd.service"
+    with listening(machine, RUNTIME_OF_K3S):
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+        assert f", and a runtime at {RUNTIME_OF_K3S}, which" in machine.message("RuntimeConfigured")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack"), "its socket stays, but nobody listens"
 
 
 @pytest.mark.parametrize(
