@@ -10,9 +10,10 @@ from agent.cli.detach import Ending, Timing, detach
 from agent.host.state.detached_gpus import observe_detached
 from agent.model.gpu_states import Effect, GpuState, parse_gpu_states
 from agent.model.paths import gpu_states_file
-from tests.cli.test_detach import FIRST, SECOND, Interrupted, Site
+from tests.fakes.detach_site import Interrupted, Site
 from tests.fakes.gpu_host import MACHINE
 
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 FAST = Timing(poll=0, answer=20, report_interval=0, taint=0, eviction=0)
 HEALTHY = (GpuState.HEALTHY, Effect.NONE)
 TAINTED = (GpuState.DRAINING, Effect.NO_SCHEDULE)

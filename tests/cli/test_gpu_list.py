@@ -13,9 +13,9 @@ from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice, Unseen
 from agent.model.paths import CONFIG_FILE, granted_file
 from agent.system.open_files import Held, Holder
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 POD = "0b3a2c1d-0000-4000-8000-000000000001"

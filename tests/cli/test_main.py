@@ -18,9 +18,9 @@ from agent.cli.main import main
 from agent.cli.parser import make_parser
 from agent.cli.plan import plan
 from agent.cli.status import Request, status
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
 INSTALL = "install the package systemd-container"

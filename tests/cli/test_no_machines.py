@@ -17,9 +17,9 @@ from agent.host.daemon.http.view import View
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
 from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
-from tests.cli.doctor.test_doctor import LIBCUDA
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.libcuda import LIBCUDA
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 

@@ -25,8 +25,8 @@ from agent.model.reasons import Reason
 from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
-from tests.host.test_damage import allowed, running, started
-from tests.host.test_reconcile import OPENED, report
+from tests.fakes.reports import OPENED, report
+from tests.fakes.running import allowed, running, started
 
 
 def test_the_machine_gets_fresh_settings(gpu_host: Host) -> None:

@@ -36,9 +36,9 @@ from agent.model.paths import (
     nspawn_file,
     unit_drop_in,
 )
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.archives import entry, packed
 from tests.fakes.gpu_host import MACHINE, UNITS, units
+from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"

@@ -7,7 +7,7 @@ import pytest
 from agent.config.load import load_config
 from agent.config.node import NodeSettings
 from agent.model.errors import ConfigError
-from tests.config.test_load import system_with
+from tests.fakes.config_files import system_with
 from tests.fakes.node_settings import node_settings
 
 NODE = """

@@ -16,10 +16,10 @@ from agent.model.handoff import Handoff, Request, Variable, parse_handoff, rende
 from agent.model.paths import CONFIG_FILE
 from agent.vendors.nvidia.cdi.complete import with_additions
 from agent.vendors.nvidia.cdi.verify import verify
-from tests.config.test_load import system_with
+from tests.fakes.cdi_specs import LIVE, PRESENT
+from tests.fakes.config_files import system_with
 from tests.fakes.facts import facts
 from tests.fakes.machine import REQUEST, gpu_machine, recorded_spec
-from tests.vendors.nvidia.cdi.test_complete import LIVE, PRESENT
 
 GLX = Variable("__GLX_VENDOR_LIBRARY_NAME", "nvidia")
 ASKED = REQUEST._replace(environment=(GLX,))

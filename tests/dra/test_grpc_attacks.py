@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,32 +26,11 @@ from hypothesis import strategies as some
 
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_server import Limits, Server
-from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary, time_limit, with_prefix
+from agent.dra.grpc_wire import Code, Method, RpcError, time_limit, with_prefix
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
-from tests.fakes.grpc_serving import serve
+from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, asking, connected, serving
 from tests.fakes.waiting import wait_for
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-LONG = 300.0
-"""Seconds: far more than anything here takes, even on a very busy machine."""
-
-
-def slowly(request: bytes) -> bytes:
-    time.sleep(0.2)
-    return request
-
-
-HELD = threading.Event()
-METHODS: dict[str, Method] = {
-    ECHO: Unary(bytes),
-    "/test.Example/Slow": Unary(slowly),
-    "/test.Example/Hold": Unary(lambda request: request if HELD.wait(LONG) else b""),
-    "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
-}
-LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""How HTTP/2 begins (RFC 9113 section 3.4)."""
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +39,11 @@ def server() -> Iterator[Server]:
         yield running
 
 
-@contextlib.contextmanager
-def serving(limits: Limits) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory() as directory:
-        running = serve(f"{directory}/test.sock", METHODS, limits)
-        try:
-            yield running
-        finally:
-            running.stop(0.1)
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""How HTTP/2 begins (RFC 9113 section 3.4)."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +53,6 @@ def still_serves(server: Server) -> Iterator[None]:
     wait_for(lambda: not server._peers, LONG)
     with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
         assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
-
-
-@contextlib.contextmanager
-def connected(server: Server) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(LONG)
-        client.connect(server._listener.path)
-        yield client
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -199,20 +166,6 @@ def test_a_connection_that_cannot_be_accepted_is_logged_once(
             wait_for(lambda: server._peers)
         wait_for(lambda: not server._peers)
     assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 2, "once each time"
-
-
-def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
-    """Return a client's connection, and the bytes of a call's request. Without a size, the request does not end."""
-    http2 = http2 or H2Connection(H2Configuration(client_side=True))
-    http2.initiate_connection()
-    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
-    headers |= {"content-type": "application/grpc", "te": "trailers"}
-    headers |= {name.replace("_", "-"): value for name, value in changed.items() if not name.startswith("pseudo_")}
-    headers |= {f":{name[7:]}": value for name, value in changed.items() if name.startswith("pseudo_")}
-    http2.send_headers(1, list(headers.items()))
-    if size:
-        http2.send_data(1, with_prefix(bytes(size)), end_stream=True)
-    return http2, http2.data_to_send()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from h2.events import ResponseReceived, StreamEnded
 from agent.dra.grpc_server import Limits, Server
 from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
-from tests.dra.test_grpc_attacks import asking, connected
-from tests.fakes.grpc_serving import serve
+from tests.fakes.grpc_serving import asking, connected, serve
 from tests.fakes.waiting import wait_for
 
 LONG = 300.0

@@ -6,7 +6,7 @@ from agent.host.state.lost_gpus import record_lost
 from agent.model.facts import DrmDevice, PciDevice
 from agent.model.paths import LOADER_CACHE, PCI_DEVICES
 from tests.fakes.host import INFORMATION, Host, ScriptedRunner
-from tests.vendors.nvidia.user_space.test_libraries import MAIN, cache_of
+from tests.fakes.user_space import MAIN, cache_of
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\x3e\x00" + bytes(44)

@@ -3,9 +3,9 @@
 from typing import Any
 
 from agent.model.device import DeviceNumber
-from agent.model.handoff import GrantedDevice
+from agent.model.handoff import GrantedDevice, GrantedFile
 from agent.vendors.nvidia.cdi.command import HOOK
-from tests.fakes.machine import GPUS, REQUEST, recorded_spec
+from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
 
 DRM = tuple(
     GrantedDevice(f"/dev/dri/{name}{first + index}", kind, 226, first + index, gpu)
@@ -87,3 +87,31 @@ VERSIONS: dict[str, tuple[Spec, str]] = {
     "recorded": (recorded_spec(), "0.5.0"),
     "recorded with DRM nodes": (drm_spec(), "0.7.0"),
 }
+
+
+X86_32 = "usr/lib/i386-linux-gnu"
+
+
+COMPLETE = REQUEST._replace(
+    files=tuple(
+        sorted(
+            (
+                *REQUEST.files,
+                GrantedFile(f"{LIBRARIES}/gbm/nvidia-drm_gbm.so", f"../libnvidia-allocator.so.{VERSION}"),
+                *(GrantedFile(f"{X86_32}/{name}.so.{VERSION}") for name in ("libcuda", "libGLX_nvidia")),
+                GrantedFile(f"{X86_32}/libcuda.so.1", f"libcuda.so.{VERSION}"),
+                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.{VERSION}"),
+                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.1", f"libvdpau_nvidia.so.{VERSION}"),
+                GrantedFile("etc/OpenCL/vendors/nvidia.icd"),
+                GrantedFile(f"usr/share/nvidia/nvidia-application-profiles-{VERSION}-rc"),
+                GrantedFile("usr/lib/x86_64-linux-gnu/nvidia/wine/nvngx.dll"),
+            )
+        )
+    ),
+)
+
+
+LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
+
+
+PRESENT = {f"{ROOT}/{file.target}" for file in COMPLETE.files}

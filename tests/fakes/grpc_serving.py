@@ -1,12 +1,21 @@
 """Serves gRPC for this process, which takes the place of the kubelet."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 
 from agent.dra.grpc_server import Limits, Server
-from agent.dra.grpc_wire import Method
+from agent.dra.grpc_wire import Method, Streaming, Unary, with_prefix
 from agent.dra.kubelet_peer import KubeletPeer
 from agent.dra.unix_socket import ListeningSocket
+from tests.fakes.grpc_process import ECHO
 
 
 def this_process() -> KubeletPeer:
@@ -23,3 +32,58 @@ DEFAULT = Limits()
 def serve(path: str, methods: Mapping[str, Method], limits: Limits = DEFAULT) -> Server:
     """Serve methods at a path."""
     return Server(ListeningSocket(*os.path.split(path)), methods, THIS_PROCESS.refusal, limits)
+
+
+LONG = 300.0
+"""Seconds: far more than anything here takes, even on a very busy machine."""
+
+
+def slowly(request: bytes) -> bytes:
+    time.sleep(0.2)
+    return request
+
+
+HELD = threading.Event()
+
+
+METHODS: dict[str, Method] = {
+    ECHO: Unary(bytes),
+    "/test.Example/Slow": Unary(slowly),
+    "/test.Example/Hold": Unary(lambda request: request if HELD.wait(LONG) else b""),
+    "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
+}
+
+
+LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
+
+
+@contextlib.contextmanager
+def serving(limits: Limits) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as directory:
+        running = serve(f"{directory}/test.sock", METHODS, limits)
+        try:
+            yield running
+        finally:
+            running.stop(0.1)
+
+
+@contextlib.contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(LONG)
+        client.connect(server._listener.path)
+        yield client
+
+
+def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
+    """Return a client's connection, and the bytes of a call's request. Without a size, the request does not end."""
+    http2 = http2 or H2Connection(H2Configuration(client_side=True))
+    http2.initiate_connection()
+    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    headers |= {name.replace("_", "-"): value for name, value in changed.items() if not name.startswith("pseudo_")}
+    headers |= {f":{name[7:]}": value for name, value in changed.items() if name.startswith("pseudo_")}
+    http2.send_headers(1, list(headers.items()))
+    if size:
+        http2.send_data(1, with_prefix(bytes(size)), end_stream=True)
+    return http2, http2.data_to_send()

@@ -11,16 +11,14 @@ from typing import BinaryIO
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.prepare import prepare
 from agent.config.settings import Config, MachineSettings
-from agent.host.outcome import Outcome
 from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
 from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
 from agent.host.state.driver_roots import parse_handed, render_handed
 from agent.model.actions import RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
-from agent.model.conditions import Condition, ConditionType
+from agent.model.conditions import ConditionType
 from agent.model.driver_root import Library, StagedRoot
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen, UserSpace
 from agent.model.goal import Goal
@@ -37,50 +35,12 @@ from agent.model.paths import (
     times_file,
 )
 from agent.model.remembered import Remembered
-from agent.system.clearing import DOOR
-from agent.system.process import Completed, TimeLimitError
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
-from tests.fakes.clearing import clear_below, clears
+from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 from tests.fakes.facts import FILES, VERSION, facts, nvidia
-from tests.fakes.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
-from tests.fakes.host import HOSTS, Host, ScriptedRunner
-from tests.vendors.nvidia.user_space.test_places import bare, put
-
-CONFIG = Config(machines={MACHINE: MachineSettings()})
-NEWER = "580.95.05"
-OLD = StagedRoot(0, "nvidia", VERSION, FILES)
-NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.new") for file in FILES))
-
-
-class RunnerThatClears(ScriptedRunner):
-    """Also removes trees, below the host's."""
-
-    def __init__(self, tree: Path) -> None:
-        super().__init__()
-        self.tree = tree
-        self.clearings = 0
-        self.clearing_fails = False
-        self.per_second = 0.0
-        """How many files it removes in one second; 0 if removal takes no time."""
-        self.clearing_seconds = 0.0
-
-    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        if not clears(argv):
-            return super().__call__(argv, timeout)
-        self.clearings += 1
-        if self.clearing_fails:
-            return Completed(1, b"", b"libcuda.so.1: Input/output error")
-        if self.per_second:
-            self._slow(argv[len(DOOR) :], timeout)
-        return clear_below(self.tree, argv)
-
-    def _slow(self, paths: tuple[str, ...], timeout: float) -> None:
-        files = [each for path in paths for each in Path(f"{self.tree}{path}").rglob("*") if each.is_file()]
-        for number, file in enumerate(files):
-            if (number + 1) / self.per_second > timeout:
-                raise TimeLimitError
-            file.unlink()
-            self.clearing_seconds += 1 / self.per_second
+from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
+from tests.fakes.host import Host
+from tests.fakes.user_space import bare, put
 
 
 @pytest.fixture
@@ -90,39 +50,14 @@ def host(tmp_path: Path) -> Host:
     return host
 
 
-def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
-    """Act as a package manager that replaces the files and runs ldconfig; the loaded module stays the same."""
-    for directory, _, names in os.walk(f"{host.root}/usr"):
-        for path in (Path(directory, name) for name in names):
-            if path.is_symlink() and old in os.readlink(path):
-                target = os.readlink(path).replace(old, new)
-                path.unlink()
-                path.symlink_to(target)
-            if old in path.name:
-                path.rename(path.with_name(path.name.replace(old, new)))
-    host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
-    # A new inode, as after ldconfig.
-    host.write(LOADER_CACHE, b"written again")
-
-
-def start_machine(host: Host) -> None:
-    units(host, "inactive")
-    prepare(MACHINE, reconciler(host))
-    units(host, "active")
-
-
-def driver_root(host: Host) -> str:
-    (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
-    return request.driver_root
+CONFIG = Config(machines={MACHINE: MachineSettings()})
+OLD = StagedRoot(0, "nvidia", VERSION, FILES)
+NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.new") for file in FILES))
 
 
 def recorded_roots(host: Host) -> tuple[int, ...]:
     path = handed_roots_file(MACHINE)
     return parse_handed(path, host.read(path))
-
-
-def condition(outcome: Outcome, kind: ConditionType) -> Condition:
-    return next(each for each in outcome.machines[0].conditions if each.type is kind)
 
 
 def reinstall(host: Host, time: int) -> None:

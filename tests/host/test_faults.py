@@ -37,7 +37,7 @@ from agent.model.paths import (
 from tests.fakes.facts import facts
 from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
 from tests.fakes.host import Host
-from tests.host.test_damage import running
+from tests.fakes.running import running
 
 BAD = "bad"
 NONSENSE = cast(Any, object())

@@ -22,7 +22,7 @@ from agent.model.facts import Unseen
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
 from agent.model.remembered import Remembered, RememberedGpu, parse_remembered, render_remembered
 from agent.system.damage import discarded
-from tests.cli.test_detach import FAST, Site
+from tests.fakes.detach_site import FAST, Site
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 

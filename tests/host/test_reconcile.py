@@ -17,9 +17,9 @@ from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
 from agent.host.plan.goal import plan
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.conditions import ConditionType, Status, false
 from agent.model.errors import BusAnswerError, UnsupportedError
-from agent.model.handoff import Publication, parse_handoff, render_report
+from agent.model.handoff import Publication, parse_handoff
 from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
@@ -27,7 +27,6 @@ from agent.model.paths import (
     RELOAD_PENDING,
     REMEMBERED_GPUS,
     REMOVED,
-    REPORT_NAME,
     RUNTIME,
     STAGING,
     STATE,
@@ -36,7 +35,6 @@ from agent.model.paths import (
     handoff_file,
     live_file,
     nspawn_file,
-    report_directory,
     started_drop_in,
     started_nspawn,
     unit_drop_in,
@@ -46,11 +44,14 @@ from agent.system.clearing import DOOR
 from agent.system.copy import Copies
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.reports import OPENED, condition, report
 
 
-def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str]:
-    found = next(each for each in machine.conditions if each.type is kind)
-    return found.status, found.reason
+def changed_files(machine: MachineOutcome) -> str:
+    """Return what MachineRunning says about changed files, after asserting that it is True; empty if nothing."""
+    (running,) = [each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING]
+    assert running.status is Status.TRUE
+    return running.message if running.reason == Reason.NODE_FILES_CHANGED else ""
 
 
 def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
@@ -390,18 +391,6 @@ def publication(host: Host) -> Publication:
     return Publication(status.st_ino, status.st_mtime_ns)
 
 
-def report(
-    host: Host, devices: Condition, changed_files: tuple[str, ...] = (), answered: Publication | None = None
-) -> None:
-    """Let the machine report after a tick of the clock by which the kernel dates files."""
-    time.sleep(0.02)
-    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
-    conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
-    document = render_report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files, answered)
-    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
-    time.sleep(0.02)
-
-
 def test_a_report_from_before_the_stop_does_not_count_for_a_start(gpu_host: Host) -> None:
     """`apply` waits for this start's report. It once exited at once, with the conditions of the stopped machine."""
     agent = reconciler(gpu_host)
@@ -421,7 +410,6 @@ def test_a_report_from_before_the_stop_does_not_count_for_a_start(gpu_host: Host
 
 
 LACKING = false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "simulated")
-OPENED = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 
 
 def test_attack_a_machines_message_is_marked_as_the_machines(gpu_host: Host) -> None:
@@ -458,13 +446,6 @@ def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
     agent.rejected = ""
     (machine,) = agent.reconcile().machines
     assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
-
-
-def changed_files(machine: MachineOutcome) -> str:
-    """Return what MachineRunning says about changed files, after asserting that it is True; empty if nothing."""
-    (running,) = [each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING]
-    assert running.status is Status.TRUE
-    return running.message if running.reason == Reason.NODE_FILES_CHANGED else ""
 
 
 def test_changed_files_of_a_node_are_told_with_the_next_step(gpu_host: Host) -> None:

@@ -19,7 +19,7 @@ from agent.model.text import MESSAGE_LIMIT
 from agent.system.machined import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
-from tests.host.test_damage import allowed, running
+from tests.fakes.running import allowed, running
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 LONG = 1 << 16

@@ -13,6 +13,7 @@ import pytest
 from agent.config.node import HostNodeSettings
 from agent.model.conditions import ConditionType
 from agent.model.reasons import Reason
+from tests.fakes.conditions_page import DOCUMENT, REPOSITORY, rows
 
 README_LIMIT = 120
 """Lines: README leads to the pages in docs/, which have everything else."""
@@ -38,18 +39,11 @@ PLAINER = {
 NOT_PLAIN = re.compile(rf"\b(?:{'|'.join(PLAINER)})\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENT = REPOSITORY / "docs" / "conditions.md"
 RELIABILITY = REPOSITORY / "docs" / "reliability.md"
 
-ROW = re.compile(r"^\| `(?P<reason>\w+)` \| (?P<status>True|False|Unknown) \| (?P<meaning>.+) \| (?P<advice>.+) \|$")
 GIVEN = re.compile(r"\b(?P<status>true|false|unknown)\(\s*[\w.]+,\s*Reason\.(?P<name>\w+)")
 """Most conditions are made like this: `false(KIND, Reason.NODES_MISSING, ...)`."""
 SOURCES = "".join(path.read_text() for path in (REPOSITORY / "agent").rglob("*.py"))
-
-
-def rows() -> list[re.Match[str]]:
-    return [row for row in map(ROW.match, DOCUMENT.read_text().splitlines()) if row]
 
 
 def test_every_reason_is_documented_and_no_other() -> None:

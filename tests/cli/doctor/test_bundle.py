@@ -15,9 +15,9 @@ from agent.cli.doctor.command import doctor
 from agent.cli.doctor.redaction import REMOVED, redacted
 from agent.model.paths import CONFIG_FILE
 from agent.system.process import Completed
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 
 DATA = Path(__file__).parents[2] / "data"
 TOKEN = "abcdef.0123456789abcdef"

@@ -1,7 +1,6 @@
 """`doctor` prints findings from conditions and from the host, as text and as JSON."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,11 @@ from agent.model.facts import Broken, Facts
 from agent.model.finding import Finding
 from agent.model.reasons import Reason
 from agent.vendors.host_vendor import DriverForPods
-from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
+from tests.fakes.conditions_page import rows
 from tests.fakes.gpu_host import VERSION, reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import LIBCUDA, answer_of_libcuda
 from tests.fakes.reconciler import conditions
-from tests.project.test_docs import rows
 
 NOT_LOADED = false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "run `modprobe nvidia`")
 SILENT = [
@@ -155,13 +154,6 @@ def test_symptoms_belong_to_existing_reasons() -> None:
 
 
 # ---- the host
-
-
-LIBCUDA = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
-
-
-def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
-    host.command(sys.executable, "-I", "-c", READ_VERSION, LIBCUDA, stdout=text, stderr="no\n" * status, status=status)
 
 
 def host_findings(host: Host) -> tuple[Finding, ...]:

@@ -16,9 +16,9 @@ from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
 from agent.model.gpu_facts import GpuFault
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.sound_host import KERNEL, SOCKETS, make_sound
 
 EMPTY = Config(machines={})

@@ -20,13 +20,13 @@ from agent.model.goal import Grant
 from agent.model.reasons import Reason
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.remedies import FIXED
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes import facts
+from tests.fakes.conditions_page import DOCUMENT, rows
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import node_host, node_reconciler
 from tests.fakes.reconciler import conditions
-from tests.project.test_docs import DOCUMENT, rows
 
 NVIDIA = (facts.nvidia(),)
 AROUND = Environment(

@@ -14,11 +14,11 @@ from agent.model.facts import PciDevice
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import REPORT_NAME, live_file, report_directory
 from agent.model.reasons import Reason
-from tests.cli.doctor.test_doctor import answer_of_libcuda
+from tests.fakes.driver_generations import upgrade
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
-from tests.host.test_driver_generations import upgrade
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/troubleshooting.md"
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"

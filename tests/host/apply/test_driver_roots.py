@@ -18,8 +18,7 @@ from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.fakes.host import Host
-from tests.vendors.nvidia.user_space.test_libraries import MAIN, cache_of, user_space
-from tests.vendors.nvidia.user_space.test_places import VERSION, put
+from tests.fakes.user_space import MAIN, VERSION, cache_of, put, user_space
 
 SOURCE, SECRET = "/srv/nvidia/libcuda.so.570.211.01", "/etc/shadow"
 

@@ -33,9 +33,9 @@ from agent.model.paths import (
     handoff_file,
     mount_unit,
 )
+from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, set_up, units
 from tests.fakes.host import Host
-from tests.host.test_driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 
 PARENT, ROOT = mount_unit(HOST_NVIDIA), mount_unit(f"{HOST_NVIDIA}/0")
 WANTS = f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants"

@@ -5,7 +5,7 @@ import dataclasses
 from agent.host.provision.differences import since_found
 from agent.model.node import FoundFile, HostState
 from agent.model.typed_json import Base64
-from tests.host.provision.test_durable import FOUND
+from tests.fakes.provisioned import FOUND
 
 CHANGED = HostState(
     sysctls={"kernel.panic": "10", "net.bridge.bridge-nf-call-iptables": "1"},

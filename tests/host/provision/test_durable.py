@@ -8,25 +8,12 @@ import pytest
 from agent.host.provision.durable import Durable
 from agent.model.as_found import AsFound
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.network import Link, Network, Route, Rule
-from agent.model.node import FoundFile, HostState, Swap
+from agent.model.node import FoundFile, HostState
 from agent.model.paths import AS_FOUND
 from agent.model.typed_json import Base64
 from tests.fakes.host import Host
+from tests.fakes.provisioned import FOUND
 
-NETWORK = Network((Link("lo", ""),), (Route(2, 254, 1, "", "192.0.2.1", "eth0", 16, 100),), (Rule(2, 0, 1, 255),))
-FOUND = AsFound(
-    host=HostState(
-        sysctls={"kernel.panic": "0", "net.bridge.bridge-nf-call-iptables": None},
-        modules={"overlay": True},
-        swaps=(Swap("/dev/sda2", -2),),
-        files={"/etc/a": None, "/etc/b": FoundFile(Base64(b"\xff\0not text"), 0o600)},
-        absent_directories=("/etc/c",),
-    ),
-    units={"machines.target": False},
-    network=NETWORK,
-    recorded=1.5e9,
-)
 RECORD = Durable(AsFound)
 
 

@@ -3,9 +3,9 @@
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.vendors.host_vendor import DriverForPods
 from agent.vendors.nvidia.node_labels import node_labels
-from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 
 DRIVER = {
     "nvidia.com/cuda.driver-version.major": "550",

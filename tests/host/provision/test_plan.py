@@ -40,7 +40,7 @@ from agent.host.provision.record import NodeRecord
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.network import Link
 from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
-from tests.host.provision.test_durable import FOUND, NETWORK
+from tests.fakes.provisioned import FOUND, NETWORK
 
 DIGEST = "sha256:" + "a1" * 32
 IMAGE = NodeImage(f"docker://registry.example.com/nodes/agent@{DIGEST}", DIGEST, "amd64", 100_000_000)

@@ -3,9 +3,6 @@
 The bundles' specifications are cut down from one that containerd 1.7 wrote.
 """
 
-import json
-from typing import Any
-
 import pytest
 
 from agent.machine.cdi.outdated_pods import BUNDLES, name_outdated, outdated_pods
@@ -15,23 +12,8 @@ from agent.model.conditions import ConditionType, false, true
 from agent.model.handoff import with_remark
 from agent.model.reasons import Reason
 from agent.model.text import MESSAGE_LIMIT
-from tests.fakes.machine import DEVICES, EMPTY, REQUEST, ROOT, Machine
-
-UVM = next(device for device in DEVICES if device.kind == "uvm")
-
-
-def specification(pod: str, *, root: str = ROOT, uvm: int = UVM.major) -> dict[str, Any]:
-    namespace, _, name = pod.partition("/")
-    library = "usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01"
-    mount = {"destination": f"/{library}", "source": f"{root}/{library}", "options": ["ro", "rbind", "rprivate"]}
-    annotations = {"io.kubernetes.cri.sandbox-namespace": namespace, "io.kubernetes.cri.sandbox-name": name}
-    node = {"path": UVM.path, "type": "c", "major": uvm, "minor": 0, "fileMode": 438}
-    proc = {"destination": "/proc", "type": "proc", "source": "proc"}
-    return {"annotations": annotations, "mounts": [proc, mount], "linux": {"devices": [node]}}
-
-
-def bundle(machine: Machine, name: str, content: object) -> None:
-    machine.put(f"{BUNDLES}/{name}/config.json", content if isinstance(content, bytes) else json.dumps(content))
+from tests.fakes.machine import EMPTY, REQUEST, Machine
+from tests.fakes.pod_bundles import UVM, bundle, specification
 
 
 def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> None:

@@ -18,8 +18,8 @@ from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.system.process import Completed
 from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, gpu_machine, nvidia_ctk, recorded_spec
+from tests.fakes.pod_bundles import bundle, specification
 from tests.fakes.processes import CONTAINER, POD_GROUP, process
-from tests.machine.cdi.test_outdated_pods import bundle, specification
 
 LESS = REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
 SPEC = spec_file("nvidia")

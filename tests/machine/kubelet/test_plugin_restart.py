@@ -16,12 +16,8 @@ from agent.machine.kubelet.plugin_restart import RESTART_INTERVAL
 from agent.machine.notes import Notes
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, restarts
 
-CONTAINER = "0123456789abcdef" * 4
-CGROUP = f"/proc/{os.getpid()}/cgroup"
-BY_SYSTEMD = (
-    f"0::/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/cri-containerd-{CONTAINER}.scope\n"
-)
 NOTE = "device-plugin-restart-nvidia"
 
 
@@ -38,12 +34,6 @@ def outdated(tmp_path: Path) -> Iterator[Kubelet]:
         kubelet.advertise(gpu=[UUIDS[0]])
         kubelet.publish_later()
         yield kubelet
-
-
-def restarts(machine: Machine) -> list[tuple[str, ...]]:
-    """Return the commands that systemd-run was given."""
-    commands = [call for call in machine.calls if call[0] == "systemd-run"]
-    return [call[next(index for index, each in enumerate(call) if each.endswith("crictl")) :] for call in commands]
 
 
 def pass_time(machine: Machine, seconds: float) -> None:

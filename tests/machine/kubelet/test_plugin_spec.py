@@ -12,7 +12,7 @@ import pytest
 from agent.vendors.nvidia.device_plugin import SPEC, SPEC_KIND
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, gpu_machine, recorded_spec
-from tests.machine.kubelet.test_plugin_restart import BY_SYSTEMD, CGROUP, restarts
+from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, restarts
 
 Spec = dict[str, Any]
 

@@ -15,8 +15,8 @@ from agent.machine.run import run
 from agent.vendors.cdi.normalise import normalised, without_groups
 from agent.vendors.cdi.version import lowest_version
 from tests.fakes.cdi_specs import NODE, VERSIONS, Spec, drm_spec, spec
+from tests.fakes.json_values import JSON
 from tests.fakes.machine import gpu_machine, nvidia_ctk, recorded_spec
-from tests.vendors.nvidia.cdi.test_verify import JSON
 
 
 @pytest.mark.parametrize("name", VERSIONS)

@@ -17,10 +17,10 @@ from agent.vendors.nvidia.cdi.complete import with_additions
 from agent.vendors.nvidia.cdi.verify import verify
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
+from tests.fakes.cdi_specs import LIVE, PRESENT
 from tests.fakes.host import Host
 from tests.fakes.machine import REQUEST, Machine, gpu_machine, recorded_spec
-from tests.vendors.nvidia.cdi.test_complete import LIVE, PRESENT
-from tests.vendors.nvidia.user_space.test_libraries import sources
+from tests.fakes.user_space import sources
 
 PERSISTENCED = "/run/nvidia-persistenced"
 ALL = ("persistenced", "fabricmanager", "mps")

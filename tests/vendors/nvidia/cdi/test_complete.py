@@ -5,33 +5,11 @@ from typing import Any
 
 import pytest
 
-from agent.model.device import DeviceNumber
-from agent.model.handoff import GrantedFile
 from agent.vendors.nvidia.cdi.command import HOOK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 from agent.vendors.nvidia.cdi.verify import verify
+from tests.fakes.cdi_specs import COMPLETE, LIVE, PRESENT, X86_32
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
-
-X86_32 = "usr/lib/i386-linux-gnu"
-COMPLETE = REQUEST._replace(
-    files=tuple(
-        sorted(
-            (
-                *REQUEST.files,
-                GrantedFile(f"{LIBRARIES}/gbm/nvidia-drm_gbm.so", f"../libnvidia-allocator.so.{VERSION}"),
-                *(GrantedFile(f"{X86_32}/{name}.so.{VERSION}") for name in ("libcuda", "libGLX_nvidia")),
-                GrantedFile(f"{X86_32}/libcuda.so.1", f"libcuda.so.{VERSION}"),
-                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.{VERSION}"),
-                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.1", f"libvdpau_nvidia.so.{VERSION}"),
-                GrantedFile("etc/OpenCL/vendors/nvidia.icd"),
-                GrantedFile(f"usr/share/nvidia/nvidia-application-profiles-{VERSION}-rc"),
-                GrantedFile("usr/lib/x86_64-linux-gnu/nvidia/wine/nvngx.dll"),
-            )
-        )
-    ),
-)
-LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
-PRESENT = {f"{ROOT}/{file.target}" for file in COMPLETE.files}
 
 Spec = dict[str, Any]
 

@@ -20,10 +20,10 @@ from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
 from agent.vendors.nvidia.cdi.verify import verify
 from agent.vendors.nvidia.cdi.verify_devices import is_gpu_name
 from agent.vendors.nvidia.cdi.verify_edits import Expectations
+from tests.fakes.cdi_modes import answer, published, recorded
+from tests.fakes.cdi_modes import machine as machine  # the fixture
 from tests.fakes.cdi_specs import LIVE, Spec
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk, recorded_spec
-from tests.vendors.nvidia.cdi.test_modes import answer, published, recorded
-from tests.vendors.nvidia.cdi.test_modes import machine as machine  # the fixture
 
 NULL = DeviceNumber(1, 3, 0o666)
 VOID = {

@@ -16,6 +16,7 @@ from agent.vendors.nvidia.cdi.command import HOOK
 from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
 from agent.vendors.nvidia.cdi.verify import verify
 from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
+from tests.fakes.json_values import JSON
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
 
 MIG = GrantedDevice("/dev/nvidia-caps/nvidia-cap1", "capability", 510, 1)
@@ -347,13 +348,6 @@ def test_32_bit_libraries_are_not_missed() -> None:
     verdict = verify(recorded_spec(), REQUEST._replace(files=(*REQUEST.files, library)), LIVE, PRESENT)
     assert verdict.problems == ()
     assert library.target in verdict.not_in_spec
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @given(JSON, st.data())

@@ -11,15 +11,7 @@ from agent.vendors.nvidia.machine import DATA_DIRECTORIES
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.user_space.file_groups import GROUPS
 from tests.fakes.host import Host
-from tests.vendors.nvidia.user_space.test_libraries import (
-    MAIN,
-    X86,
-    by_target,
-    cache_of,
-    libraries,
-    sources,
-    user_space,
-)
+from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
 
 V = "550.163.01"
 OTHER = "535.261.03"

@@ -5,52 +5,17 @@ from typing import Any
 
 import pytest
 
-from agent.config.settings import DriverSettings
-from agent.host.observe.loader_cache import Listing, LoaderCache
 from agent.model.driver_root import Library
-from agent.model.facts import Absent, Broken, CacheEntry, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.facts import Absent, Broken, Unseen, VendorFacts
 from agent.model.paths import LOADER_CACHE
-from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.nvidia.user_space.observe import observe_user_space
 from tests.fakes.host import Host
+from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
 
 MPS = ("control", "server")
 WITH_WRAPPERS = "ubuntu-24.04-driver-580-in-usr-local-nvidia"
-X86 = "usr/lib/x86_64-linux-gnu"
-MAIN = ("libcuda", "libnvidia-ml")
 FLAT = [f"usr/lib64/{name}.so.550.163.01" for name in MAIN]
 MAIN_FILES = [f"{X86}/{name}.so.550.163.01" for name in MAIN]
-
-
-def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
-    def entries(root: str) -> Seen[tuple[CacheEntry, ...]]:
-        listing = LoaderCache().read(host, root)
-        return listing.entries if isinstance(listing, Listing) else listing
-
-    settings = DriverSettings.validated(driver)
-    return Sources(host, host.architecture(), host.pci, host.drm, entries, {}, driver=settings)
-
-
-def user_space(host: Host, module: str = "", **driver: Any) -> UserSpace:  # noqa: ANN401
-    return observe_user_space(sources(host, **driver), module)
-
-
-def by_target(found: UserSpace) -> dict[str, Library]:
-    assert isinstance(found.files, tuple), found.files
-    assert len({each.target for each in found.files}) == len(found.files)
-    return {each.target: each for each in found.files}
-
-
-def cache_of(*paths: str, tags: str = "libc6,x86-64") -> str:
-    lines = "".join(f"\t{path.rpartition('/')[2]} ({tags}) => {path}\n" for path in paths)
-    return f"{len(paths)} libs found in cache `/etc/ld.so.cache'\n{lines}"
-
-
-def libraries(host: Host, directory: str, version: str, *names: str) -> None:
-    """Add real files of a version, without links."""
-    for name in names:
-        host.file(f"{directory}/{name}.so.{version}", size=1000)
 
 
 @pytest.mark.scenario("002")

@@ -11,9 +11,8 @@ from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import ApplyError
 from agent.model.paths import MANIFESTS, TREES
 from tests.fakes.host import Host
-from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, user_space
-from tests.vendors.nvidia.user_space.test_places import I386, VERSION, X86_64, put
-from tests.vendors.nvidia.user_space.test_places import I686 as I686_HEADER
+from tests.fakes.user_space import I386, MAIN, VERSION, X86, X86_64, by_target, cache_of, put, user_space
+from tests.fakes.user_space import I686 as I686_HEADER
 
 ICD = "usr/share/vulkan/icd.d/nvidia_icd.{}.json"
 

@@ -12,15 +12,19 @@ import pytest
 from agent.model.conditions import Status
 from agent.model.facts import Absent, Unseen
 from tests.fakes.host import Host
-from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, user_space
-from tests.vendors.nvidia.user_space.test_places import (
+from tests.fakes.user_space import (
     DRIVER_CONTAINER,
+    MAIN,
     OLDER,
     VERSION,
+    X86,
     bare,
+    by_target,
+    cache_of,
     condition,
     other_root,
     put,
+    user_space,
 )
 
 USERS = "/home/kubernetes/bin/nvidia"

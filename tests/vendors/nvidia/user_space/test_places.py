@@ -5,7 +5,6 @@ The layouts are simulated, after the sources that places.py names; the files hav
 
 import errno
 import json
-import struct
 import threading
 from typing import Any
 
@@ -13,61 +12,31 @@ import pytest
 
 from agent.config.settings import DriverSettings
 from agent.host.observe.loader_cache import Listing, LoaderCache
-from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.facts import Absent, Broken, Unseen, VendorFacts
-from agent.model.goal import Grant
+from agent.model.conditions import Status
+from agent.model.facts import Absent, Broken, Unseen
 from agent.system.deadlines import bounded, stuck
-from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.driver import observe_driver
 from agent.vendors.nvidia.user_space.places import PLACES, watched_directories
 from tests.fakes.host import Host
+from tests.fakes.user_space import (
+    AARCH64,
+    DRIVER_CONTAINER,
+    I386,
+    I686,
+    MAIN,
+    OLDER,
+    VERSION,
+    X32,
+    X86,
+    X86_64,
+    bare,
+    by_target,
+    cache_of,
+    condition,
+    other_root,
+    put,
+    user_space,
+)
 from tests.fakes.waiting import wait_for
-from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, sources, user_space
-
-VERSION, OLDER = "570.211.01", "535.261.03"
-I386 = "usr/lib/i386-linux-gnu"
-DRIVER_CONTAINER = "/run/nvidia/driver"
-
-
-def elf(bits: int, machine: int) -> bytes:
-    return b"\x7fELF" + bytes((bits, 1, 1)) + bytes(9) + struct.pack("<HH", 3, machine) + bytes(44)
-
-
-X86_64, X32, I686, AARCH64 = elf(2, 62), elf(1, 62), elf(1, 3), elf(2, 183)
-
-
-def put(host: Host, directory: str, version: str = VERSION, *names: str, header: bytes = X86_64) -> None:
-    """Add real files of a version with their soname links."""
-    for name in names or (*MAIN, "libnvidia-glcore", "libGLX_nvidia"):
-        host.file(f"{directory}/{name}.so.{version}", header, size=1000)
-        host.symlink(f"{directory}/{name}.so.{'0' if 'GLX' in name else '1'}", f"{name}.so.{version}")
-
-
-def other_root(host: Host, root: str = DRIVER_CONTAINER, directory: str = "/usr/lib/x86_64-linux-gnu") -> None:
-    """Add a complete system with a driver and a loader cache, as the host's ldconfig prints it."""
-    put(host, f"{root}{directory}")
-    host.file(f"{root}/etc/ld.so.cache", "not read by us")
-    listing = cache_of(*(f"{directory}/{name}.so.1" for name in MAIN))
-    cache = host.below(root).full_path("/etc/ld.so.cache")
-    for program in ("ldconfig", "/sbin/ldconfig"):
-        host.command(program, "-p", "-C", cache, stdout=listing)
-
-
-def bare(host: Host) -> Host:
-    """Give the host a loader cache without a driver, and return the host."""
-    host.loader_cache(cache_of("/usr/lib/x86_64-linux-gnu/libc.so.6"))
-    return host
-
-
-def condition(host: Host, module: str = VERSION, **driver: Any) -> Condition:  # noqa: ANN401
-    """Return the condition LibrariesPresent."""
-    found = user_space(host, module, **driver)
-    facts = VendorFacts("nvidia", driver=observe_driver(sources(host), module, found, ()))
-    (libraries,) = (
-        each for each in nvidia_conditions(facts, Grant("nvidia")) if each.type is ConditionType.LIBRARIES_PRESENT
-    )
-    return libraries
-
 
 # ---- the places, one by one
 

@@ -15,8 +15,7 @@ from agent.system.file_cache import FRESH, FileCache
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.user_space.observe import observe_user_space
 from tests.fakes.host import Host
-from tests.vendors.nvidia.user_space.test_libraries import cache_of
-from tests.vendors.nvidia.user_space.test_places import put
+from tests.fakes.user_space import cache_of, put
 
 VERSION = "550.163.01"
 NEXT = "570.86.10"

@@ -1,0 +1,21 @@
+"""Restarts of the kubelet's device plugin."""
+
+import os
+
+from tests.fakes.machine import Machine
+
+CONTAINER = "0123456789abcdef" * 4
+
+
+CGROUP = f"/proc/{os.getpid()}/cgroup"
+
+
+BY_SYSTEMD = (
+    f"0::/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/cri-containerd-{CONTAINER}.scope\n"
+)
+
+
+def restarts(machine: Machine) -> list[tuple[str, ...]]:
+    """Return the commands that systemd-run was given."""
+    commands = [call for call in machine.calls if call[0] == "systemd-run"]
+    return [call[next(index for index, each in enumerate(call) if each.endswith("crictl")) :] for call in commands]
