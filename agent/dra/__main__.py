@@ -8,8 +8,8 @@ import sys
 from agent.dra.service import Service
 from agent.model.errors import AgentError
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.journal import ERROR, INFO, WARNING, say
-from agent.system.spawn_runner import MachineRunner
 
 
 class Journal(logging.Handler):
@@ -27,7 +27,7 @@ def main() -> int:
     """
     os.chdir("/")
     logging.basicConfig(level=logging.INFO, handlers=[Journal()], format="%(message)s")
-    service = Service(System(MachineRunner()))
+    service = Service(System(host_runner))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     try:

@@ -4,6 +4,7 @@ Every path is below a root prefix, so that tests can observe recorded hosts.
 """
 
 import contextlib
+import hashlib
 import os
 import stat
 import sys
@@ -76,9 +77,6 @@ class System(Rooted):
 
     def digest(self, path: str) -> str:
         """Return the SHA-256 digest of a regular file of any size, in hexadecimal."""
-        # Imported here: few runs need it.
-        import hashlib
-
         with opening.plain(self._at(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 

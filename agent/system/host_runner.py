@@ -1,4 +1,4 @@
-"""The host half's backend of `agent.system.process`."""
+"""Runs programs for both halves: the backend of `agent.system.process`, but for the host's tools (tool_runner)."""
 
 import errno
 import os
@@ -6,8 +6,7 @@ import resource
 import select
 import signal
 import subprocess
-import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import BinaryIO
 
 from agent.system.deadlines import bounded
@@ -16,10 +15,38 @@ from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Complete
 KILL_MARGIN = 3.0
 """Seconds that a killed program gets to exit."""
 
-if sys.version_info < (3, 11, 6):
-    # With vfork, older Pythons, such as Debian 12's, stop all threads of this process until the new process runs its
-    # program. The program may be on a disk that does not answer (github.com/python/cpython/issues/104372).
-    subprocess._USE_VFORK = False  # type: ignore[misc]  # its documentation says that it may be set
+
+class Program:
+    """A running program, in a new session without a controlling terminal. Its caller asks for `result`, or kills it."""
+
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        """Start the program, or raise OSError."""
+        program = find_program(argv[0])
+        with ExitStack() as files:
+            # Output goes to memory: pipes would need threads, and stay open while a program's children run.
+            self._stdout, self._stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
+            self._process = _start(program, argv, self._stdout, self._stderr)
+            self._files = files.pop_all()
+        self.pid = self._process.pid
+        _limit_files(self.pid)
+
+    def result(self, timeout: float) -> Completed:
+        """Wait until the program ends.
+
+        At the time limit, kill it and what it started, except processes with a session or process group of their own,
+        and raise TimeLimitError.
+        """
+        with self._files:
+            in_time = False
+            try:
+                in_time = ends_within(self.pid, timeout)
+            finally:
+                if not in_time:
+                    kill_group(self.pid)
+                status = self._process.wait()
+            if not in_time:
+                raise TimeLimitError
+            return Completed(status, content(self._stdout), content(self._stderr))
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
@@ -29,9 +56,18 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     same arguments raise TimeoutError too.
     """
     running: list[int] = []
+
+    def run() -> Completed:
+        program = Program(argv)
+        running.append(program.pid)
+        try:
+            return program.result(timeout)
+        finally:
+            running.clear()
+
     try:
         # All threads involved are daemon threads, so none of them keeps this process from exiting.
-        return bounded(" ".join(argv), lambda: _run(argv, timeout, running), timeout + KILL_MARGIN)
+        return bounded(" ".join(argv), run, timeout + KILL_MARGIN)
     except KeyboardInterrupt:
         # The terminal's Ctrl-C does not reach the program, because the program has a session of its own.
         for pid in running:
@@ -39,35 +75,10 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
         raise
 
 
-def _run(argv: tuple[str, ...], timeout: float, running: list[int]) -> Completed:
-    """Run a program in a new session, without a controlling terminal. While it runs, `running` has its process id.
-
-    At the time limit, kill it and what it started, except processes with a session or process group of their own.
-    """
-    program = find_program(argv[0])
-    # Output goes to memory: pipes would need threads, and stay open while a program's children run.
-    with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
-        process = _start(program, argv, stdout, stderr)
-        running.append(process.pid)
-        in_time = False
-        try:
-            _limit_files(process.pid)
-            in_time = ends_within(process.pid, timeout)
-        finally:
-            if not in_time:
-                kill_group(process.pid)
-            status = process.wait()
-            running.clear()
-        if not in_time:
-            raise TimeLimitError
-        return Completed(status, content(stdout), content(stderr))
-
-
 def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
     """Start the program, or raise OSError."""
     try:
-        # Without preexec_fn, Popen uses vfork, except with older Pythons (see _USE_VFORK above). A fork would copy the
-        # page tables of the whole service.
+        # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
         return subprocess.Popen(
             argv,
             executable=program,

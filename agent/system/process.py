@@ -2,8 +2,9 @@
 
 import errno
 import os
-from _collections_abc import Callable, Mapping
-from _signal import SIGKILL, SIGXFSZ  # type: ignore[import-not-found]
+from collections.abc import Callable, Mapping
+from signal import SIGKILL, SIGXFSZ
+from typing import NamedTuple
 
 from agent.model.errors import CommandError, ExitCodeError
 
@@ -42,16 +43,13 @@ def find_program(name: str) -> str:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-class Completed:
+class Completed(NamedTuple):
     """The result of a program that was not stopped at its time limit."""
 
-    # Not a data class or named tuple, because these take long to define, and the CDI generator starts only after this
-    # module is loaded.
-    __slots__ = ("status", "stderr", "stdout")
-
-    def __init__(self, status: int, stdout: bytes, stderr: bytes) -> None:
-        """Set the result. `status` is the exit code, or minus the number of the signal that killed the program."""
-        self.status, self.stdout, self.stderr = status, stdout, stderr
+    status: int
+    """The exit code, or minus the number of the signal that killed the program."""
+    stdout: bytes
+    stderr: bytes
 
 
 class TimeLimitError(Exception):

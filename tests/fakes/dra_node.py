@@ -12,7 +12,7 @@ from agent.dra.kubelet_state import RECORD_NAME, read_record
 from agent.dra.messages import ClaimReference
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
-from agent.system.spawn_runner import MachineRunner
+from agent.system.host_runner import host_runner
 
 NODE = "node1"
 KUBELET = "/var/lib/kubelet"
@@ -38,7 +38,7 @@ class Node:
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
-        self.system = System(MachineRunner(), str(tree))
+        self.system = System(host_runner, str(tree))
         self.api: dict[str, dict[str, Any]] = {}
         self.devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "") for name in (*GPUS, PARTITION)}
         self.asked: list[str] = []

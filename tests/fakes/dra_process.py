@@ -25,7 +25,7 @@ from agent.dra.messages import ClaimReference
 from agent.dra.plugin_server import DriverPlugin
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
-from agent.system.spawn_runner import MachineRunner
+from agent.system.host_runner import host_runner
 from tests.fakes.dra_node import GPUS, KUBELET, NODE
 
 
@@ -43,7 +43,7 @@ class MortalCheckpoint(Checkpoint):
 def main(tree: Path) -> None:
     for module in pkgutil.iter_modules(agent.dra.__path__, "agent.dra."):
         importlib.import_module(module.name)
-    system = System(MachineRunner(), str(tree))
+    system = System(host_runner, str(tree))
     checkpoint = MortalCheckpoint(system, KUBELET)
     checkpoint.tree = tree
 

@@ -17,15 +17,14 @@ import pytest
 from agent.model.errors import CommandError
 from agent.system.host_runner import host_runner
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, run_checked
-from agent.system.spawn_runner import MachineRunner
 from agent.system.tool_runner import tool_runner
 
 Shell = Callable[..., tuple[int, bytes, bytes]]
 
 
-@pytest.fixture(params=["host", "tool", "machine"])
+@pytest.fixture(params=["host", "tool"])
 def runner(request: pytest.FixtureRequest) -> Runner:
-    runners: dict[str, Runner] = {"host": host_runner, "tool": tool_runner, "machine": MachineRunner()}
+    runners: dict[str, Runner] = {"host": host_runner, "tool": tool_runner}
     return runners[request.param]
 
 
@@ -75,8 +74,7 @@ def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch:
     assert runner(("env",), 20).stdout.decode().splitlines() == [f"{k}={v}" for k, v in ENVIRONMENT.items()]
     assert shell("cat") == (0, b"", b"")
     with open("/dev/null") as ours:
-        # The host half's runners close even those that a program would inherit; the machine half has none of these.
-        os.set_inheritable(ours.fileno(), not isinstance(runner, MachineRunner))
+        os.set_inheritable(ours.fileno(), True)
         assert str(ours.fileno()).encode() not in shell("ls /proc/$$/fd")[1].split()
     ignored = int(shell("grep SigIgn /proc/self/status")[1].split()[1], 16)
     assert ignored & (1 << signal.SIGPIPE - 1) == 0
@@ -189,14 +187,13 @@ AT_A_TERMINAL = """
 import sys
 from agent.system.host_runner import host_runner
 from agent.system.tool_runner import tool_runner
-from agent.system.spawn_runner import MachineRunner
-runner = {"host": host_runner, "tool": tool_runner, "machine": MachineRunner()}[sys.argv[1]]
+runner = {"host": host_runner, "tool": tool_runner}[sys.argv[1]]
 open("/dev/tty").close()
 print("opened it:", runner(("sh", "-c", ": > /dev/tty"), 20).status == 0)
 """
 
 
-@pytest.mark.parametrize("name", ["host", "tool", "machine"])
+@pytest.mark.parametrize("name", ["host", "tool"])
 def test_a_program_has_no_terminal_of_ours(name: str) -> None:
     """On a terminal that root's shell has too, it could type commands into that shell (TIOCSTI)."""
     child, terminal = pty.fork()

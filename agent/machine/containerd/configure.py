@@ -9,7 +9,7 @@ from agent.machine.containerd.active import change_was_interrupted
 from agent.machine.containerd.change import DropInPaths, PlannedChange, digest, write_and_read_back
 from agent.machine.containerd.effective import effective_is_noted, note_effective, noted_address
 from agent.machine.containerd.formats import MAIN, Configuration, new_version
-from agent.machine.containerd.imports import NotedImports, loaded_files, new_import, parsed_imports
+from agent.machine.containerd.imports import loaded_files, new_import
 from agent.machine.containerd.nested import Table
 from agent.machine.context import Context
 from agent.machine.repairs import record_repair
@@ -232,7 +232,7 @@ def _planned_change(
         pattern = str(former) if known else new_import(system, text, drop_in, paths.former)
         text = files.with_import(text, pattern)
     main = files.parse(MAIN, text)
-    contents = loaded_files(system, text, drop_in, parsed_imports)
+    contents = loaded_files(system, text, drop_in)
     all_loaded = {path: files.parse(path, content) for path, content in contents.items()}
     # Without the former drop-ins, which will be removed.
     order = [path for path in all_loaded if path not in paths.former]
@@ -283,9 +283,7 @@ def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_i
     system, default = context.system, context.handoff.default_runtime
     parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
     main, own = files.read_optional(system, MAIN), files.read_optional(system, drop_in)
-    imports = NotedImports(context.notes, f"{_note(vendor)}-imports")
-    loaded = loaded_files(system, main or b"", drop_in, imports)
-    imports.save()
+    loaded = loaded_files(system, main or b"", drop_in)
     others = {path: content for path, content in loaded.items() if path != drop_in}
     for path, content in {MAIN: main, drop_in: own, **others}.items():
         parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]

@@ -9,6 +9,7 @@ from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.nested import Table
 from agent.machine.containerd.tables import imports
 from agent.model.errors import DocumentError
+from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT
 
@@ -43,9 +44,6 @@ def effective_config(system: System, main: str, version: tuple[int, ...]) -> Tab
 
 def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
-    # Imported here: a run that changes nothing does not need it (see NotedImports).
-    from agent.model.toml_document import parse_toml
-
     try:
         return parse_toml(text.decode())
     except RecursionError as error:

@@ -1,17 +1,13 @@
 """Finds the files that containerd's main configuration file imports."""
 
-import contextlib
 import posixpath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from agent import __version__
 from agent.machine.containerd import files
 from agent.machine.containerd.formats import MAIN
 from agent.machine.containerd.tables import IMPORT, covers, imports
-from agent.machine.notes import Notes
-from agent.model.digest import sha256
 from agent.model.errors import DocumentError
 from agent.system.files import System
 
@@ -20,17 +16,14 @@ SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
 `[!`, and has backslashes as escapes."""
 
 
-def loaded_files(
-    system: System, main: bytes, drop_in: str, imports_of: Callable[[str, bytes], Iterable[str]]
-) -> dict[str, bytes]:
+def loaded_files(system: System, main: bytes, drop_in: str) -> dict[str, bytes]:
     """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
     If an import covers the agent's drop-in, the result has the drop-in with empty content, whether it exists or not.
-    `imports_of` returns a file's imports, as `parsed_imports` does.
     """
     loaded: dict[str, bytes] = {}
-    pending = list(imports_of(MAIN, main))
+    pending = list(parsed_imports(MAIN, main))
     while pending:
         pattern = pending.pop(0)
         matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
@@ -38,7 +31,7 @@ def loaded_files(
             matches.add(drop_in)
         for path in sorted(matches - {MAIN, *loaded}):
             loaded[path] = b"" if path == drop_in else _load(system, path)
-            pending += imports_of(path, loaded[path])
+            pending += parsed_imports(path, loaded[path])
     return loaded
 
 
@@ -50,7 +43,7 @@ def new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) ->
     asterisk before the suffix. The plain path is not used, because containerd does not start if a file that is imported
     by its plain path is missing.
     """
-    loaded = loaded_files(system, main, drop_in, parsed_imports)
+    loaded = loaded_files(system, main, drop_in)
     if covers(IMPORT, drop_in) and not {*_glob(system, IMPORT)} - {drop_in, *own, *loaded}:
         return IMPORT
     stem, suffix = posixpath.splitext(drop_in)
@@ -91,31 +84,3 @@ def _glob(system: System, pattern: str) -> list[str]:
             f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
         ]
     return [path for path in paths if system.exists(path)]
-
-
-class NotedImports:
-    """Returns what configuration files import, from a note if they have not changed since.
-
-    Loading tomllib and parsing the files would take a tenth of a run that changes nothing. The note has lists of
-    patterns.
-    """
-
-    def __init__(self, notes: Notes, name: str) -> None:
-        """Read the note of this name. Raises OSError."""
-        self._notes, self._name, self._noted = notes, name, notes.load(name)
-        self._used: dict[str, list[str]] = {}
-
-    def __call__(self, path: str, content: bytes) -> list[str]:
-        # Another release may find other imports in the same file.
-        key = f"{__version__} {path} {sha256(content)}"
-        # Another release may have noted another type since the boot of the machine.
-        noted = self._noted.get(key)
-        self._used[key] = noted if isinstance(noted, list) else list(parsed_imports(path, content))
-        return self._used[key]
-
-    def save(self) -> None:
-        """Note what was used. An error does not matter."""
-        # Compared here, because `Notes.save` would read the note again before it finds that nothing has changed.
-        if self._used != self._noted:
-            with contextlib.suppress(OSError):
-                self._notes.save(self._name, self._used)

@@ -10,9 +10,7 @@ import os
 import signal
 import sys
 import time
-
-# Not threading, which takes longer to import than the threads take to run.
-from _thread import start_new_thread
+from threading import Thread
 
 PAUSE = 0.002
 """Seconds between two checks for results."""
@@ -62,7 +60,7 @@ def _open_all(paths: list[str], writer: int) -> None:
     os.dup2(null, 2)
     for index, path in enumerate(paths):
         try:
-            start_new_thread(_open, (path, index, writer))
+            Thread(target=_open, args=(path, index, writer), daemon=True).start()
         except RuntimeError:
             _report(index, errno.EAGAIN, writer)
     while True:

@@ -22,9 +22,9 @@ from agent.model.reasons import Reason
 from agent.model.text import rfc3339
 from agent.system.ages import Ages
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.journal import ERROR, INFO, say, say_changes
 from agent.system.kubelet_identity import Identity, Kubelet, Process
-from agent.system.spawn_runner import MachineRunner
 
 HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
 HEARTBEAT = 300.0
@@ -64,7 +64,7 @@ def main() -> int:
     # Programs that are started here must not depend on the current directory.
     os.chdir("/")
     try:
-        run_until_current(System(MachineRunner()))
+        run_until_current(System(host_runner))
     except (AgentError, OSError) as error:
         say(ERROR, str(error))
         return 1

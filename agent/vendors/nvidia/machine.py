@@ -14,23 +14,10 @@ from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 from agent.vendors.nvidia.cdi.runtime_config import RUNTIME_SETTINGS, edit_runtime_config
 from agent.vendors.nvidia.fabric_states import is_settled
+from agent.vendors.nvidia.user_space.file_groups import DATA_DIRECTORIES
 
 if TYPE_CHECKING:
     from agent.model.allocatable import AllocatableDevice
-
-DATA_DIRECTORIES = (
-    # The targets of data files in file_groups, repeated here because importing that module takes too long.
-    "etc/OpenCL/vendors",
-    "usr/share/X11/xorg.conf.d",
-    "usr/share/egl/egl_external_platform.d",
-    "usr/share/glvnd/egl_vendor.d",
-    "usr/share/nvidia",
-    "usr/share/nvidia/files.d",
-    "usr/share/vulkan/explicit_layer.d",
-    "usr/share/vulkan/icd.d",
-    "usr/share/vulkan/implicit_layer.d",
-    "usr/share/vulkansc/icd.d",
-)
 
 
 class NvidiaMachine(MachineVendor):

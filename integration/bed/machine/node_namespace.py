@@ -16,7 +16,7 @@ from agent.model.conditions import Condition
 from agent.model.host_status import host_status, render_host_status
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
-from agent.system.spawn_runner import MachineRunner
+from agent.system.host_runner import host_runner
 from integration.bed.cache import REPOSITORY
 
 HOST_NAME = "GPU-Node"
@@ -56,7 +56,7 @@ class NodeNamespace:
 
     def __init__(self, root: Path, kubectl: Path) -> None:
         self._root, self._kubectl = root, kubectl
-        self._system = System(MachineRunner(), str(root))
+        self._system = System(host_runner, str(root))
         for directory in (RUNTIME, STATE):
             self._system.make_directory(directory)
 

@@ -25,8 +25,8 @@ from agent.model.errors import AgentError
 from agent.model.handoff import Handoff
 from agent.model.reasons import Reason
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 from agent.system.process import Completed
-from agent.system.spawn_runner import MachineRunner
 from integration.bed.machine.containerds import debian_root, upstream_root
 from integration.bed.process import run
 from integration.bed.waiting import wait
@@ -187,7 +187,7 @@ class ContainerdMachine:
         if argv[0] == "systemctl":
             started = f"ExecMainStartTimestampMonotonic={time.monotonic_ns() // 1000}\n"
             return Completed(0, f"LoadState=loaded\nActiveState=active\nSubState=running\n{started}".encode(), b"")
-        return MachineRunner()(("chroot", str(self.root), *argv), timeout)
+        return host_runner(("chroot", str(self.root), *argv), timeout)
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

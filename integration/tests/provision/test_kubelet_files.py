@@ -22,7 +22,7 @@ from agent.host.provision.node_files import node_files
 from agent.host.provision.preflight import check_server
 from agent.model.paths import MACHINE_HANDOFF_DIRECTORY, handoff_directory, token_file
 from agent.system.files import System
-from agent.system.spawn_runner import MachineRunner
+from agent.system.host_runner import host_runner
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import kubernetes
 from integration.bed.waiting import wait
@@ -54,7 +54,7 @@ class Root:
             self._copy(Path("/etc", name))
         for name in ("/var/lib", MACHINE_HANDOFF_DIRECTORY, f"host/{HANDOFF}"):
             self.place(name).mkdir(parents=True)
-        self.host = System(MachineRunner(), str(self.place("host")))
+        self.host = System(host_runner, str(self.place("host")))
         for file in node_files(MACHINE, settings, inputs):
             place = self.place(file.path)
             place.parent.mkdir(parents=True, exist_ok=True)

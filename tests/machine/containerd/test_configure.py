@@ -89,17 +89,6 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_a_run_without_changes_parses_no_configuration(machine: Machine, parsed: list[str]) -> None:
-    machine.put(MAIN, MAIN_3)
-    machine.put(IMPORTED, "version = 3\n")
-    run(machine)
-    assert MAIN_3 in parsed
-    parsed.clear()
-    run(machine)
-    assert parsed == []
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-
-
 @pytest.mark.parametrize(
     ("importer", "text"),
     [
@@ -138,18 +127,6 @@ def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: lis
     assert machine.conditions()["RuntimeConfigured"][0] == "False"
     machine.put(path, text)
     run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-
-
-def test_imports_that_another_release_noted_otherwise_are_found_again(machine: Machine, parsed: list[str]) -> None:
-    machine.put(MAIN, MAIN_3)
-    run(machine)
-    notes = Notes(machine)
-    (name,) = [each.removesuffix(".json") for each in machine.entries(MACHINE_STATE) if "imports" in each]
-    notes.save(name, dict.fromkeys(notes.load(name), 7))
-    parsed.clear()
-    run(machine)
-    assert machine.read_text(MAIN) in parsed
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 

@@ -1,9 +1,9 @@
 """Returns the nvidia-ctk command that generates a CDI specification. Pure.
 
-This module imports little, because the command starts before the other modules are loaded.
+This module imports little, because the command starts before the other modules are loaded (agent.machine.prefetch).
 """
 
-from _collections_abc import Iterable
+from collections.abc import Iterable
 
 NVIDIA_CTK = "/usr/bin/nvidia-ctk"
 HOOK = "/usr/bin/nvidia-cdi-hook"

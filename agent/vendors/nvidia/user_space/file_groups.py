@@ -10,8 +10,7 @@ searches for firmware.
 """
 
 import re
-
-from msgspec import Struct
+from typing import NamedTuple
 
 LIBRARY = re.compile(
     r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvsdm|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
@@ -41,7 +40,7 @@ GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
 GBM_BACKEND_LIB_SYMLINK)."""
 
 
-class Group(Struct, frozen=True):
+class Group(NamedTuple):
     """Files that serve one purpose."""
 
     name: str
@@ -125,6 +124,8 @@ GROUPS = (
         "lib/firmware/nvidia/{version}", in_every_driver=True,
     ),
 )  # fmt: skip
+DATA_DIRECTORIES = tuple(sorted({each.target for each in GROUPS if each.target.startswith(("etc/", "usr/share/"))}))
+"""The targets of files that configure loaders. Machines get links to these files."""
 FIRMWARE_DIRECTORIES = (
     "/lib/firmware/updates/{release}",
     "/lib/firmware/updates",
