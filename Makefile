@@ -1,7 +1,7 @@
 # The gate is integration/test; these are short-cuts for hacking.
 PYTHON ?= python3
 
-.PHONY: check deb docs lock wheel
+.PHONY: check deb docs lock proto wheel
 
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
@@ -14,6 +14,9 @@ wheel:  ## build the agent's wheel into dist/, without its dependencies
 
 docs:  ## write the generated parts of docs/configuration.md, docs/commands.md and docs/metrics.md
 	$(PYTHON) -m tests.project.reference_pages
+
+proto:  ## generate the messages of the kubelet's APIs again (needs protoc 3.21: Debian's protobuf-compiler)
+	protoc -I. --python_out=. --pyi_out=. agent/dra/kubelet.proto
 
 lock:  ## pin the dependencies again (needs uv)
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \

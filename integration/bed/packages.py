@@ -11,7 +11,7 @@ from integration.bed.cache import REPOSITORY, cache_root, cached
 from integration.bed.process import Argument, run
 
 DEPENDENCIES = (
-    *("python3", "python3-h2", "python3-tomlkit", "python3-yaml"),
+    *("python3", "python3-h2", "python3-protobuf", "python3-tomlkit", "python3-yaml"),
     *("systemd", "systemd-container", "kmod", "mount", "libgcc-s1"),
 )
 """What the packages depend on. Each root has these from the start, because a test's root has no network."""

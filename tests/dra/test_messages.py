@@ -1,6 +1,9 @@
-"""Protocol buffers by hand, compared with Google's library."""
+"""The messages of the kubelet's APIs, compared with a second declaration of them (tests.fakes.kubelet_api)."""
 
 import contextlib
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,10 +23,10 @@ from agent.dra.messages import (
     encode_prepared,
     encode_unprepared,
 )
-from agent.dra.protobuf import decode, encode_integer, encode_message, encode_text
 from agent.model.errors import DocumentError
 from tests.fakes.kubelet_api import make, read
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = some.text(max_size=40)
 FILLED = some.text(min_size=1, max_size=40)
 
@@ -121,60 +124,74 @@ def test_damaged_messages_are_read_or_refused(claims: list[tuple[str, str, str]]
 
 
 def test_unknown_fields_are_skipped() -> None:
-    """A newer kubelet may send more."""
-    claim = make("Claim", namespace="n", name="c", uid="u")
-    newer = claim + encode_text(9, "new") + encode_integer(10, 5) + b"\x5d1234" + b"\x6112345678"
-    request = encode_integer(3, 1) + make("NodePrepareResourcesRequest") + b"\x0a" + bytes([len(newer)]) + newer
-    assert decode_claims(request) == (ClaimReference("n", "c", "u"),)
+    """A newer kubelet may send more: an integer, a text, and numbers of 32 and 64 bits."""
+    newer = (
+        make("Claim", namespace="n", name="c", uid="u") + b"\x50\x05" + b"\x4a\x03new" + b"\x5d1234" + b"\x6112345678"
+    )
+    assert decode_claims(b"\x18\x01\x0a" + bytes([len(newer)]) + newer) == (ClaimReference("n", "c", "u"),)
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    "data",
     [
-        (b"\x00", "field number 0"),
-        (b"\x0b\x0c", "wire type 3"),
-        (b"\x0f", "wire type 7"),
-        (b"\x0a\x05abc", "is longer than the rest of the message"),
-        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "is longer than the rest of the message"),
-        (b"\x08" + b"\x80" * 10 + b"\x01", "does not end"),
-        (b"\x08\x80", "does not end"),
-        (b"\x08" + b"\xff" * 9 + b"\x02", "more than 64 bits"),
-        (b"\x0d\x01", "is longer than the rest of the message"),
-        (b"\x80\x80\x80\x80\x80\x80\x80\x80\x7f\x00", "field number"),
+        b"\x00\x0a\x00",
+        b"\x0f",
+        b"\x0a\x05abc",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x08" + b"\x80" * 10 + b"\x01",
+        b"\x08\x80",
+        b"\x0d\x01",
     ],
+    ids=("field 0", "wire type 7", "cut off", "huge length", "endless integer", "cut integer", "cut number"),
 )
-def test_malformed_messages_are_refused(data: bytes, why: str) -> None:
-    with pytest.raises(DocumentError, match=why):
-        list(decode(data))
-
-
-def fields(namespace: bytes, uid: bytes, name: bytes) -> bytes:
-    """Return a request with one claim that has these encoded fields."""
-    return encode_message(1, namespace + uid + name)
-
-
-NAMESPACE, UID, NAME = encode_text(1, "n"), encode_text(2, "u"), encode_text(3, "c")
+def test_malformed_messages_are_refused(data: bytes) -> None:
+    for read_message in (decode_claims, decode_registration_status):
+        with pytest.raises(DocumentError):
+            read_message(data)
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("fields", "why"),
     [
-        (encode_integer(1, 1), "field 1 is an integer"),
-        (fields(encode_integer(1, 1), UID, NAME), "field 1 is an integer"),
-        (fields(NAMESPACE, encode_message(2, b"\xff"), NAME), "field 2 is not UTF-8"),
-        (fields(b"", UID, NAME), "no namespace, uid or name"),
-        (fields(NAMESPACE, b"", NAME), "no namespace, uid or name"),
-        (fields(NAMESPACE, UID, encode_message(3, b"")), "no namespace, uid or name"),
+        (b"\x08\x01" + b"\x12\x01u" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x12\x01\xff" + b"\x1a\x01c", "."),
+        (b"\x12\x01u" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x12\x01u" + b"\x1a\x00", "no namespace, uid or name"),
     ],
+    ids=("an integer for a text", "not UTF-8", "no namespace", "no uid", "empty name"),
 )
-def test_claims_of_the_wrong_form_are_refused(data: bytes, why: str) -> None:
-    """An integer for a claim or a namespace, a uid that is not UTF-8, and missing or empty texts."""
-    assert decode_claims(fields(NAMESPACE, UID, NAME)) == (ClaimReference("n", "c", "u"),)
+def test_claims_of_the_wrong_form_are_refused(fields: bytes, why: str) -> None:
+    good = b"\x0a\x01n" + b"\x12\x01u" + b"\x1a\x01c"
+    assert decode_claims(b"\x0a" + bytes([len(good)]) + good) == (ClaimReference("n", "c", "u"),)
     with pytest.raises(DocumentError, match=why):
-        decode_claims(data)
+        decode_claims(b"\x0a" + bytes([len(fields)]) + fields)
+
+
+def test_texts_that_are_not_unicode_are_sent_with_a_question_mark() -> None:
+    """The name of a file or a text in JSON may have a surrogate, and must not fail the other claims of the pod."""
+    device = PreparedDevice(("gpu\udc80",), "node", "gpu-0", ("a/b=\udc80",))
+    found = read("NodePrepareResourcesResponse", encode_prepared({"u": (device,), "v": "/a\udc80"})).claims
+    assert (list(found["u"].devices[0].request_names), found["v"].error) == (["gpu?"], "/a?")
+    unprepared = read("NodeUnprepareResourcesResponse", encode_unprepared({"u": "/a\udc80"}))
+    assert unprepared.claims["u"].error == "/a?"
 
 
 def test_a_request_with_too_many_claims_is_refused() -> None:
     claim = {"namespace": "n", "name": "c", "uid": "u"}
     with pytest.raises(DocumentError, match="2000 claims"):
         decode_claims(make("NodePrepareResourcesRequest", claims=[claim] * 2000))
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("protoc") is None, reason="needs protoc: Debian's protobuf-compiler")
+def test_the_generated_module_is_that_of_the_proto_file(tmp_path: Path) -> None:
+    """`make proto` writes it. Other releases of protoc than 3.21 write modules that Debian's runtime refuses."""
+    proto = "agent/dra/kubelet.proto"
+    version = subprocess.run(("protoc", "--version"), capture_output=True, text=True, check=True).stdout
+    assert version.startswith("libprotoc 3.21.")
+    argv = ("protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", proto)
+    subprocess.run(argv, cwd=REPOSITORY, check=True)
+    for suffix in ("_pb2.py", "_pb2.pyi"):
+        name = proto.replace(".proto", suffix)
+        assert (tmp_path / name).read_text() == (REPOSITORY / name).read_text(), "run `make proto`"
