@@ -6,7 +6,6 @@ import stat
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,19 +135,19 @@ def test_there_are_many_forms() -> None:
     assert len({each["text"] for each in FORMS}) == len(FORMS) >= 120
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["text"][:40].encode("unicode_escape").decode())
 @pytest.mark.parametrize("frame", ["{}", "before\n{}\nafter", "2026-11-23T04:00:00Z host unit[1]: {}"])
-def test_every_form_of_a_secret_is_removed(form: dict[str, Any], frame: str) -> None:
+def test_every_form_of_a_secret_is_removed(frame: str) -> None:
     """The secrets are made up. Lines around them stay."""
-    found = redacted(frame.replace("{}", form["text"]))
-    assert [each for each in form["secrets"] if each in found] == []
-    assert frame.startswith("{}") or found.startswith(frame[:6])
-    assert not frame.endswith("after") or found.endswith("\nafter")
+    for form in FORMS:
+        found = redacted(frame.replace("{}", form["text"]))
+        assert [each for each in form["secrets"] if each in found] == []
+        assert frame.startswith("{}") or found.startswith(frame[:6]), form
+        assert not frame.endswith("after") or found.endswith("\nafter"), form
 
 
-@pytest.mark.parametrize("line", (DATA / "readable.txt").read_text().splitlines())
-def test_what_helps_stays_readable(line: str) -> None:
-    assert redacted(line) == line
+def test_what_helps_stays_readable() -> None:
+    lines = (DATA / "readable.txt").read_text().splitlines()
+    assert [redacted(line) for line in lines] == lines
 
 
 def test_a_key_that_was_cut_off_is_removed_too() -> None:

@@ -61,10 +61,12 @@ def fix(
     return diagnose(machine, around).findings[0].fix
 
 
-@pytest.mark.parametrize(("kind", "reason"), documented(), ids=lambda each: str(each))
-def test_every_documented_fault_has_a_remedy(kind: ConditionType, reason: str) -> None:
-    special = [each for vendor in HOST_VENDORS for each in vendor.remedies(kind, reason, NVIDIA[0], frozenset())]
-    assert remedy(kind, reason) or special
+def test_every_documented_fault_has_a_remedy() -> None:
+    def has_one(kind: ConditionType, reason: str) -> bool:
+        special = (vendor.remedies(kind, reason, NVIDIA[0], frozenset()) for vendor in HOST_VENDORS)
+        return bool(remedy(kind, reason)) or any(special)
+
+    assert [each for each in documented() if not has_one(*each)] == []
 
 
 def test_remedies_belong_to_documented_reasons() -> None:
