@@ -47,6 +47,7 @@ class ApiClient:
         self._credentials = credentials
         self._lock = threading.Lock()
         self._idle: list[tuple[float, Session, _Connection]] = []
+        self._closed = False
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
         """Return the object or list. Raises ApiError, or AgentError if the credentials are unusable."""
@@ -107,8 +108,9 @@ class ApiClient:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections. From now on, a request closes its own: threads may still wait for answers."""
         with self._lock:
+            self._closed = True
             while self._idle:
                 self._idle.pop()[2].close()
 
@@ -125,7 +127,8 @@ class ApiClient:
 
     def _keep(self, session: Session, connection: "_Connection", response: http.client.HTTPResponse) -> None:
         with self._lock:
-            if response.isclosed() and not response.will_close and len(self._idle) < IDLE_CONNECTIONS:
+            reusable = response.isclosed() and not response.will_close and not self._closed
+            if reusable and len(self._idle) < IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), session, connection))
             else:
                 connection.close()
@@ -175,6 +178,8 @@ class _Connection(http.client.HTTPSConnection):
         kubeconfig = session.kubeconfig
         super().__init__(kubeconfig.host, kubeconfig.port, context=session.context)
         self._session, self._deadline = session, _Deadline()
+        self._response: http.client.HTTPResponse | None = None
+        """The last answer. It keeps the socket open until it is closed itself."""
 
     def set_deadline(self, deadline: float) -> None:
         """Set when the current request or watch must have ended, by time.monotonic()."""
@@ -198,6 +203,16 @@ class _Connection(http.client.HTTPSConnection):
         except BaseException:
             plain.close()
             raise
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        self._response = super().getresponse()
+        return self._response
+
+    def close(self) -> None:
+        super().close()
+        # http.client gives up an answer with `Connection: close` to whoever reads it.
+        if self._response is not None:
+            self._response.close()
 
     def _connected(self) -> socket.socket:
         """Return a TCP connection to one of the server's addresses. Raises OSError."""

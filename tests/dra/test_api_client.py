@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import socket
@@ -57,6 +58,37 @@ def test_threads_share_the_client(api: ApiServer, client: ApiClient) -> None:
     for each in threads:
         each.join()
     assert failed == []
+
+
+def connections(api: ApiServer) -> list[ssl.SSLSocket]:
+    """Return this process's open connections to the server."""
+    found = []
+    for each in gc.get_objects():
+        if isinstance(each, ssl.SSLSocket) and not each.server_side and each.fileno() >= 0:
+            # Connections of earlier tests may be ending.
+            with contextlib.suppress(OSError):
+                found += [each] if each.getpeername()[1] == api.port else []
+    return found
+
+
+def test_an_answer_after_the_end_leaves_no_connection_open(api: ApiServer, joined: DraMachine) -> None:
+    """The service does not wait for all threads that ask before it closes their client."""
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+    asked, closed = threading.Event(), threading.Event()
+
+    def answer(*_: str) -> None:
+        asked.set()
+        closed.wait(20)
+
+    api.answer = answer
+    thread = threading.Thread(target=client.get, args=(HERE,))
+    thread.start()
+    assert asked.wait(20)
+    client.close()
+    closed.set()
+    thread.join()
+    assert len(api.requests) == 1
+    assert not connections(api)
 
 
 def test_another_certificate_authority_is_not_trusted(api: ApiServer, joined: DraMachine, tmp_path: Path) -> None:
@@ -296,6 +328,21 @@ def test_an_idle_watch_goes_on(
     assert next(events)["object"]["metadata"]["uid"] == "uid-2"
     timer.join()
     events.close()
+
+
+@pytest.mark.parametrize("announces_close", [False, True])
+def test_a_failed_watch_leaves_no_connection_open(api: ApiServer, client: ApiClient, announces_close: bool) -> None:
+    """Whoever keeps the error keeps the answer, too, which http.client does not close after `Connection: close`."""
+    api.announces_close = announces_close
+    with api.changed:
+        api.events.append((1500, NODES, {"type": "ERROR", "object": {"code": 500, "message": "no"}}))
+    events = client.watch(NODES, "1499")
+    assert next(events) == {}
+    assert connections(api)
+    with pytest.raises(ApiError) as caught:
+        next(events)
+    assert caught.value.__traceback__
+    assert not connections(api)
 
 
 def test_a_watch_ends_with_the_server(api: ApiServer, client: ApiClient) -> None:
