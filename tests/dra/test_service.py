@@ -237,6 +237,40 @@ def test_only_the_kubelet_may_call_also_after_it_was_started_again(api: ApiServe
         joined.stop()
 
 
+def test_a_process_that_is_gone_at_the_second_look_may_not_call(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look and the pidfd, another process can have got the id of a kubelet that had just ended."""
+    kubeconfig, followed = joined.read(KUBECONFIG).decode(), threading.Event()
+    pidfd_open = os.pidfd_open
+
+    def ends_meanwhile(process: int, flags: int = 0) -> int:
+        found = pidfd_open(process, flags)
+        if process == os.getpid():
+            joined.drop_process(process)
+            followed.set()
+        return found
+
+    # Not in the tree, whose path is too long for grpcio.
+    with tempfile.TemporaryDirectory() as directory, subprocess.Popen(["sleep", "1000"]) as kubelet:
+        Path(joined.kubelet).symlink_to(directory)
+        joined.drop_process(os.getpid())
+        joined.run_kubelet(kubeconfig, kubelet.pid)
+        joined.start()
+        path = f"{directory}/plugins_registry/gpu.unbounded-agent.io-reg.sock"
+        until("it serves", lambda: os.path.exists(path))
+        monkeypatch.setattr(os, "pidfd_open", ends_meanwhile)
+        kubelet.kill()
+        kubelet.wait()
+        joined.drop_process(kubelet.pid)
+        joined.run_kubelet(kubeconfig)
+        until("the other process is followed", followed.is_set)
+        time.sleep(0.3)
+        with grpc.insecure_channel(f"unix:{path}") as channel, pytest.raises(grpc.RpcError):
+            channel.unary_unary("/pluginregistration.Registration/GetInfo")(b"", timeout=SECONDS)
+        joined.stop()
+
+
 def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:
     """Only another process sees the kubelet's new directory if the one that the unit's sandbox has is removed."""
     directory = Path(running.kubelet, "plugins_registry")

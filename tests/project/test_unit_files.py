@@ -178,6 +178,9 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     (tmp_path / "etc/group").write_text("root:x:0:\n")
     mark = tmp_path / paths.start_began_mark("gpu-node")[1:]
     mark.mkdir(parents=True)
+    machines = tmp_path / paths.MACHINE_ROOTS[1:]
+    machines.mkdir(parents=True)
+    machines.chmod(0o755)
     argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     if "Operation not permitted" in finished.stderr:
@@ -188,11 +191,20 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
         assert (tmp_path / path[1:]).is_dir(), f"ReadWritePaths={path}: the service would not start"
     for path in (paths.HOST_NVIDIA, paths.MANIFESTS, paths.MACHINES_STATE, paths.RUNTIME, paths.MACHINES_RUNTIME):
         assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o755
-    assert (tmp_path / paths.STAGING[1:]).stat().st_mode & 0o7777 == 0o700
+    for path in (paths.STAGING, paths.MACHINE_ROOTS):
+        assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o700
     # As systemd-tmpfiles-setup.service does at each boot. `systemctl soft-reboot` keeps /run.
     subprocess.run([*argv, "--remove", "--boot"], check=True, capture_output=True, timeout=600)
     assert not mark.exists()
     assert mark.parent.exists()
+
+
+def test_prepare_closes_the_directory_of_root_file_systems_outside_its_sandbox() -> None:
+    """A file system may have been mounted there since the boot, with a top directory that is open to all users."""
+    found = settings(PREPARE, "Service")
+    assert paths.MACHINE_ROOTS not in found["ReadWritePaths"].split(), "in the sandbox it is read-only"
+    assert found["ExecStartPre"] == "-+/usr/bin/systemd-tmpfiles --create unbounded-agent.conf"
+    assert f"\nz {paths.MACHINE_ROOTS} 0700 root root -\n" in TMPFILES.read_text()
 
 
 def test_everything_that_the_agent_writes_is_writable() -> None:
@@ -343,6 +355,13 @@ def test_dra_runs_only_if_the_host_publishes_states_of_gpus() -> None:
     assert f"/var/lib/{service['StateDirectory']}" == paths.DRA_STATE
     assert f"/run/{service['RuntimeDirectory']}" == paths.MACHINE_STATE
     assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
+
+
+def test_dra_sees_a_new_host_name() -> None:
+    """It may be the Node's name. With ProtectHostname=, the service would keep the name that it started with."""
+    service = settings(DRA, "Service")
+    assert service["Restart"] == "always", "it runs on while the name changes"
+    assert not {"ProtectHostname", "ProtectHostnameEx"} & set(service)
 
 
 def test_dra_is_back_before_the_kubelet_deletes_its_slices() -> None:

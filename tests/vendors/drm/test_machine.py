@@ -401,6 +401,23 @@ def test_a_machine_without_a_main_file_gets_one(machine: Machine) -> None:
     ]
 
 
+def test_defaults_of_a_containerd_without_a_main_file_do_not_count(machine: Machine) -> None:
+    """It prints its defaults then. containerd 2 has CDI on in them."""
+    defaults = b'version = 3\n[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\n'
+    defaults += b'cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
+
+    def prints_defaults(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and not machine.exists(argv[2]):
+            return Completed(0, defaults, b"")
+        return machine_root.containerd(machine, argv, "v2.1.9")
+
+    machine.program("containerd", prints_defaults)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.exists("/etc/containerd/config.toml")
+    assert machine.exists("/etc/containerd/conf.d/99-cdi.toml")
+
+
 def test_a_drop_in_that_moves_leaves_its_former_place(machine: Machine) -> None:
     """CDI is on because of the former drop-in, so that says nothing about whether the new one is needed."""
     place = "/etc/cri/conf.d/20-cdi.part"
