@@ -21,6 +21,7 @@ from agent.cli.allocation_steps import (
 from agent.cli.kube import DIRECTORY, SUFFIX
 from agent.cli.lifecycle import recorded_node
 from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
@@ -37,6 +38,11 @@ KUBECTL_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 CLASS = "device-class-"
 """Each manifest with a DeviceClass has a name that begins with this prefix and ends in the vendor's name."""
+
+
+def run_allocation(options: argparse.Namespace) -> int:
+    """Run `kube allocation` with these options."""
+    return allocation(options, reconciler_for(options))
 
 
 def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:

@@ -1,10 +1,12 @@
 """`unbounded-agent apply`: makes one pass, starts stopped machines, and waits for their reports."""
 
+import argparse
 import time
 from contextlib import ExitStack
 
 from agent.cli.output import print_machines, report_problems, started_and_stopped
 from agent.cli.printing import progress, report_failures
+from agent.cli.wiring import reconciler_for
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import COMMAND_WAIT, machine_locks
@@ -15,6 +17,11 @@ ANSWER_LIMIT = 180.0
 """Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
 PROGRESS_INTERVAL = 15.0
 """Seconds between two progress messages."""
+
+
+def run_apply(options: argparse.Namespace) -> int:
+    """Run `apply` with these options."""
+    return apply(reconciler_for(options))
 
 
 def apply(reconciler: Reconciler) -> int:

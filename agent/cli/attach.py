@@ -1,8 +1,11 @@
 """`unbounded-agent gpus attach`: gives a detached GPU back, and lets machines open a GPU again that was repaired."""
 
-from agent.cli.detach import Ending, Removal, Timing, has_reported
+import argparse
+
+from agent.cli.detach import Ending, Removal, Timing, has_reported, print_ending
 from agent.cli.granted_gpus import granted_to
 from agent.cli.holders import find_gpu
+from agent.cli.wiring import reconciler_for
 from agent.host.apply.steps import perform
 from agent.host.observe.machine_report import Report, read_report
 from agent.host.outcome import MachineOutcome
@@ -17,6 +20,11 @@ from agent.model.reasons import Reason
 
 NOT_REGISTERED = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reason.FABRIC_FAILED)
 """Reasons of FabricReady that rest on what GPUs say. A reset may have changed it."""
+
+
+def run_attach(options: argparse.Namespace) -> int:
+    """Run `gpus attach` with these options."""
+    return print_ending(attach(options.address, reconciler_for(options)))
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:

@@ -1,5 +1,6 @@
 """The commands of `unbounded-agent`: what each does, who may run it, its exit codes, and examples."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 
 STARTED_NOT_READY = "a step failed, the machine or node is not ready, or the node is cordoned"
@@ -249,3 +250,14 @@ KUBE_COMMANDS = {
         {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
     ),
 }
+
+
+def full_name(options: argparse.Namespace) -> str:
+    """Return the command's name, including the subcommand of `gpus` and `kube`."""
+    match options.command:
+        case "gpus":
+            return f"gpus {options.gpus_command or 'list'}"
+        case "kube":
+            return f"kube {options.kube_command}"
+        case command:
+            return str(command)

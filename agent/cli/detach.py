@@ -4,6 +4,7 @@ This command and `attach` make their own passes, whether or not the service runs
 what other processes have open.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Iterable
 
@@ -11,6 +12,8 @@ from msgspec import Struct, field
 
 from agent.cli.granted_gpus import device_numbers, granted_to, may_open
 from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
+from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report, read_report
 from agent.host.outcome import Outcome
@@ -50,6 +53,17 @@ class Ending(Struct, frozen=True):
 
     done: bool
     sentences: tuple[str, ...]
+
+
+def run_detach(options: argparse.Namespace) -> int:
+    """Run `gpus detach` with these options."""
+    return print_ending(detach(options.address, reconciler_for(options)))
+
+
+def print_ending(ending: Ending) -> int:
+    """Print the sentences, and return the exit code."""
+    say(ending.sentences)
+    return 0 if ending.done else 1
 
 
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:

@@ -1,11 +1,11 @@
-"""The entry point of the command: asks the running service to run it, or runs it in this process."""
+"""The entry point of the command: prepares the process, and reports what keeps the output from being written."""
 
+import gc
 import io
 import os
 import sys
 
-from agent.cli import garbage
-from agent.cli.asking import ask_service
+from agent.cli.main import main
 from agent.cli.printing import STDOUT, ignore_broken_pipe, report
 
 
@@ -30,7 +30,6 @@ def run() -> int:
 
 
 def _run() -> int:
-    garbage.for_a_command()
     # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
     # plugins. That is slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
@@ -38,15 +37,9 @@ def _run() -> int:
     # encoding may lack characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        code = ask_service(sys.argv[1:])
-    except KeyboardInterrupt:
-        return 130
-    if code is None:
-        from agent.cli.main import main
-
-        code = main()
-    garbage.at_the_end()
+    code = main()
+    # Otherwise Python would search all objects for garbage three times while it exits. The kernel frees the memory.
+    gc.freeze()
     return code
 
 

@@ -1,8 +1,11 @@
 """`unbounded-agent gpus forget`: acknowledges that GPUs are gone for good."""
 
+import argparse
 from contextlib import suppress
 
 from agent.cli.holders import named
+from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.host.plan.remembered import remembered_files
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import pass_lock
@@ -11,6 +14,12 @@ from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import WAKE
 from agent.model.remembered import Remembered
 from agent.system.damage import write_record
+
+
+def run_forget(options: argparse.Namespace) -> int:
+    """Run `gpus forget` with these options."""
+    say(forget(options.address, reconciler_for(options)))
+    return 0
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""`unbounded-agent gpus`: lists the host's GPUs, with the machines that have them and the pods that use them."""
+"""`unbounded-agent gpus list`: lists the host's GPUs, with the machines that have them and the pods that use them."""
 
+import argparse
 from collections.abc import Iterator
 
-from agent.cli.gpu_table import Entry, Listing, lines
+from agent.cli.gpu_table import Entry, lines
 from agent.cli.holders import gpu_nodes
 from agent.cli.output import report_problems
-from agent.cli.printing import LISTING, hand_over, say
+from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
@@ -22,18 +24,20 @@ ATTRIBUTE_LIMIT = 200
 """At most this many characters of an attribute in sysfs are shown."""
 
 
+def run_gpus_list(options: argparse.Namespace) -> int:
+    """Run `gpus list` with these options."""
+    return list_gpus(reconciler_for(options), for_programs=options.json)
+
+
 def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
     """Print the GPUs as a table, or as JSON. Return 1 if anything about them is unknown."""
     facts, planned, _ = reconciler.preview()
     entries = tuple(_entries(facts, planned, reconciler.system))
-    listing = Listing(entries, tuple(_unseen(facts, planned)), for_programs)
-    # If the service runs this command, it hands the list over to the process that asked. That process finds the GPUs'
-    # users, and prints everything.
-    if not hand_over(LISTING, listing.as_text()):
-        say(lines(listing, reconciler.system))
+    unknown = tuple(_unseen(facts, planned))
+    say(lines(entries, unknown, reconciler.system, for_programs=for_programs))
     if not for_programs:
         report_problems(facts)
-    return 1 if listing.unknown else 0
+    return 1 if unknown else 0
 
 
 def _unseen(facts: Facts, planned: Plan) -> Iterator[str]:
@@ -79,7 +83,6 @@ def _kept(facts: Facts, planned: Plan) -> Iterator[tuple[str, str]]:
 def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...], system: System) -> Entry:
     its_vendor = host_vendor(gpu.vendor)
     version = vendor.driver.module_version if vendor.driver and gpu.driver in its_vendor.drivers else ""
-    nodes = (node for node in gpu_nodes(facts, gpu.pci_address) if node.kind in its_vendor.own_nodes)
     return Entry(
         gpu.pci_address,
         gpu.vendor,
@@ -88,7 +91,7 @@ def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...
         " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
         gpu.model or _attribute(system, gpu, "product_name") or _pci_id(system, gpu),
         gpu.uuid or _attribute(system, gpu, "unique_id"),
-        tuple((node.path, node.number.major, node.number.minor) for node in nodes),
+        tuple(node for node in gpu_nodes(facts, gpu.pci_address) if node.kind in its_vendor.own_nodes),
     )
 
 

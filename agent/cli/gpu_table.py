@@ -1,19 +1,16 @@
 """Adds the GPUs' users to a list of GPUs, and renders the list for people or programs.
 
-A GPU's users are the processes that have it open. The service's sandbox hides these processes. So if the service makes
-the list, the process that asked for the list adds the users. That process must start fast, so this module imports
-little.
+A GPU's users are the processes that have it open.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from agent.cli.documents import document
+from agent.model.facts import DeviceNode
 from agent.system.files import System
 from agent.system.open_files import Held, Holder, find_holders
-from agent.system.process import Completed
 
 HEADINGS = ("ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
 UNKNOWN = "?"
@@ -31,52 +28,31 @@ class Entry(NamedTuple):
     """The kernel driver's name, and its version if that is known."""
     model: str = ""
     uuid: str = ""
-    nodes: Sequence[tuple[str, int, int]] = ()
-    """Path, major and minor number of each of the GPU's own device nodes."""
+    nodes: tuple[DeviceNode, ...] = ()
+    """The GPU's own device nodes."""
 
 
-class Listing(NamedTuple):
-    """The list of GPUs, without their users."""
+def lines(entries: Sequence[Entry], unknown: Sequence[str], system: System, *, for_programs: bool) -> list[str]:
+    """Find the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed.
 
-    entries: Sequence[Entry]
-    unknown: Sequence[str]
-    """Sentences on what is unknown."""
-    for_programs: bool
-
-    def as_text(self) -> str:
-        """Return the list as JSON, for `lines_of` in another process of the same version."""
-        return json.dumps({**self._asdict(), "entries": [each._asdict() for each in self.entries]})
-
-
-def lines_of(text: str) -> list[str]:
-    """Return the lines to print for the text of a list (Listing.as_text). Raises OSError as `lines` does."""
-    content = json.loads(text)
-    entries = [Entry(**each) for each in content.pop("entries")]
-    return lines(Listing(entries, **content), System(_no_program))
-
-
-def _no_program(argv: tuple[str, ...], timeout: float) -> Completed:
-    raise FileNotFoundError(argv[0])
-
-
-def lines(listing: Listing, system: System) -> list[str]:
-    """Find the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed."""
-    wanted = {(major, minor): path for each in listing.entries for path, major, minor in each.nodes}
+    `unknown` has sentences on what is unknown about the GPUs.
+    """
+    wanted = {(node.number.major, node.number.minor): node.path for each in entries for node in each.nodes}
     held = find_holders(system, wanted)
-    users = [(each, list(_users(each, held.holders))) for each in listing.entries]
-    if listing.for_programs:
+    users = [(each, list(_users(each, held.holders))) for each in entries]
+    if for_programs:
         gpus = [_as_object(each, holders, held) for each, holders in users]
-        return [document("gpus", time.time(), {"gpus": gpus, "unknown": listing.unknown})]
+        return [document("gpus", time.time(), {"gpus": gpus, "unknown": unknown})]
     if users:
         rows = list(_table([_row(each, holders, held) for each, holders in users]))
     else:
-        rows = ["no GPU was found" if listing.unknown else "this host has no GPU"]
-    return [*rows, *(f"unknown: {each}" for each in listing.unknown)]
+        rows = ["no GPU was found" if unknown else "this host has no GPU"]
+    return [*rows, *(f"unknown: {each}" for each in unknown)]
 
 
 def _users(entry: Entry, holders: Iterable[Holder]) -> Iterator[Holder]:
     """Yield the processes that have one of the GPU's own nodes open."""
-    paths = {path for path, _, _ in entry.nodes}
+    paths = {node.path for node in entry.nodes}
     return (each for each in holders if paths & set(each.paths))
 
 

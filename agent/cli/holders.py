@@ -1,8 +1,11 @@
 """Lists the processes that use a GPU: `unbounded-agent gpus holders`."""
 
+import argparse
 from collections.abc import Iterable
 from typing import TypeVar
 
+from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
 from agent.model.errors import ConfigError, ObservationError
@@ -16,6 +19,12 @@ T = TypeVar("T", Gpu, RememberedGpu)
 
 UNSEEN_SHOWN = 10
 """At most this many processes that could not be inspected are listed; the others are only counted."""
+
+
+def run_holders(options: argparse.Namespace) -> int:
+    """Run `gpus holders` with these options."""
+    say(holders(options.address, reconciler_for(options)))
+    return 0
 
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS
+from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS, full_name
 from agent.cli.printing import progress
 from agent.config.last_good import last_good_identity
 from agent.config.load import Loaded, load_config, load_or_last_good
@@ -13,7 +13,7 @@ from agent.model.paths import CONFIG_FILE
 from agent.system.dbus import SystemBus
 from agent.system.files import System
 from agent.system.host_runner import host_runner
-from agent.system.process import Completed
+from agent.system.process import Runner
 
 MAKES_PASSES = (
     *("apply", "up", "start", "restart", "reset"),
@@ -27,38 +27,20 @@ WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
 would remove the settings of all machines."""
 
 
-def this_host() -> System:
-    """Return the host that this process runs on."""
-    return System(host_runner, bus=SystemBus(), tool_runner=_run_tool)
-
-
-def _run_tool(argv: tuple[str, ...], timeout: float) -> Completed:
-    # Imported only for commands that download, because the package `sh` is slow to import.
-    from agent.system.tool_runner import tool_runner
-
-    return tool_runner(argv, timeout)
+def this_host(tool_runner: Runner | None = None) -> System:
+    """Return the host that this process runs on. Commands that download need a `tool_runner` (System.run_tool)."""
+    return System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
 
 
 def needs_root(options: argparse.Namespace) -> bool:
     """Return whether only root may run the command."""
-    match _name(options).split():
+    match full_name(options).split():
         case ["gpus", subcommand]:
             return GPU_COMMANDS[subcommand].root
         case ["kube", subcommand]:
             return KUBE_COMMANDS[subcommand].root
         case _:
             return COMMANDS[options.command].root
-
-
-def _name(options: argparse.Namespace) -> str:
-    """Return the command's name, including the subcommand of `gpus` and `kube`."""
-    match options.command:
-        case "gpus":
-            return f"gpus {options.gpus_command or 'list'}"
-        case "kube":
-            return f"kube {options.kube_command}"
-        case command:
-            return str(command)
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:
@@ -77,9 +59,9 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
     if options.command not in UNIT_COMMANDS or not standard:
         before = last_good_identity(system)
         try:
-            config = load_config(system, options.config, save=_name(options) in MAKES_PASSES)
+            config = load_config(system, options.config, save=full_name(options) in MAKES_PASSES)
         except NoMachinesError as error:
-            if _name(options) not in WITHOUT_CONFIGURATION or not standard:
+            if full_name(options) not in WITHOUT_CONFIGURATION or not standard:
                 raise
             progress(str(error))
             config = Config(machines={})

@@ -1,9 +1,11 @@
 """`unbounded-agent kube manifests`: the Kubernetes manifests and Helm values that come with the agent."""
 
+import argparse
 import os
 from collections.abc import Iterator, Sequence
 
 import agent
+from agent.cli.host import this_host
 from agent.cli.printing import say
 from agent.model.errors import ApplyError, ConfigError
 from agent.system.files import System
@@ -11,6 +13,11 @@ from agent.system.files import System
 DIRECTORY = f"{os.path.dirname(agent.__file__)}/manifests"
 """The directory with the manifests: files NAME.yaml, each of which begins with a comment that says what it is."""
 SUFFIX = ".yaml"
+
+
+def run_manifests(options: argparse.Namespace) -> int:
+    """Run `kube manifests` with these options."""
+    return manifests(options.names, options.out, this_host())
 
 
 def manifests(names: Sequence[str], directory: str | None, system: System) -> int:

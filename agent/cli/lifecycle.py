@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
 from agent.cli.waiting import Watch
+from agent.cli.wiring import reconciler_for
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
@@ -22,9 +23,9 @@ ANSWER_LIMIT = 60.0
 """Seconds for one run of kubectl; a drain has DRAIN_LIMIT in addition."""
 
 
-def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
+def run_lifecycle(options: argparse.Namespace) -> int:
     """Run one of the three commands, and return its exit code."""
-    name, kubeconfig = options.machine, options.kubeconfig
+    name, kubeconfig, reconciler = options.machine, options.kubeconfig, reconciler_for(options)
     match options.command:
         case "start":
             return start(name, reconciler, kubeconfig)

@@ -1,14 +1,24 @@
 """Loads the drivers of the host's GPUs if `driver.load_modules` is set; run by unbounded-agent-modules.service."""
 
+import argparse
 from collections.abc import Callable
 
+from agent.cli.host import load, this_host
+from agent.cli.printing import progress
 from agent.config.settings import Config
 from agent.host.state.detached_gpus import observe_detached
 from agent.host.vendors import LOADERS
 from agent.system.files import System
-from agent.system.sysfs import DeviceSource
+from agent.system.sysfs import DeviceSource, Sysfs
 
 KEY = "driver.load_modules"
+
+
+def run_load_modules(options: argparse.Namespace) -> int:
+    """Run `load-modules` with these options."""
+    system = this_host()
+    load_modules(load(options, system).config, system, Sysfs(system), progress)
+    return 0
 
 
 def load_modules(config: Config, system: System, devices: DeviceSource, report: Callable[[str], None]) -> None:

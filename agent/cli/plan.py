@@ -1,5 +1,6 @@
 """`unbounded-agent plan`: prints what `apply` would do."""
 
+import argparse
 import time
 from collections.abc import Iterator
 
@@ -7,12 +8,18 @@ from agent.cli.differences import difference as file_difference
 from agent.cli.documents import document
 from agent.cli.output import print_no_machines, report_problems
 from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.config.settings import Config
 from agent.host.plan.diff import Difference
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.model.actions import Action
 from agent.model.facts import Absent, Broken, Facts, Unseen
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run `plan` with these options."""
+    return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
 
 
 def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:

@@ -1,13 +1,21 @@
 """`unbounded-agent preflight`: checks what would keep the nodes of the configuration from being made."""
 
+import argparse
 import time
 
 from agent.cli.documents import document
 from agent.cli.printing import report, say
 from agent.cli.up import as_object, chosen, in_words
+from agent.cli.wiring import reconciler_for
 from agent.host.provision.up import Provisioner
 from agent.host.reconcile import Reconciler
 from agent.system.network import HostNetwork
+from agent.system.tool_runner import tool_runner
+
+
+def run_preflight(options: argparse.Namespace) -> int:
+    """Run `preflight` with these options."""
+    return preflight(reconciler_for(options, tool_runner), for_programs=options.json)
 
 
 def preflight(reconciler: Reconciler, *, for_programs: bool) -> int:

@@ -1,8 +1,11 @@
 """Writes a machine's settings before each start, whoever starts it; run by unbounded-agent-prepare@.service."""
 
+import argparse
 import time
 from contextlib import suppress
 
+from agent.cli.printing import report_failures
+from agent.cli.wiring import reconciler_for
 from agent.config.load import load_or_last_good
 from agent.host.outcome import Outcome
 from agent.host.plan.goal import Plan
@@ -31,6 +34,11 @@ WAIT_LIMIT = 360.0
 time limit of the command's unit is a minute longer, so that the command can still make its own last pass."""
 STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    """Run `prepare` with these options."""
+    return report_failures(prepare(options.machine, reconciler_for(options)).failures_of((options.machine,)))
 
 
 def prepare(name: str, reconciler: Reconciler) -> Outcome:

@@ -21,7 +21,7 @@ from agent.model.paths import MACHINES_STATE, PROVISION_LOCK, nspawn_file, unit_
 from agent.system.network import HostNetwork, NetworkSource
 
 
-def reset(options: argparse.Namespace) -> int:
+def run_reset(options: argparse.Namespace) -> int:
     """Remove the node in the machine that `options` names, even if it is no longer configured. Return the exit code."""
     system = this_host()
     try:

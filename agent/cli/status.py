@@ -1,5 +1,6 @@
 """`unbounded-agent status`: prints whether each machine is ready, and why not; can wait until it is, or repeat."""
 
+import argparse
 import os
 import sys
 import time
@@ -10,9 +11,11 @@ from msgspec.structs import replace
 
 from agent.cli.doctor.host import faults_in_brief
 from agent.cli.documents import document
+from agent.cli.host import load
 from agent.cli.output import print_machines, print_tables, report_problems, style
 from agent.cli.printing import report, say
 from agent.cli.summary import causes, summaries
+from agent.cli.wiring import reconciler_for
 from agent.config.settings import Config
 from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.host.reconcile import Reconciler
@@ -48,16 +51,24 @@ class Request(Struct, frozen=True):
     """Seconds between two prints; None to print once."""
 
 
-def status(reconciler: Reconciler, request: Request = Request(), load: Callable[[], Config] | None = None) -> int:
+def run_status(options: argparse.Namespace) -> int:
+    """Run `status` with these options."""
+    form = "json" if options.json else "wide" if options.wide else ""
+    request = Request(options.machine, form, options.check, options.wait, options.watch)
+    reconciler = reconciler_for(options)
+    return status(reconciler, request, lambda: load(options, reconciler.system).config)
+
+
+def status(reconciler: Reconciler, request: Request = Request(), load_again: Callable[[], Config] | None = None) -> int:
     """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine.
 
-    `load` reads the configuration again; None if the configuration cannot change.
+    `load_again` reads the configuration again; None if the configuration cannot change.
     """
     if request.machine and request.machine not in reconciler.config.machines:
         known = ", ".join(reconciler.config.machines) or "none"
         raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
     if request.watch is not None:
-        return _watch(reconciler, request, request.watch, load or (lambda: reconciler.config))
+        return _watch(reconciler, request, request.watch, load_again or (lambda: reconciler.config))
     if request.wait is not None:
         facts, machines = _wait(reconciler, request, request.wait)
     else:
@@ -127,7 +138,7 @@ def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Fac
         time.sleep(POLL)
 
 
-def _watch(reconciler: Reconciler, request: Request, interval: float, load: Callable[[], Config]) -> int:
+def _watch(reconciler: Reconciler, request: Request, interval: float, load_again: Callable[[], Config]) -> int:
     """Print again and again until interrupted. On a terminal, clear it before each print.
 
     If standard output is not a terminal, print only after a change. While the configuration is invalid, show why, and
@@ -139,7 +150,7 @@ def _watch(reconciler: Reconciler, request: Request, interval: float, load: Call
         current: Sequence[object]
         rejected: list[str] = []
         try:
-            reconciler.config = load()
+            reconciler.config = load_again()
         except (ConfigError, ImportError) as error:
             # ImportError: the agent is being upgraded.
             rejected = [str(error)]

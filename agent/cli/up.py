@@ -1,5 +1,6 @@
 """`unbounded-agent up`: makes the Kubernetes nodes of the configuration, and waits until they have joined."""
 
+import argparse
 import time
 from collections.abc import Iterable
 
@@ -7,6 +8,7 @@ from agent.cli.documents import document
 from agent.cli.output import print_machines
 from agent.cli.printing import progress, report, say
 from agent.cli.waiting import Watch, wait_for_servers
+from agent.cli.wiring import reconciler_for
 from agent.host.observe.units import observe_units
 from agent.host.outcome import Outcome
 from agent.host.provision.preflight import Asking, Check
@@ -19,6 +21,7 @@ from agent.model.text import printable
 from agent.system.files import System
 from agent.system.https import ask
 from agent.system.network import HostNetwork, NetworkSource
+from agent.system.tool_runner import tool_runner
 
 SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = PASS_WAIT + 60.0
@@ -116,6 +119,12 @@ def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:
     if not nodes:
         raise ConfigError("no machine has node settings", "add a table [machines.NAME.node] (docs/bootstrap.md)")
     return (name,) if name else nodes
+
+
+def run_up(options: argparse.Namespace) -> int:
+    """Run `up` with these options."""
+    reconciler = reconciler_for(options, tool_runner)
+    return up(reconciler, options.machine, rebuild=options.rebuild, for_programs=options.json)
 
 
 def up(

@@ -11,6 +11,7 @@ from agent.host.observe.memory import Memory
 from agent.host.reconcile import Reconciler
 from agent.host.state.file_ages import read_ages
 from agent.system.files import System
+from agent.system.process import Runner
 from agent.system.sysfs import Sysfs
 
 
@@ -23,7 +24,7 @@ def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None
     return reconciler
 
 
-def reconciler_for(options: argparse.Namespace) -> Reconciler:
-    """Return the reconciler for a command. Raises the same errors as agent.cli.host.load."""
-    system = this_host()
+def reconciler_for(options: argparse.Namespace, tool_runner: Runner | None = None) -> Reconciler:
+    """Return the reconciler for a command. `tool_runner` is as in this_host. Raises the same errors as `load`."""
+    system = this_host(tool_runner)
     return make_reconciler(load(options, system), system)

@@ -6,7 +6,7 @@ from agent.config.document import Document, read_document
 from agent.config.last_good import known_settings, last_good_document, last_good_identity, save_last_good
 from agent.config.settings import Config
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, ConfigError, NoMachinesError
+from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE
 from agent.system.files import System
 
@@ -37,14 +37,6 @@ def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) 
     if standard and save:
         save_last_good(document.content, config, system)
     return config
-
-
-def validated(system: System) -> bool:
-    """Return whether the configuration's settings are known, which saves validating its files again."""
-    try:
-        return known_settings(read_document(system, CONFIG_FILE).content, system) is not None
-    except AgentError:
-        return False
 
 
 def load_or_last_good(system: System) -> Loaded:

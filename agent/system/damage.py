@@ -8,8 +8,6 @@ from agent.model.device import FileIdentity
 from agent.system.files import System
 
 _counts: Counter[str] = Counter()
-_encounters: Counter[str] = Counter()
-"""How often damaged files were read, by path."""
 _known: dict[str, FileIdentity | None] = {}
 """The damaged files that were counted already: by path, the identity that the file had then; None if it was unknown.
 Some of these files stay until the agent writes new ones."""
@@ -25,7 +23,6 @@ def count(path: str, system: System) -> bool:
         identity = system.identity(path, follow=False)
     except OSError:
         identity = None
-    _encounters[place] += 1
     if place in _known and _known[place] == identity:
         return False
     _known[place] = identity
@@ -42,11 +39,6 @@ def discard(path: str, why: str, system: System) -> None:
 def discarded() -> Mapping[str, int]:
     """Return how many files were discarded since this process started, by file name."""
     return dict(_counts)
-
-
-def encounters() -> int:
-    """Return how often this process has read damaged files. A file that is read several times counts each time."""
-    return _encounters.total()
 
 
 def write_record(system: System, path: str, content: bytes, mode: int = 0o644) -> None:

@@ -1,12 +1,11 @@
 """`gpus`: what is known about each GPU, and what is not."""
 
-import argparse
 import json
 import os
 
 import pytest
 
-from agent.cli.gpus import gpus
+from agent.cli.gpu_list import list_gpus
 from agent.cli.main import main
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
@@ -31,14 +30,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
 
 
 def listed(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[list[str]]:
-    options = argparse.Namespace(gpus_command=None, json=False)
-    assert gpus(options, agent) == code
+    assert list_gpus(agent, for_programs=False) == code
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def document(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, object]]:
-    options = argparse.Namespace(gpus_command="list", json=True)
-    assert gpus(options, agent) == code
+    assert list_gpus(agent, for_programs=True) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["command"]) == (1, "gpus")
     return {each["address"]: each for each in found["gpus"]}
@@ -173,7 +170,7 @@ def test_commands_that_change_something_need_a_configuration(
     gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """A pass without machines would remove the settings of all machines that have stopped."""
-    monkeypatch.setattr("agent.cli.wiring.this_host", lambda: gpu_host)
+    monkeypatch.setattr("agent.cli.wiring.this_host", lambda *_: gpu_host)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert main(["gpus", command, FIRST]) == 2
     assert "no such file" in capsys.readouterr().err
@@ -187,7 +184,7 @@ def test_no_configuration_is_needed(
     gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
     answer_of_libcuda(gpu_host, "12040\n")
     for module in ("host", "wiring"):
-        monkeypatch.setattr(f"agent.cli.{module}.this_host", lambda: gpu_host)
+        monkeypatch.setattr(f"agent.cli.{module}.this_host", lambda *_: gpu_host)
     monkeypatch.setattr("agent.cli.wiring.Sysfs", lambda system: system)
     assert main([command]) == (0 if command == "gpus" else 1)
     printed = capsys.readouterr()

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import msgspec  # noqa: F401
 import pytest
-import typing_extensions
 
-from agent.cli.main import main
+from agent.cli.commands import COMMANDS as HELP
+from agent.cli.commands import GPU_COMMANDS, KUBE_COMMANDS
+from agent.cli.main import FUNCTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = "loaded:"
@@ -24,10 +25,19 @@ SERVICE = {"agent.host.daemon", "prometheus_client", "http", "inotify_simple"}
 """What only `run` needs."""
 TOOLS = {"sh", "asyncio", "agent.system.tool_runner"}
 """What only `up` needs, when it downloads."""
-COMMANDS = {
-    *(f"agent.cli.{name}" for name in ("plan", "status", "doctor", "apply", "prepare", "load_modules", "service")),
-    *(f"agent.cli.{name}" for name in ("gpus", "detach", "forget", "holders")),
-}
+COMMANDS = {module for module, _ in FUNCTIONS.values()}
+"""The modules of commands."""
+
+
+def test_every_command_has_its_function() -> None:
+    names = {
+        *(HELP.keys() - {"gpus", "kube", "version"}),
+        *(f"gpus {name}" for name in GPU_COMMANDS),
+        *(f"kube {name}" for name in KUBE_COMMANDS),
+    }
+    assert FUNCTIONS.keys() == names
+    for module, function in FUNCTIONS.values():
+        assert callable(getattr(import_module(module), function))
 
 
 def loaded(*arguments: str) -> set[str]:
@@ -59,12 +69,13 @@ def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> Non
     ("arguments", "own"),
     [
         (["plan"], {"plan"}),
-        # It names faults of the host as `doctor` does.
-        (["status"], {"doctor", "status"}),
-        (["doctor"], {"doctor", "status"}),
+        (["status"], {"status"}),
+        # Its archive has the output of `status`.
+        (["doctor"], {"doctor.command", "status"}),
         (["apply"], {"apply"}),
         (["prepare", "a"], {"prepare"}),
-        (["gpus", "holders"], {"gpus", "detach", "holders", "forget"}),
+        (["gpus"], {"gpu_list", "holders"}),
+        (["gpus", "holders"], {"holders"}),
     ],
 )
 def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str], own: set[str]) -> None:
@@ -72,58 +83,15 @@ def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str]
     names = loaded("--config", str(tmp_path / "config.toml"), *arguments)
     assert names & COMMANDS == {f"agent.cli.{name}" for name in own}
     assert "agent.host.reconcile" in names
-    slow = {"pydantic", "typing_extensions", "inspect", "dataclasses", "hashlib", "ssl", "logging", "traceback"}
+    slow = {"pydantic", "dataclasses", "ssl", "logging", "traceback"}
     assert names & (SERVICE | TOOLS | slow) == set()
 
 
-SERVICE_CHILD = """
-from agent.cli.libraries import load_msgspec, load_prometheus_client
-load_msgspec()
-load_prometheus_client()
-import agent.cli.service, agent.cli.wiring
-"""
-
-
 @pytest.mark.processes
-def test_the_service_loads_no_tools_and_no_openssl() -> None:
-    names = loaded_by(SERVICE_CHILD)
+def test_the_service_loads_no_tools_and_no_validator() -> None:
+    names = loaded_by("import agent.cli.service")
     assert names > {"agent.host.daemon.loop", "prometheus_client", "http.server"}
-    assert names & (TOOLS | {"pydantic", "ssl", "_ssl", "_hashlib"}) == set()
-
-
-@pytest.mark.processes
-def test_a_python_without_its_own_digests_uses_openssls() -> None:
-    """Fedora and RHEL build theirs so (--with-builtin-hashlib-hashes=blake2)."""
-    missing = ("_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3")
-    code = f"""
-sys.modules.update(dict.fromkeys({missing}))
-{SERVICE_CHILD}
-import hashlib, random
-assert hashlib.sha256().name == "sha256"
-"""
-    names = loaded_by(code)
-    assert names > {"agent.host.daemon.loop", "prometheus_client", "_hashlib"}
-    assert names & {"ssl", "_ssl"} == set()
-
-
-@pytest.mark.processes
-def test_openssl_can_still_be_loaded_later() -> None:
-    """What prometheus_client and the standard library keep in place of it finds the real one."""
-    code = f"""{SERVICE_CHILD}
-import http.client, prometheus_client.exposition, urllib.request
-connection = http.client.HTTPSConnection("localhost")
-assert prometheus_client.exposition.ssl.create_default_context().check_hostname
-import ssl
-assert isinstance(connection._context, ssl.SSLContext)
-"""
-    assert loaded_by(code) > {"ssl", "_ssl"}
-
-
-def test_a_command_takes_no_module_from_a_process_that_has_it(tmp_path: Path) -> None:
-    """Only msgspec is loaded without typing_extensions. Tests run commands in their own process."""
-    assert "msgspec" in sys.modules
-    assert main(["--config", str(tmp_path / "config.toml"), "plan"]) == 2
-    assert sys.modules["typing_extensions"] is typing_extensions
+    assert names & (TOOLS | {"pydantic"}) == set()
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
 """`unbounded-agent doctor`: lists the faults of host, machines and cluster, with evidence and commands to fix them."""
 
+import argparse
 import os
 import time
 
@@ -12,11 +13,18 @@ from agent.cli.doctor.words import ClusterDiagnosis, Report, as_object, in_words
 from agent.cli.documents import document
 from agent.cli.output import style
 from agent.cli.printing import say
+from agent.cli.wiring import reconciler_for
 from agent.host.observe.joined import observe_joined
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType
 from agent.model.handoff import DRA
 from agent.model.reasons import Reason
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Run `doctor` with these options."""
+    reconciler = reconciler_for(options)
+    return doctor(reconciler, for_programs=options.json, kubeconfig=options.kubeconfig, bundle=options.bundle)
 
 
 def doctor(

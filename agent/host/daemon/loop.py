@@ -21,7 +21,6 @@ from agent.host.daemon.http.endpoint import Endpoint
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import Metrics, unseen
 from agent.host.daemon.http.publisher import Publisher
-from agent.host.daemon.http.server import Page
 from agent.host.daemon.http.view import PASSES, Pass, View
 from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
 from agent.host.daemon.signals import PassInterruptedError, Signals
@@ -276,11 +275,10 @@ def run(
     make: Callable[[Loaded, Progress], Passes],
     timing: Timing | None = None,
     system: System | None = None,
-    answer: Callable[[str], Page | None] = lambda query: None,
 ) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code. Raises AgentError if it cannot start.
 
-    `make` gets a function that reports progress. `answer` is described at LocalServer.
+    `make` gets a function that reports progress.
     """
     faulthandler.enable()  # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     log_to(sys.stderr)
@@ -290,7 +288,7 @@ def run(
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
-        local = LocalServer(system.full_path(RUNTIME), STATUSZ_SOCKET, answer)
+        local = LocalServer(system.full_path(RUNTIME), STATUSZ_SOCKET)
         daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
         signals = Signals(notifier, timing.grace)
         try:

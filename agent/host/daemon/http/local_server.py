@@ -1,27 +1,20 @@
-"""Serves /statusz and answers commands, on a Unix socket for root on this host."""
+"""Serves /statusz on a Unix socket for root on this host."""
 
 import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
 
-from agent.host.daemon.http.server import NO_THREAD_ADVICE, Limits, Page, Server
+from agent.host.daemon.http.server import NO_THREAD_ADVICE, Limits, Server
 from agent.model.errors import AgentError
-from agent.model.paths import COMMAND_PAGE
 from agent.system import opening
 
 
 class LocalServer(Server):
     """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
 
-    def __init__(self, directory: str, name: str, answer: Callable[[str], Page | None] = lambda query: None) -> None:
-        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created.
-
-        `answer` gets a command, which is the query of a request for COMMAND_PAGE. It returns the answer, or None if the
-        command is unknown. It is called in the request's thread.
-        """
-        self._make_answer = answer
+    def __init__(self, directory: str, name: str) -> None:
+        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
         try:
             descriptor = opening.open_probe(directory)
             try:
@@ -38,10 +31,6 @@ class LocalServer(Server):
                 f"{directory}/{name}: cannot listen: {error.strerror}",
                 NO_THREAD_ADVICE if error.errno == errno.EAGAIN else writable,
             ) from error
-
-    def custom_page(self, path: str, query: str) -> Page | None:
-        """Return the answer to a command; None for other paths."""
-        return self._make_answer(query) if path == COMMAND_PAGE else None
 
     def server_bind(self) -> None:
         """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""

@@ -117,9 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
         verbose = "verbose" in url.query.split("&")
-        page = self.server.custom_page(url.path, url.query) or self.server.site.page(
-            url.path, verbose, openmetrics, time.monotonic()
-        )
+        page = self.server.site.page(url.path, verbose, openmetrics, time.monotonic())
         if page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -236,10 +234,6 @@ class Server(ThreadingMixIn, TCPServer):
     def port(self) -> int:
         """The port in use. The kernel chooses it if the address has port 0."""
         return int(self.server_address[1])
-
-    def custom_page(self, path: str, query: str) -> Page | None:
-        """Return a page that is made for this request; None to serve a prepared page."""
-        return None
 
     def get_request(self) -> tuple[socket.socket, object]:
         try:
