@@ -185,7 +185,7 @@ def host_parts(simulated_host: SimulatedHost) -> dict[str, str]:
 
 @pytest.fixture
 def record_host(host_parts: dict[str, str], record_property: Callable[[str, object], None]) -> None:
-    """Record the host's versions in the test's result, from which docs/tested-with.md is made."""
+    """Record the host's versions in the test's result, from which docs/compatibility.md is made."""
     for part, version in host_parts.items():
         record_property(part, version)
 

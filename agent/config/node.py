@@ -120,7 +120,7 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
     releases, for `crictl` and the CNI plugins."""
     bundle: AbsolutePath | Literal[""] = ""
     """A directory on the host that contains the same files under their base names. It is used instead of the mirrors,
-    for hosts without a network (docs/air-gap.md#a-node-from-files)."""
+    for hosts without a network (docs/fleet.md#a-node-from-files)."""
     sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
     `crictl` and `cni_plugins`. Only files with a digest are fetched."""
@@ -144,7 +144,7 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
     `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
     versions are those at the node's registration: after that, only GPU Feature Discovery or an administrator changes
-    them (docs/autoscaling.md#the-node)."""
+    them (docs/bootstrap.md#startup-taint)."""
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
     startup_taint: StartupTaint = ""

@@ -108,26 +108,26 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     """Grant the privilege to change the MIG layout of all GPUs of the host.
 
     MIG (Multi-Instance GPU) splits one GPU into several instances. A machine needs no privilege to use the
-    instances of its own GPUs (docs/hardware/mig.md).
+    instances of its own GPUs (docs/hardware/devices.md#mig).
     """
     mig_monitor: bool = False
     """Grant the privilege to monitor all MIG instances of all GPUs of the host."""
     imex_channels: bool = False
     """Grant the IMEX channels, through which GPUs of several hosts in one NVLink domain share memory
-    (docs/hardware/mig.md#imex-channels)."""
+    (docs/hardware/devices.md#imex-channels)."""
     sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
     """Driver daemons on the host whose sockets the machine, and all its pods with GPUs, get. Each daemon serves the
-    whole host (docs/drivers/files.md#sockets-of-daemons)."""
+    whole host (docs/drivers.md#sockets-of-daemons)."""
     pod_environment: PodEnvironment = {}
     """Environment variables for every container that gets an NVIDIA GPU through the agent's CDI specification, in the
     table `nvidia`, the only one. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
-    (docs/drivers/graphics.md). The variables replace those of the same name in the pod's manifest. They are not
+    (docs/graphics.md). The variables replace those of the same name in the pod's manifest. They are not
     secret: every user of the host can read them."""
     default_runtime: bool = False
     """Make `nvidia` containerd's default runtime. Pods then need no RuntimeClass."""
     containerd_drop_in: Annotated[str, Check(_drop_in)] = ""
     """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
-    `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
+    `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
     """Who offers the machine's GPUs to pods: a vendor's device plugin, or with `"dra"` the node itself, by Kubernetes'
     Dynamic Resource Allocation (docs/dra.md). To move a running node, use `kube allocation`."""
@@ -147,19 +147,19 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     (docs/kubernetes.md#validation-markers)."""
     devices: DeviceClasses = []
     """Devices of the host other than GPUs. Each name stands for a set of device nodes
-    (docs/hardware/other-devices.md)."""
+    (docs/hardware/devices.md#other-devices)."""
     extra_devices: ExtraDevices = []
     """Other character devices, each by its path, such as `[{ path = "/dev/fuse", mode = "rw" }]`
-    (docs/hardware/other-devices.md)."""
+    (docs/hardware/devices.md#other-devices)."""
     cdi_modes: CdiModes = []
     """More CDI specifications that `nvidia-ctk` makes for the machine's pods
-    (docs/hardware/other-devices.md#cdi-specifications)."""
+    (docs/hardware/devices.md#cdi-specifications)."""
     cdi_hooks: CdiHooks = []
     """More hooks of NVIDIA's toolkit, which run at the start of each container with a GPU
-    (docs/drivers/prerequisites.md#hooks)."""
+    (docs/drivers.md#hooks)."""
     extra_mounts: ExtraMounts = []
     """Directories and files of the host to mount, such as `[{ source = "/srv/models", target = "/srv/models" }]`. A
-    change takes effect when the machine next starts (docs/hardware/other-devices.md#mounts)."""
+    change takes effect when the machine next starts (docs/hardware/devices.md#mounts)."""
     node: NodeSettings | None = None
     """The Kubernetes node in the machine, if `unbounded-agent up` makes it (docs/bootstrap.md)."""
     nspawn: NspawnSettings = NspawnSettings()
@@ -181,15 +181,15 @@ class MachineSettings(Table, frozen=True, kw_only=True):
 
 class DriverSettings(Table, frozen=True, kw_only=True):
     """NVIDIA's driver on this host. If neither `root` nor `library_directories` is set, the agent searches the places
-    in docs/drivers/roots.md#how-it-is-found."""
+    in docs/drivers.md#where-the-agent-finds-it."""
 
     load_modules: bool = False
     """Load the driver's kernel modules and make its device nodes, if the host has not done so by itself
-    (docs/drivers/prerequisites.md)."""
+    (docs/drivers.md)."""
     root: AbsolutePath | Literal[""] = ""
     """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means that the
     agent searches only the host's own loader cache. Empty means that it searches other places too
-    (docs/drivers/roots.md#how-to-configure-the-place)."""
+    (docs/drivers.md#how-to-configure-the-place)."""
     library_directories: list[AbsolutePath] = []
     """Directories with the driver's libraries, if no loader cache lists them; relative to `root`, if that is set."""
     binary_directories: list[AbsolutePath] = []

@@ -8,9 +8,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
-from agent.cli.parser import BAD_INPUT, make_parser
+from agent.cli.parser import JSON, make_parser
 from tests.project.configuration_reference import linked
 
+IN_THE_USAGE = (argparse.SUPPRESS, JSON, "the machine's name")
+"""Arguments with these texts need no words besides the usage."""
 SUBCOMMANDS: Mapping[str, Mapping[str, Command]] = {"gpus": GPU_COMMANDS, "kube": KUBE_COMMANDS}
 
 
@@ -36,20 +38,22 @@ def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Co
 
 
 def _sections(parser: argparse.ArgumentParser, commands: Mapping[str, Command], level: str) -> Iterator[str]:
+    """Yield a section for each command. Examples are only in the commands' own help, and code 2 once in the page."""
     parsers = _children(parser)
     for name, command in commands.items():
         title = parsers[name].prog.removeprefix("unbounded-agent ")
-        text = textwrap.fill(linked(command.text), 120, break_on_hyphens=False)
-        yield f"\n{level} `{title}`\n\n{text}\n\n"
-        yield f"```\n{_usage(parsers[name])}\n```\n"
-        if rows := list(_arguments(parsers[name])):
-            yield "\n| argument | meaning |\n|---|---|\n" + "".join(rows)
-        yield "\n| exit code | meaning |\n|---|---|\n"
-        for code, meaning in sorted({2: BAD_INPUT, **command.codes}.items()):
-            yield f"| {code} | {meaning} |\n"
-        examples = "\n".join(command.examples)
-        yield f"\n```\n{examples}\n```\n"
+        # The table of all commands says who may run each.
+        text = command.text.removesuffix(f" Run as: {command.user}.")
+        yield f"\n{level} `{title}`\n\n{_filled(linked(text))}\n\n"
+        yield f"```\n{_usage(parsers[name])}\n```\n\n"
+        yield from _arguments(parsers[name])
+        codes = "; ".join(f"{code}: {meaning}" for code, meaning in sorted(command.codes.items()))
+        yield _filled(f"- exit code {codes}", "  ") + "\n"
         yield from _sections(parsers[name], SUBCOMMANDS.get(title, {}), f"{level}#")
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False, subsequent_indent=indent)
 
 
 def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -63,11 +67,11 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield a row for each argument. `--help`, which all commands have, and subcommands are left out."""
+    """Yield an item for each argument. `--help`, which all commands have, `--json` and subcommands are left out."""
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help in IN_THE_USAGE:
             continue
         name = ", ".join(action.option_strings)
         value = str(action.metavar or f"{{{','.join(action.choices or ())}}}") if action.nargs != 0 else ""
         value = f"[={value}]" if name and action.nargs == "?" else f" {value}" if name and value else value
-        yield f"| `{name}{value}` | {linked(action.help or '')} |\n"
+        yield _filled(f"- `{name}{value}`: {linked(action.help or '')}", "  ") + "\n"

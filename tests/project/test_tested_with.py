@@ -1,13 +1,14 @@
-"""docs/tested-with.md has what a complete run showed, and nothing from a run that failed."""
+"""docs/compatibility.md has what a complete run showed, and nothing from a run that failed."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from integration.bed.measure.tested_with import table
+from integration.bed.measure.tested_with import BEGIN, FILES_LIMIT, HEADER, table, with_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs/compatibility.md"
 
 
 def results(tmp_path: Path, *cases: str) -> Path:
@@ -37,6 +38,21 @@ def test_rows_are_parts_with_their_versions(tmp_path: Path) -> None:
         "| containerd | 2.1 | test_runtimes (1) |",
         "| runc | 1.1 | test_pods (1) |",
     ]
+
+
+def test_a_row_of_many_files_has_their_number(tmp_path: Path) -> None:
+    cases = [case(f"test_{number}", "a", ("runc", "1.1")) for number in range(FILES_LIMIT + 1)]
+    path = results(tmp_path, *cases, case("test_0", "b", ("runc", "1.1")))
+    assert table(path).splitlines()[-1] == "| runc | 1.1 | 10 tests in 9 files |"
+
+
+def test_only_the_table_of_the_page_is_replaced() -> None:
+    page = PAGE.read_text()
+    written, _, rows = page.partition(BEGIN)
+    assert rows.startswith(HEADER)
+    assert with_table(page, "\nnew\n") == f"{written}{BEGIN}\nnew\n"
+    with pytest.raises(ValueError, match="does not contain the line"):
+        with_table(written, "new")
 
 
 def test_a_run_may_have_several_files(tmp_path: Path) -> None:
@@ -69,6 +85,6 @@ def test_a_run_that_says_nothing_makes_no_table(tmp_path: Path) -> None:
 
 def test_the_table_names_tests_that_exist() -> None:
     """If a module was renamed, nobody has seen the renamed module's result."""
-    named = set(re.findall(r"\b(test_\w+) \(\d+\)", (REPOSITORY / "docs" / "tested-with.md").read_text()))
+    named = set(re.findall(r"\b(test_\w+) \(\d+\)", PAGE.read_text()))
     assert named
     assert named <= {path.stem for path in (REPOSITORY / "integration").rglob("test_*.py")}

@@ -29,7 +29,7 @@ from agent.model.text import restart_command
 from agent.vendors.host_vendor import FabricReport
 
 PLAIN_ADVICE = (
-    "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers/roots.md"
+    "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers.md"
 )
 
 MACHINE_SAYS = "machine says: "

@@ -44,7 +44,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REINSTALL,),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
         "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
-        "or set driver.root or driver.library_directories: docs/drivers/roots.md",
+        "or set driver.root or driver.library_directories: docs/drivers.md",
     ),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_IN_CONFIGURED_PLACE): (
         "correct the key that is named above, then: systemctl reload unbounded-agent",

@@ -1,4 +1,4 @@
-"""Make docs/tested-with.md from the results of a test run: what passed, with which versions of the real parts.
+"""Write a table into docs/compatibility.md from the results of a test run: what passed, with which versions.
 
 Tests record what they ran with by pytest's `record_property(part, version)`, which writes it to the JUnit XML file.
 """
@@ -6,33 +6,23 @@ Tests record what they ran with by pytest's `record_property(part, version)`, wh
 import argparse
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 MEASURED = "measured: "
 """Prefix of properties that are measurements, not versions of parts."""
-HEADER = """# Tested with
-
-`integration/tested-with` writes this page from test results; do not edit it. A row says that tests passed with this
-version of this part, as a rule as the part itself reported it; the number in parentheses is how many tests of that file
-passed. **GPUs, kernel modules and NVML are simulated** in all of them
-([integration/README.md](../integration/README.md)); everything in the table is real.
-
-**Not in the table:** runs by hand on real GPUs, with Ubuntu 24.04 as the host
-([hardware/real-gpus.md](hardware/real-gpus.md)).
-
-**Not tested:** Ubuntu 24.04 as the base of a machine's image (the default base).
-
-**Tested only up to the plan,** without a virtual machine, are arm64, drivers in 32 and 64 bits side by side, and other
-locales. With the real `nvidia-ctk`, tests also check the staged copies of every file of Debian's driver packages, in 64
-and 32 bits, and the same files moved to where Fedora, Talos and a driver container have them.
-
+BEGIN = "<!-- Written by integration/tested-with from test results. Do not edit below this line. -->\n"
+"""The line of the document below which the table is."""
+HEADER = """
 | part | version | tests that passed |
 |---|---|---|
 """
+FILES_LIMIT = 8
+"""A row with more files than this has only their number: nobody reads a list of thirty."""
 
 
 def table(*results: Path) -> str:
-    """Return the document made from JUnit XML files.
+    """Return the table made from JUnit XML files.
 
     Raises ValueError if a test failed or was skipped, or if none recorded what it ran with.
     """
@@ -56,18 +46,31 @@ def table(*results: Path) -> str:
     if not rows:
         raise ValueError("no test says what it ran with; run integration/test --all first")
     return HEADER + "".join(
-        f"| {part} | {version} | {', '.join(f'{module} ({count})' for module, count in sorted(modules.items()))} |\n"
-        for (part, version), modules in sorted(rows.items())
+        f"| {part} | {version} | {_tests(modules)} |\n" for (part, version), modules in sorted(rows.items())
     )
+
+
+def _tests(modules: Mapping[str, int]) -> str:
+    if len(modules) > FILES_LIMIT:
+        return f"{sum(modules.values())} tests in {len(modules)} files"
+    return ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
+
+
+def with_table(document: str, new: str) -> str:
+    """Return the document with its table replaced. Raises ValueError if the line before the table is missing."""
+    written, mark, _ = document.partition(BEGIN)
+    if not mark:
+        raise ValueError(f"the document does not contain the line {BEGIN!r}")
+    return written + mark + new
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="integration/tested-with", description=__doc__)
-    parser.add_argument("document", type=Path, help="the file to write")
+    parser.add_argument("document", type=Path, help="the file that has the table")
     parser.add_argument("results", type=Path, nargs="+", help="JUnit XML files of the run")
     options = parser.parse_args()
     try:
-        options.document.write_text(table(*options.results))
+        options.document.write_text(with_table(options.document.read_text(), table(*options.results)))
     except (OSError, ValueError, ElementTree.ParseError) as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -16,5 +16,5 @@ def release(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def record_release(release: str, record_property: Callable[[str, object], None]) -> None:
-    """Record the release in the test's result, from which docs/tested-with.md is made."""
+    """Record the release in the test's result, from which docs/compatibility.md is made."""
     record_property("Kubernetes", pinned(MODULES / release, KUBERNETES))

@@ -36,7 +36,7 @@ KUBELETS_OWN = {"type": "Ready", "status": "True", "reason": "KubeletReady", "me
 LABEL = {"nvidia.com/gpu.present": "true"}
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 NOT_READY = false(ConditionType.READY, Reason.MODULE_NOT_LOADED, "DriverLoaded: the driver is not loaded")
-PAGE = (REPOSITORY / "docs/autoscaling.md").read_text()
+PAGE = (REPOSITORY / "docs/bootstrap.md").read_text().partition("\n## Startup taint\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def gpu_ready(cluster: ControlPlane) -> tuple[str, str]:
 
 
 def stand_in_for_a_readiness_controller(cluster: ControlPlane) -> subprocess.Popen[bytes]:
-    """Start the commands of docs/autoscaling.md, which stand in for the node-readiness-controller."""
+    """Start the commands of docs/bootstrap.md#startup-taint, which stand in for the node-readiness-controller."""
     kubeconfig = cluster.write_kubeconfig(ADMIN, cluster.directory / "stand-in.kubeconfig")
-    commands = re.findall(r"^kubectl (?:wait|taint) .*$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^ *(kubectl (?:wait|taint) .*)$", PAGE, re.MULTILINE)
     assert len(commands) == 2
     script = " && ".join(commands).replace("NODE", NODE).replace("15m", f"{SECONDS}s")
     # kubectl keeps a cache in $HOME.
