@@ -3,28 +3,368 @@
 The scheduler allocates devices. This module is a second guard, and checks two things. It hands out only devices that
 are granted and in a verified CDI specification. And if two claims may not have a device at the same time, the second
 claim gets it only after the kubelet has unprepared the first claim, or if the first claim is gone.
+
+The record of prepared claims is a file, which is written before the kubelet gets the answer to its request. So if this
+process crashes, the next one still knows every claim that the kubelet considers prepared.
+
+The kubelet's own record has the claims of its pods, and claims that it has not unprepared yet. Its format is internal
+(pkg/kubelet/cm/dra/state of k8s.io/kubernetes, checkpoint.dra.kubelet.k8s.io/v1), so it is used only where
+nothing else has the answer. The kubelet writes it before it prepares a claim, and again after it has unprepared it.
 """
 
+import fcntl
+import json
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
-from agent.dra.allocation import Allocated, NotAllocatedError, allocated_devices
-from agent.dra.checkpoint import Checkpoint
-from agent.dra.devices import Device
-from agent.dra.kubelet_state import mentions
-from agent.dra.messages import ClaimReference, PreparedDevice
-from agent.model.errors import AgentError
-from agent.model.paths import ALLOCATABLE, DRA_DRIVER
+from agent.dra.api import ApiClient, ApiError
+from agent.dra.inventory import Device
+from agent.dra.slices import API
+from agent.model.digest import json_digest
+from agent.model.errors import AgentError, DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
+from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATE
+from agent.system.files import System
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReference:
+    """Names a ResourceClaim. A claim that is deleted and made again has another uid."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """A device that the kubelet gives to those containers that refer to one of `requests`."""
+
+    requests: tuple[str, ...]
+    """Names of requests in the claim."""
+    pool: str
+    device: str
+    cdi_names: tuple[str, ...]
+    """Qualified names, which the container runtime looks up in the CDI specifications."""
+    share: str = ""
+    """If several claims may share the device, the uid of this claim's share; empty otherwise."""
+    admin: bool = False
+    """Whether the claim has adminAccess to the device: the claim only monitors it, and other claims may have it at the
+    same time.
+
+    Not sent to the kubelet."""
+
+
+RECORD_NAME = "dra_manager_state"
+"""Name of the file in the kubelet's root directory (draManagerStateFileName of pkg/kubelet/cm/dra/manager.go)."""
+RECORD_LIMIT = 8 << 20
+"""Bytes of the largest record that is read."""
+
+
+def read_record(system: System, kubelet: str) -> bytes:
+    """Return the record's content; empty if there is none, because the kubelet then has no claim. Raises OSError.
+
+    `kubelet` is the kubelet's root directory.
+    """
+    try:
+        return system.read(f"{kubelet}/{RECORD_NAME}", RECORD_LIMIT)
+    except FileNotFoundError:
+        return b""
+
+
+def mentions(record: bytes, claim: ClaimReference) -> bool:
+    """Return whether the kubelet's record has the claim.
+
+    In a record of an unknown format, every occurrence of the uid counts, even where it is another claim's name.
+    """
+    try:
+        return any(get(RECORD_NAME, each, "ClaimUID", str) == claim.uid for each in _items(record)) if record else False
+    except DocumentError:
+        return claim.uid.encode() in record
+
+
+def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+    """Return the prepared claims that have devices of this driver. Raises DocumentError."""
+    return dict(_claims(record)) if record else {}
+
+
+def _items(record: bytes) -> tuple[dict[str, Any], ...]:
+    """Return the record's claims. Raises DocumentError."""
+    # The record is a JSON object, and its key Data is a string that is itself JSON.
+    where = RECORD_NAME
+    data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
+    # Go writes an empty list as null.
+    if data.get("ClaimInfoStateList", ()) is None:
+        return ()
+    return objects(where, data, "ClaimInfoStateList", lambda _, item: item)
+
+
+def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
+    where = RECORD_NAME
+    for claim in _items(record):
+        drivers = get(where, claim, "DriverState", dict)
+        if DRA_DRIVER in drivers:
+            driver = require_object(where, drivers[DRA_DRIVER])
+            devices = objects(where, {"Devices": driver.get("Devices") or []}, "Devices", _recorded_device)
+            if devices:
+                keys = ("Namespace", "ClaimName", "ClaimUID")
+                yield ClaimReference(*(get(where, claim, key, str) for key in keys)), devices
+
+
+def _recorded_device(where: str, item: dict[str, Any]) -> PreparedDevice:
+    # Go writes an empty list as null.
+    present = {key: value for key, value in item.items() if value is not None}
+    return PreparedDevice(
+        strings(where, {"RequestNames": [], **present}, "RequestNames"),
+        get(where, present, "PoolName", str),
+        get(where, present, "DeviceName", str),
+        strings(where, {"CDIDeviceIDs": [], **present}, "CDIDeviceIDs"),
+        get(where, {"ShareID": "", **present}, "ShareID", str),
+    )
+
+
+class NotAllocatedError(AgentError):
+    """This claim has no device of this driver on this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A device that is allocated to one request of a claim."""
+
+    driver: str
+    pool: str
+    device: str
+    request: str
+    """The request's name in the claim; only `REQUEST` if the API server has `REQUEST/ALTERNATIVE`."""
+    share: str
+    """If several claims may share the device, the uid of this claim's share; empty otherwise."""
+    admin: bool
+    """Whether the request has adminAccess. Such a request only monitors the device, which other claims may have at the
+    same time."""
+
+
+def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
+    """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
+
+    Raises NotAllocatedError in four cases: the object has another uid than `reference`, the claim is not allocated, it
+    has no device of this driver, or it is allocated on another node than `node`. Raises another AgentError if the
+    object is malformed, or has parameters for the driver.
+    """
+    where = f"claim {reference}"
+    document = dict(claim)
+    uid = get(where, get(where, document, "metadata", dict), "uid", str)
+    if uid != reference.uid:
+        raise NotAllocatedError(
+            f"{where} was deleted and made again: its uid is {uid[:80]}, and the kubelet asks for {reference.uid[:80]}",
+            "delete the pod if it waits for the old claim",
+        )
+    status = get(where, document, "status", dict) if document.get("status") is not None else {}
+    if status.get("allocation") is None:
+        raise NotAllocatedError(
+            f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it"
+        )
+    devices = get(where, get(where, status, "allocation", dict), "devices", dict)
+    allocated = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
+    if not allocated:
+        raise NotAllocatedError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
+    if any(each == DRA_DRIVER for each in objects(where, {"config": devices.get("config") or []}, "config", _driver)):
+        raise AgentError(
+            f"{where} has parameters for the driver {DRA_DRIVER}, which takes none",
+            "remove `config` from the claim or from its DeviceClass",
+        )
+    elsewhere = sorted({each.pool for each in allocated} - {node})
+    if elsewhere:
+        raise NotAllocatedError(
+            f"{where} is allocated in the pool {elsewhere[0][:80]}, and this node's pool is {node}",
+            "delete the pod, so that it is scheduled again",
+        )
+    return allocated
+
+
+def _driver(where: str, item: dict[str, Any]) -> str:
+    """Return the driver that an entry of `config` is for; empty if none is named."""
+    return get(where, get(where, item, "opaque", dict), "driver", str) if item.get("opaque") else ""
+
+
+def _result(where: str, item: dict[str, Any]) -> Allocated:
+    return Allocated(
+        driver=get(where, item, "driver", str),
+        pool=get(where, item, "pool", str),
+        device=get(where, item, "device", str),
+        # If the request has alternatives, this key is `REQUEST/ALTERNATIVE`. Containers refer to the request alone, so
+        # the alternative is cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does too.
+        request=get(where, item, "request", str).partition("/")[0],
+        share=get(where, item, "shareID", str) if item.get("shareID") else "",
+        admin=get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,
+    )
+
+
+CHECKPOINT = f"{DRA_STATE}/claims.json"
+LOCK = f"{DRA_STATE}/lock"
+VERSION = 1
+SIZE_LIMIT = 4 << 20
+"""Bytes of the largest record that is read. A claim takes about 500."""
+
+Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
+
+
+class Checkpoint:
+    """The file with the prepared claims. Only one process at a time can use it."""
+
+    def __init__(self, system: System, kubelet: str) -> None:
+        """`kubelet` is the kubelet's root directory. Raises AgentError, also if another process uses the file."""
+        self._system, self._kubelet = system, kubelet
+        self._durable = threading.Event()
+        self._durable.set()
+        try:
+            system.make_directory(DRA_STATE)
+            self._lock = system.open_lock(LOCK)
+            # Two processes would not know each other's claims, and would replace each other's sockets.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise AgentError(
+                f"{LOCK}: another process offers this node's GPUs",
+                "stop that process: only unbounded-agent-dra.service may offer them",
+            ) from error
+        except OSError as error:
+            raise AgentError(f"{LOCK}: {error.strerror}", "check that root can write there") from error
+
+    def close(self) -> None:
+        """Make the file durable, and release it for other processes."""
+        self.sync()
+        os.close(self._lock)
+
+    def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+        """Return the prepared claims.
+
+        If the file is missing or unusable, return the claims in the kubelet's own record. If that record is unusable
+        too, return none.
+        """
+        try:
+            return parse_checkpoint(self._system.read(CHECKPOINT, SIZE_LIMIT))
+        except FileNotFoundError:
+            why = "is missing"
+        except (DocumentError, OSError) as error:
+            why = f"is not usable: {error}"
+        try:
+            claims = prepared_claims(read_record(self._system, self._kubelet))
+        except (DocumentError, OSError) as error:
+            # It is safe to start without any claim: the scheduler does not allocate a device to two claims, and the
+            # file CHECKPOINT is only a second guard against two claims with one device.
+            log.warning(
+                "%s %s, and the kubelet's record is not usable: %s; starting without prepared claims",
+                CHECKPOINT,
+                why,
+                error,
+            )
+            return {}
+        if claims:
+            log.warning("%s %s: %s claims are taken from the kubelet's record", CHECKPOINT, why, len(claims))
+        return claims
+
+    def save(self, claims: Prepared) -> None:
+        """Replace the file without waiting for the disk. Raises OSError.
+
+        If this process crashes, the file has the new content. If the kernel crashes, the new content may be lost, but
+        then no pod is left running. The next call of `sync` makes the file durable.
+        """
+        self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
+        self._durable.clear()
+
+    def sync(self) -> None:
+        """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
+        if self._durable.is_set():
+            return
+        # The flag is set before the sync, because another thread may clear it during the sync, by `save`. If the sync
+        # fails, the flag stays set: another fsync(2) of the same data could succeed without writing them, so a second
+        # try would prove nothing. The next `save` writes a new file, and clears the flag.
+        self._durable.set()
+        try:
+            self._system.sync(CHECKPOINT)
+        except OSError as error:
+            log.error(
+                "cannot sync %s to disk: %s; if the host crashes before the next change is synced, the latest changes "
+                "may be lost",
+                CHECKPOINT,
+                error.strerror,
+            )
+
+
+def render_checkpoint(claims: Prepared) -> bytes:
+    """Return the content of the file."""
+    items = [
+        {**asdict(claim), "devices": [asdict(device) for device in devices]}
+        for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
+    ]
+    document = {"version": VERSION, "digest": json_digest(items), "claims": items}
+    return json.dumps(document).encode() + b"\n"
+
+
+def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+    """Return the claims in a document. Raises DocumentError if it is damaged."""
+    where = CHECKPOINT
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    if get(where, document, "digest", str) != json_digest(document.get("claims")):
+        raise DocumentError(f"{where}: the digest does not match")
+    return dict(objects(where, document, "claims", _claim))
+
+
+def _claim(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:
+    reference = ClaimReference(*(get(where, item, key, str) for key in ("namespace", "name", "uid")))
+    return reference, objects(where, item, "devices", _device)
+
+
+def _device(where: str, item: dict[str, Any]) -> PreparedDevice:
+    return PreparedDevice(
+        strings(where, item, "requests"),
+        get(where, item, "pool", str),
+        get(where, item, "device", str),
+        strings(where, item, "cdi_names"),
+        get(where, item, "share", str),
+        get(where, item, "admin", bool),
+    )
+
+
+GONE = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
+"""The answers for a claim that is gone. The node authorizer answers 403 if no pod of this node has the claim
+(authorizeGet of node_authorizer.go)."""
+
+
+def claim_reader(client: ApiClient) -> Callable[[ClaimReference], Mapping[str, Any]]:
+    """Return a function that returns a claim as the API server has it.
+
+    The function raises ClaimGoneError or another AgentError.
+    """
+
+    def fetch(claim: ClaimReference) -> Mapping[str, Any]:
+        namespace, name = (urllib.parse.quote(each, safe="") for each in (claim.namespace, claim.name))
+        try:
+            return client.get(f"/apis/{API}/namespaces/{namespace}/resourceclaims/{name}")
+        except ApiError as error:
+            if error.status in GONE:
+                raise ClaimGoneError(error.message, error.hint) from error
+            raise
+
+    return fetch
+
 
 ATTEMPTS = 5
 """How often to look again at the claims that have a wanted device, if they change meanwhile."""
 PARTITION_INFIX = "-mig-"
-"""Separates a GPU's name from the numbers of its partition (agent.dra.devices.device_name)."""
+"""Separates a GPU's name from the numbers of its partition (agent.dra.inventory.device_name)."""
 
 Fetch = Callable[[ClaimReference], Mapping[str, Any]]
 
@@ -48,7 +388,7 @@ class NodeClaims:
 
         `fetch` returns a claim as the API server has it, or raises ClaimGoneError or another AgentError. `devices`
         returns the devices that claims may get now, by name. `kubelet_record` returns the kubelet's own record of
-        claims (agent.dra.kubelet_state), or raises OSError.
+        claims, or raises OSError.
         """
         self._node, self._fetch, self._devices = node, fetch, devices
         self._checkpoint, self._kubelet_record = checkpoint, kubelet_record

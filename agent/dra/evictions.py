@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.dra.api_errors import ApiError, NotFoundError
-from agent.dra.devices import Device
-from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.dra.api import ApiError, NotFoundError
+from agent.dra.claims import ClaimReference, PreparedDevice
+from agent.dra.inventory import Device
 from agent.model.errors import AgentError, DocumentError
 from agent.model.gpu_states import Effect
 from agent.model.json_document import get, objects, require_object

@@ -1,28 +1,321 @@
 """Serves gRPC on a Unix socket: one thread for all connections, and one for each running call.
 
-A function decides which process may connect: the kubelet. A client that does something wrong loses its connection;
-others are not affected.
+A call that waits for the API server must not delay others. A function decides which process may connect: the kubelet. A
+client that does something wrong loses its connection; others are not affected. The sockets are in directories to which
+pods may have access as hostPath volumes.
 """
 
 import contextlib
+import errno
 import logging
 import math
+import os
+import queue
 import selectors
 import socket
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from agent.dra.grpc_calls import Calls
-from agent.dra.grpc_connection import Connection, ConnectionLostError
-from agent.dra.grpc_wire import Code, Method
-from agent.dra.threads import start
-from agent.dra.unix_socket import ListeningSocket
+from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, Unary
 from agent.model.errors import AgentError
+from agent.system import opening
 
 log = logging.getLogger(__name__)
+
+ADVICE = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent-dra`"
+
+
+def start_thread(thread: threading.Thread, work: str) -> None:
+    """Start a thread. Raises AgentError if that is not possible. `work` completes the sentence "cannot ..."."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        # The unit has as many threads as TasksMax= permits, or there is no memory left.
+        raise AgentError(f"cannot {work}: {error}", ADVICE) from error
+
+
+DIRECTORY_MODE = 0o700
+SOCKET_MODE = 0o600
+BACKLOG = 128
+"""How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
+ATTEMPTS = 5
+"""How often to try if somebody keeps putting things in the socket's place."""
+
+
+class ListeningSocket:
+    """A socket that listens at a path.
+
+    It replaces a socket that an earlier process left. Whatever else is in its place, or in that of its directories, is
+    put aside: renamed, with a dot before its name, because the kubelet connects to every other socket that it sees.
+    """
+
+    def __init__(self, base: str, relative: str) -> None:
+        """Listen at the path `relative` below the directory `base`. Creates directories that are missing.
+
+        `base` is a directory of the kubelet, and may be a link. Below it, no link is followed. Raises AgentError.
+        """
+        self.path = f"{base}/{relative}"
+        *directories, self._name = relative.split("/")
+        try:
+            os.makedirs(base, DIRECTORY_MODE, exist_ok=True)
+            self._directory = _open_below(base, directories)
+            try:
+                self._listen()
+            except OSError:
+                os.close(self._directory)
+                raise
+        except OSError as error:
+            raise AgentError(
+                f"{self.path}: cannot listen: {error.strerror}",
+                f"check that {base} is a directory that root can write to, and that nothing in it is a mount point or "
+                "immutable (`findmnt`, `lsattr`)",
+            ) from error
+
+    def _listen(self) -> None:
+        # The path leads through the directory's descriptor, because sun_path has room for only 107 bytes.
+        place = f"/proc/self/fd/{self._directory}/{self._name}"
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            # The mode is set before `bind`, because the file is made with the mode of the socket (unix_bind in the
+            # kernel). So there is no moment at which other users can connect.
+            os.fchmod(self.socket.fileno(), SOCKET_MODE)
+            for attempt in range(ATTEMPTS):
+                if _is_left_over(place):
+                    os.unlink(self._name, dir_fd=self._directory)
+                else:
+                    _put_aside(self._directory, self._name, self.path)
+                try:
+                    self.socket.bind(place)
+                    break
+                except OSError:
+                    if attempt == ATTEMPTS - 1:
+                        raise
+            self._identity = _identity(self._name, self._directory)
+            self.socket.listen(BACKLOG)
+        except OSError:
+            self.socket.close()
+            raise
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the path still leads to this socket: somebody may have removed or replaced it."""
+        with contextlib.suppress(OSError):
+            return _identity(self.path) == self._identity
+        return False
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket's file, unless it now is another socket's."""
+        with contextlib.suppress(OSError):
+            if _identity(self._name, self._directory) == self._identity:
+                os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._directory)
+        self.socket.close()
+
+
+def _open_below(base: str, directories: list[str]) -> int:
+    """Return a descriptor of a directory below `base`. Creates what is missing, and puts aside what is no directory."""
+    descriptor, path = opening.open_probe(base), base
+    for name in directories:
+        outer, path = descriptor, f"{path}/{name}"
+        try:
+            descriptor = _open_directory(outer, name, path)
+        finally:
+            os.close(outer)
+    return descriptor
+
+
+def _open_directory(outer: int, name: str, path: str) -> int:
+    place = f"/proc/self/fd/{outer}/{name}"
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = opening.open_probe(place, follow=False)
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+            _put_aside(outer, name, path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, DIRECTORY_MODE, dir_fd=outer)
+    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
+def _is_left_over(place: str) -> bool:
+    """Return whether a file is a socket on which nobody listens."""
+    try:
+        probe = opening.open_probe(place, follow=False)
+    except FileNotFoundError:
+        return False
+    try:
+        if not stat.S_ISSOCK(os.fstat(probe).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+            client.connect(f"/proc/self/fd/{probe}")
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        # A socket of another type, or one with a full queue.
+        return False
+    finally:
+        os.close(probe)
+    return False
+
+
+def _put_aside(directory: int, name: str, path: str) -> None:
+    """Rename what is in the place of a socket or of its directory, if there is anything. Raises OSError."""
+    aside = f".{name}.put-aside-{time.time_ns()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        log.warning("%s is not from this service: renamed to %s; find out who put it there, and remove it", path, aside)
+
+
+def _identity(path: str, directory: int | None = None) -> tuple[int, int]:
+    """Return device and inode of a socket's file. Raises OSError."""
+    status = os.lstat(path, dir_fd=directory)
+    if not stat.S_ISSOCK(status.st_mode):
+        raise OSError(f"{path} is not a socket")
+    return status.st_dev, status.st_ino
+
+
+Post = Callable[[Connection, Callable[[], None]], None]
+"""Makes the server's thread run an action for a connection. Other threads must not use connections."""
+
+
+class _Job:
+    """A running call."""
+
+    def __init__(self, unary: bool) -> None:
+        self.unary = unary
+        self.gone = False
+        """Whether the client no longer waits for responses."""
+        self.ready = threading.Event()
+        """Set when the latest response has been sent, or when the client no longer waits. A call with several responses
+        waits for this event before it makes the next response."""
+
+
+class Calls:
+    """The running calls of one server. The public methods are called in the server's thread."""
+
+    def __init__(self, unary: int, streams: int, memory: int, post: Post) -> None:
+        """Limit the running calls with one response, those with several responses, and the bytes of their requests."""
+        self.stopping = False
+        """Whether new calls are refused, because the server is stopping."""
+        self._memory, self._post = memory, post
+        self._jobs: dict[tuple[Connection, int], _Job] = {}
+        self._limits = {True: unary, False: streams}
+        """The limits of calls with one response, and of others. They are separate, because streams may last as long as
+        a connection, and must not keep claims from being prepared."""
+        self._lock = threading.Lock()
+        """For `_busy` and `held`."""
+        self._busy = {True: 0, False: 0}
+        """How many threads are busy with calls that have one response, and how many with others. If the client no
+        longer waits for a call, the call has ended, but its thread may still be busy. So threads are counted."""
+        self.held = 0
+        """Bytes of the requests of these calls."""
+        self._idle = threading.Semaphore(0)
+        """How many threads wait for a call."""
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls for idle threads; None ends a thread. A thread is kept for further calls, because most calls take less
+        time than starting a thread."""
+
+    @property
+    def unary_running(self) -> bool:
+        """Whether a call with one response is running."""
+        return any(job.unary for job in self._jobs.values())
+
+    def start(self, connection: Connection, stream: int, method: Method, request: bytes) -> None:
+        """Run a call whose request is complete. Raises RpcError if it cannot."""
+        if self.stopping:
+            raise RpcError(Code.UNAVAILABLE, "the server is stopping")
+        unary = isinstance(method, Unary)
+        self._occupy(unary, len(request))
+        job = self._jobs[connection, stream] = _Job(unary)
+        call = partial(self._run, job, connection, stream, method, request)
+        if self._idle.acquire(blocking=False):
+            self._work.put(call)
+            return
+        try:
+            threading.Thread(target=self._work_on, args=(call,), name="grpc-call", daemon=True).start()
+        except RuntimeError as error:
+            self._release(unary, len(request))
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
+
+    def _occupy(self, unary: bool, size: int) -> None:
+        """Count a call with a request of this size. Raises RpcError if that is one too many."""
+        with self._lock:
+            if self._busy[unary] >= self._limits[unary]:
+                kind = "calls" if unary else "streams"
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits[unary]} {kind} are running, which is the limit")
+            if self.held + size > self._memory:
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"requests have more than {self._memory} bytes together")
+            self._busy[unary] += 1
+            self.held += size
+
+    def _release(self, unary: bool, size: int) -> None:
+        with self._lock:
+            self._busy[unary] -= 1
+            self.held -= size
+
+    def sent(self, connection: Connection, stream: int) -> None:
+        """Note that all responses that a call has made so far have been sent."""
+        job = self._jobs.get((connection, stream))
+        if job:
+            job.ready.set()
+
+    def ended(self, connection: Connection, stream: int) -> None:
+        """Note that the client no longer waits for responses of a call."""
+        job = self._jobs.pop((connection, stream), None)
+        if job:
+            job.gone = True
+            job.ready.set()
+
+    def end(self) -> None:
+        """Make all threads end: idle ones now, others after their calls."""
+        for _ in range(sum(self._limits.values())):
+            self._work.put(None)
+
+    def _work_on(self, call: Callable[[], None] | None) -> None:
+        """Run a call, and then the calls from the queue, until the queue yields None."""
+        while call is not None:
+            call()
+            call = self._work.get()
+
+    def _run(self, job: _Job, connection: Connection, stream: int, method: Method, request: bytes) -> None:
+        code, message, unary_response = Code.OK, "", None
+        try:
+            if isinstance(method, Unary):
+                unary_response = method.handle(request)
+            else:
+                for response in method.handle(request):
+                    job.ready.clear()
+                    if job.gone:
+                        break
+                    self._post(connection, partial(connection.send, stream, response))
+                    job.ready.wait()
+        except RpcError as error:
+            code, message = error.code, error.message
+        # A bug in a handler must fail only this call. The log has the traceback.
+        except Exception as error:
+            log.exception("a call has failed")
+            code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
+        finally:
+            # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
+            # first. If it came last, the next call could start a new thread although this thread is about to be idle,
+            # and there could be more threads than the limits permit.
+            self._idle.release()
+            self._release(job.unary, len(request))
+
+        def finish() -> None:
+            # The response of a unary call is sent together with its end: server and client wake up only once.
+            if unary_response is not None:
+                connection.send(stream, unary_response)
+            connection.finish(stream, code, message)
+
+        self._post(connection, finish)
+
 
 READ = 1 << 16
 """Bytes that are read from a connection at a time."""
@@ -111,7 +404,7 @@ class Server:
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
         self._thread = threading.Thread(target=self._serve, name="grpc", daemon=True)
         try:
-            start(self._thread, f"serve {listener.path}")
+            start_thread(self._thread, f"serve {listener.path}")
         except AgentError:
             self._listener.close()
             self._close()

@@ -2,6 +2,10 @@
 
 One thread makes passes: when a document of either half has changed, when the slices or the Node at the API server have
 changed, and once a minute. Other threads serve the kubelet.
+
+A device plugin and Dynamic Resource Allocation know nothing of each other, so together they would give one GPU to two
+pods. Therefore no GPU of a vendor is offered while the node's status has a non-zero resource of the vendor's device
+plugin. A count of zero does not matter: the kubelet keeps the resource even when the plugin is gone.
 """
 
 import contextlib
@@ -9,34 +13,156 @@ import functools
 import logging
 import threading
 import time
-from dataclasses import dataclass
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from agent.dra.api_client import ApiClient
-from agent.dra.api_errors import ConflictError, NotFoundError
-from agent.dra.checkpoint import Checkpoint
-from agent.dra.claim_reader import claim_reader
-from agent.dra.claims import NodeClaims
-from agent.dra.credentials import Credentials
+from agent.dra.api import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, Watcher
+from agent.dra.claims import Checkpoint, NodeClaims, claim_reader, read_record
 from agent.dra.evictions import Evictions
-from agent.dra.health import HealthService
-from agent.dra.inventory import Inventory
-from agent.dra.kubelet_peer import KubeletPeer
-from agent.dra.kubelet_state import read_record
-from agent.dra.offer import Offer, Result
-from agent.dra.plugin_server import DriverPlugin
-from agent.dra.publisher import SELECTOR
-from agent.dra.slices import COLLECTION
-from agent.dra.threads import start
-from agent.dra.watcher import Watcher
+from agent.dra.grpc_server import start_thread
+from agent.dra.inventory import DRA_VENDORS, Device, Inventory, dra_vendor
+from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
+from agent.dra.slices import COLLECTION, SELECTOR, Node, Published, Publisher
 from agent.model.conditions import Condition, ConditionType, false
-from agent.model.dra_status import RENEWED_AFTER, DraStatus, render_dra_status
+from agent.model.dra_status import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
 from agent.model.errors import AgentError
+from agent.model.extended_resources import gives_gpus, is_zero
 from agent.model.paths import DRA_DRIVER, DRA_STATUS
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.kubelet_identity import Identity, Kubelet
 
 log = logging.getLogger(__name__)
+
+STEPS = "remove the device plugin from this node: on the host, `unbounded-agent kube allocation dra` prints the steps"
+
+
+def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[str] = ()) -> dict[str, str]:
+    """Return the Node object's resources with this prefix whose count is not zero, with their counts.
+
+    `harmless` has patterns (fnmatch) of resources that are ignored.
+    """
+    resources = {}
+    for key in ("capacity", "allocatable"):
+        for name, count in _object(_object(node.get("status")).get(key)).items():
+            # Capacity counts too: while a plugin is down, its allocatable count is zero although pods still have its
+            # GPUs.
+            if gives_gpus(name, prefix, harmless) and not is_zero(str(count)):
+                resources[name] = str(count)
+    return dict(sorted(resources.items()))
+
+
+def blocked_message(resources: Mapping[str, str]) -> str:
+    """Return why no GPU of the vendor is offered, and what to do next."""
+    listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
+    effect = "so no GPU of this vendor is offered to claims, because one GPU could go to two pods"
+    return f"the node's status has {listed} from a device plugin, {effect}; {STEPS}"
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+NO_TAINTS = (
+    "the API server drops device taints (feature gate DRADeviceTaints, on since Kubernetes 1.36), so unhealthy devices "
+    "are not offered at all"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is offered after a pass, and why the pass failed, if it did."""
+
+    offers: tuple[VendorOffer, ...] = ()
+    published: Published = field(default_factory=Published)
+    error: AgentError | None = None
+    """Why the pass failed; None if it did not. If it failed, `offers` and `published` are those of the last pass that
+    did not fail."""
+
+    @property
+    def reason(self) -> str:
+        """The reason for a condition; empty if the pass did not fail."""
+        match self.error:
+            case None:
+                return ""
+            case NotFoundError() if "/nodes/" in self.error.message:
+                return Reason.NODE_NOT_REGISTERED
+            case ApiError():
+                return self.error.reason
+            case _:
+                return Reason.FAILED
+
+
+class Offer:
+    """Offers one node's devices."""
+
+    def __init__(self, node: str, client: ApiClient, inventory: Inventory) -> None:
+        self._node, self._client, self._inventory = node, client, inventory
+        self._publisher = Publisher(client)
+        self.result = Result()
+        """The result of the last pass."""
+
+    def make(self) -> Result:
+        """Make a pass, and return its result."""
+        try:
+            self._inventory.read_facts()
+            node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
+            blocked = _blocked(node)
+            # Do this before `publish`: while `publish` runs, other threads prepare claims, and claims may get only the
+            # devices of vendors that are not blocked.
+            self._inventory.allow({each.name for each in DRA_VENDORS} - blocked.keys())
+            devices = self._inventory.devices()
+            published = self._publisher.publish(_node(self._node, node), tuple(devices.values()))
+            self.result = Result(self._offers(devices, published, blocked), published)
+        except AgentError as error:
+            self.result = Result(self.result.offers, self.result.published, error)
+        return self.result
+
+    def _offers(
+        self, devices: Mapping[str, Device], published: Published, blocked: Mapping[str, str]
+    ) -> tuple[VendorOffer, ...]:
+        offers = []
+        for vendor in self._inventory.vendors:
+            own = [devices[name] for name in published.devices if devices[name].vendor == vendor.vendor]
+            names = {each.name for each in own}
+            withheld = [name for name in published.withheld if devices[name].vendor == vendor.vendor]
+            reason, message = "", ""
+            if vendor.vendor in blocked:
+                reason, message = Reason.DEVICE_PLUGIN_ACTIVE, blocked[vendor.vendor]
+            elif dra_vendor(vendor.vendor) is None:
+                reason, message = Reason.UNKNOWN_VENDOR, f"this release does not know GPUs of {vendor.vendor}"
+            elif withheld:
+                reason, message = Reason.GPUS_MISSING, f"{', '.join(withheld)}: {NO_TAINTS}"
+            offers.append(
+                VendorOffer(
+                    vendor.vendor,
+                    tuple(sorted({each.pci_address for each in own})),
+                    tuple(sorted(names)),
+                    tuple(each for each in published.tainted if each in names),
+                    reason,
+                    message,
+                )
+            )
+        return tuple(offers)
+
+
+def _blocked(node: Mapping[str, Any]) -> dict[str, str]:
+    """Return the vendors whose GPUs must not be offered, each with the reason."""
+    by_vendor = {
+        each.name: plugin_resources(node, each.resource_prefix, each.harmless_resources) for each in DRA_VENDORS
+    }
+    return {name: blocked_message(resources) for name, resources in by_vendor.items() if resources}
+
+
+def _node(name: str, document: Mapping[str, Any]) -> Node:
+    metadata = document.get("metadata")
+    uid = metadata.get("uid") if isinstance(metadata, dict) else None
+    if not isinstance(uid, str) or not uid:
+        raise ApiError(f"GET /api/v1/nodes/{name}", "the Node object has no uid")
+    return Node(name, uid)
+
 
 POLL = 0.2
 """Seconds between checks whether the documents of both halves have changed. A check is cheap: these are two files."""
@@ -192,7 +318,7 @@ class Service:
         )
         try:
             for each in (following, *watchers):
-                start(each, each.name)
+                start_thread(each, each.name)
             evictions = Evictions(claim_reader(client), client.request)
             offer = Offer(identity.node, client, inventory)
             self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions))

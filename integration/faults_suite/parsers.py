@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from agent.config.load import load_config
-from agent.dra.checkpoint import parse_checkpoint as parse_claims
-from agent.dra.kubeconfig import parse_kubeconfig
+from agent.dra.api import parse_kubeconfig
+from agent.dra.claims import parse_checkpoint as parse_claims
 from agent.host.observe.loader_cache import parse_listing
 from agent.host.observe.machine_report import parse_report
 from agent.host.observe.units import parse_device_allow

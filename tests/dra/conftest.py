@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.dra.api_client import ApiClient
-from agent.dra.credentials import Credentials
+from agent.dra.api import ApiClient, Credentials
 from tests.fakes.api_server import ApiServer
 from tests.fakes.dra_machine import KUBECONFIG, NODE, DraMachine
 

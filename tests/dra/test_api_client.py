@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.dra import api_client
-from agent.dra.api_client import ApiClient
-from agent.dra.api_errors import ApiError, ConflictError, NotFoundError, OutdatedError, api_error
-from agent.dra.credentials import Credentials
+from agent.dra import api as api_module
+from agent.dra.api import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, OutdatedError, api_error
 from agent.dra.slices import COLLECTION
 from agent.model.errors import AgentError
 from agent.model.reasons import Reason
@@ -254,7 +252,7 @@ def test_a_server_that_is_away_or_silent_is_an_error_in_time(
     with pytest.raises(ApiError, match=f"no answer from https://127.0.0.1:{port}: Connection refused") as caught:
         client.get(HERE)
     assert caught.value.reason == Reason.API_UNREACHABLE
-    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 0.2)
+    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 0.2)
     with socket.create_server(("127.0.0.1", port)):
         begun = time.monotonic()
         with pytest.raises(ApiError, match="timed out"):
@@ -269,7 +267,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
     """Each byte comes in time, and the answer never ends."""
     port, stop = api.port, threading.Event()
     api.stop()
-    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 1.0)
+    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 1.0)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(api.certificate, api.directory / "api.key")
 
@@ -320,7 +318,7 @@ def test_an_idle_watch_goes_on(
     """With `Connection: close`, http.client gives up its connection's socket at once, although it reads from it."""
     api.announces_close = announces_close
     version = client.get(HERE)["metadata"]["resourceVersion"]
-    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 1.0)
+    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 1.0)
     events = client.watch(NODES, version)
     assert next(events) == {}
     timer = threading.Timer(1.5, api.put, (HERE, {"metadata": {"name": NODE, "uid": "uid-2"}}))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.dra.kubelet_state import RECORD_NAME
+from agent.dra.claims import RECORD_NAME
 from agent.model.errors import AgentError
 from tests.fakes.dra_node import GPUS, KUBELET, Node, claim, reference
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.dra.claims import ClaimGoneError
-from agent.dra.devices import Device
-from agent.dra.kubelet_state import RECORD_NAME
-from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.dra.claims import RECORD_NAME, ClaimGoneError, ClaimReference, PreparedDevice
+from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, KUBELET, NODE, PARTITION, Node, claim, reference

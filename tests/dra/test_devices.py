@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from agent.dra.devices import PCI_BUS_ID, PCIE_ROOT, Device, Health, Taint, device_name, make_devices
+from agent.dra.inventory import PCI_BUS_ID, PCIE_ROOT, Device, Health, Taint, device_name, make_devices
 from agent.model.allocatable import AllocatableDevice, AllocatableVendor
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.vendors.dra_vendor import DeviceFacts, Version, semantic_version

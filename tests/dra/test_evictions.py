@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from agent.dra.api_errors import ApiError, NotFoundError
-from agent.dra.devices import Device, Taint
+from agent.dra.api import ApiError, NotFoundError
+from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
-from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.dra.inventory import Device, Taint
 from agent.model.errors import AgentError, DocumentError
 from agent.model.gpu_states import Effect
 

@@ -24,9 +24,8 @@ from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from agent.dra.grpc_connection import Connection, ConnectionLostError
+from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, time_limit, with_prefix
 from agent.dra.grpc_server import Limits, Server
-from agent.dra.grpc_wire import Code, Method, RpcError, time_limit, with_prefix
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
 from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, asking, connected, serving

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from h2.events import ResponseReceived, StreamEnded
 
+from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
 from agent.dra.grpc_server import Limits, Server
-from agent.dra.grpc_wire import Code, Method, RpcError, Streaming, Unary
 from agent.model.errors import AgentError
 from tests.fakes.grpc_serving import asking, connected, serve
 from tests.fakes.waiting import wait_for

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.guard import blocked_message, plugin_resources
+from agent.dra.service import blocked_message, plugin_resources
 from agent.model.extended_resources import is_zero
 
 PREFIX, HARMLESS = "vendor.com/", ("vendor.com/net*",)

@@ -5,8 +5,7 @@ import time
 import pytest
 
 from agent.dra import inventory as module
-from agent.dra.devices import Health
-from agent.dra.inventory import GPU_STATES, Inventory
+from agent.dra.inventory import GPU_STATES, Health, Inventory
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE

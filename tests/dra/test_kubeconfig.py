@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.kubeconfig import Kubeconfig, Material, parse_kubeconfig, read_kubeconfig
+from agent.dra.api import Kubeconfig, Material, parse_kubeconfig, read_kubeconfig
 from agent.model.errors import AgentError, CommandError, DocumentError
 from agent.system.files import System
 from agent.system.process import Completed

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.dra.kubelet_peer import KubeletPeer
+from agent.dra.kubelet import KubeletPeer
 from tests.fakes.grpc_serving import serve, this_process
 from tests.fakes.waiting import wait_for
 

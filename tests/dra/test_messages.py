@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from agent.dra.devices import Health
-from agent.dra.messages import (
+from agent.dra.claims import ClaimReference, PreparedDevice
+from agent.dra.inventory import Health
+from agent.dra.kubelet import (
     HEALTH_MESSAGE_LIMIT,
-    ClaimReference,
     DeviceHealth,
-    PreparedDevice,
     RegistrationStatus,
     decode_claims,
     decode_registration_status,

@@ -18,10 +18,9 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.dra.devices import Device, Health
-from agent.dra.health import METHODS, HealthService
-from agent.dra.messages import ClaimReference, PreparedDevice
-from agent.dra.plugin_server import DriverPlugin
+from agent.dra.claims import ClaimReference, PreparedDevice
+from agent.dra.inventory import Device, Health
+from agent.dra.kubelet import METHODS, DriverPlugin, HealthService
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from agent.dra.api_client import ApiClient
-from agent.dra.api_errors import ApiError, ConflictError
-from agent.dra.devices import Device, Taint
-from agent.dra.publisher import ATTEMPTS, TAINTS_CHECK, Publisher
-from agent.dra.slices import COLLECTION, Node, slice_name
+from agent.dra.api import ApiClient, ApiError, ConflictError
+from agent.dra.inventory import Device, Taint
+from agent.dra.slices import ATTEMPTS, COLLECTION, TAINTS_CHECK, Node, Publisher, slice_name
 from agent.model.gpu_states import Effect
 from tests.fakes.api_server import ApiServer, failure
 from tests.fakes.dra_machine import NODE

@@ -13,11 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from agent.dra import api as api_module
 from agent.dra import service as module
-from agent.dra import watcher
-from agent.dra.checkpoint import CHECKPOINT, render_checkpoint
+from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.evictions import EXTENDED
-from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.model.errors import AgentError
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_STATUS
@@ -35,7 +34,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL", "GAP", "NO_KUBELET_PAUSE", "IDENTITY_CHECK"):
         monkeypatch.setattr(module, name, 0.02)
     monkeypatch.setattr(module, "LONGEST_RETRY", 0.3)
-    monkeypatch.setattr(watcher, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(api_module, "LONGEST_PAUSE", 0.3)
 
 
 def until(what: str, holds: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.devices import NUMA_NODE, Device, Taint
+from agent.dra.inventory import NUMA_NODE, Device, Taint
 from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name, writes
 from agent.model.gpu_states import Effect
 from agent.vendors.dra_vendor import Attribute, Version

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from agent.dra import watcher
-from agent.dra.api_client import ApiClient
-from agent.dra.watcher import Watcher
+from agent.dra import api as api_module
+from agent.dra.api import ApiClient, Watcher
 from tests.fakes.api_server import NODES, ApiServer
 from tests.fakes.dra_machine import NODE
 
@@ -37,7 +36,7 @@ def test_a_watch_that_worked_for_a_while_is_begun_again_soon(
     api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a load balancer that cuts what is idle, and at the server, which ends each watch after minutes."""
-    monkeypatch.setattr(watcher, "SETTLED", 0.1)
+    monkeypatch.setattr(api_module, "SETTLED", 0.1)
     api.watch_seconds = 0.2
     with watching(client) as changes:
         deadline = time.monotonic() + 5

@@ -5,11 +5,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.dra.checkpoint import CHECKPOINT, Checkpoint
-from agent.dra.claims import ClaimGoneError, NodeClaims
-from agent.dra.devices import Device
-from agent.dra.kubelet_state import RECORD_NAME, read_record
-from agent.dra.messages import ClaimReference
+from agent.dra.claims import (
+    CHECKPOINT,
+    RECORD_NAME,
+    Checkpoint,
+    ClaimGoneError,
+    ClaimReference,
+    NodeClaims,
+    read_record,
+)
+from agent.dra.inventory import Device
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 from agent.system.host_runner import host_runner

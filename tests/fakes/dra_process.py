@@ -15,14 +15,9 @@ import time
 from pathlib import Path
 
 import agent.dra
-from agent.dra.checkpoint import Checkpoint, Prepared
-from agent.dra.claims import ClaimGoneError, NodeClaims
-from agent.dra.devices import Device, Health
-from agent.dra.health import HealthService
-from agent.dra.kubelet_peer import KubeletPeer
-from agent.dra.kubelet_state import read_record
-from agent.dra.messages import ClaimReference
-from agent.dra.plugin_server import DriverPlugin
+from agent.dra.claims import Checkpoint, ClaimGoneError, ClaimReference, NodeClaims, Prepared, read_record
+from agent.dra.inventory import Device, Health
+from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 from agent.system.host_runner import host_runner

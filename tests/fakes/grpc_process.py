@@ -6,10 +6,9 @@ Its parent is the kubelet, and ends it by closing its standard input.
 import os
 import sys
 
-from agent.dra.grpc_server import Server
-from agent.dra.grpc_wire import Unary
-from agent.dra.kubelet_peer import KubeletPeer
-from agent.dra.unix_socket import ListeningSocket
+from agent.dra.grpc import Unary
+from agent.dra.grpc_server import ListeningSocket, Server
+from agent.dra.kubelet import KubeletPeer
 
 ECHO, BIG = "/test.Example/Echo", "/test.Example/Big"
 SIZE = 1 << 20

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from agent.dra.grpc_server import Limits, Server
-from agent.dra.grpc_wire import Method, Streaming, Unary, with_prefix
-from agent.dra.kubelet_peer import KubeletPeer
-from agent.dra.unix_socket import ListeningSocket
+from agent.dra.grpc import Method, Streaming, Unary, with_prefix
+from agent.dra.grpc_server import Limits, ListeningSocket, Server
+from agent.dra.kubelet import KubeletPeer
 from tests.fakes.grpc_process import ECHO
 
 

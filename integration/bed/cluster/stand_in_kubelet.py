@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from agent.dra.plugin_server import SERVICE
+from agent.dra.kubelet import SERVICE
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
 from integration.bed.cluster.node_status import change_node_status
 from integration.bed.machine.kubelet_relay import RELAY

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agent.dra.api_client import ApiClient
-from agent.dra.credentials import Credentials
+from agent.dra.api import ApiClient, Credentials
 from agent.dra.slices import COLLECTION
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES
 from integration.bed.cluster.dra_node import Offering, offering

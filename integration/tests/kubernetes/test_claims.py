@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from agent.cli.kube import DIRECTORY
-from agent.dra.checkpoint import CHECKPOINT
-from agent.dra.devices import device_name
+from agent.dra.claims import CHECKPOINT
+from agent.dra.inventory import device_name
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER

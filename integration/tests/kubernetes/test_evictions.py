@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agent.dra.devices import Device, Taint
+from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.evictions import EXTENDED, Evictions, Pod
-from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.dra.inventory import Device, Taint
 from agent.model.errors import AgentError
 from agent.model.gpu_states import Effect
 from integration.bed.cluster.control_plane import ControlPlane, node_user

@@ -1,0 +1,707 @@
+"""Sends requests and watches to the API server, with the kubelet's identity.
+
+The size of answers is limited, and so is the time for each request as a whole. The client keeps connections open for
+further requests, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect. When
+the kubelet's certificate or a token is renewed, a new file replaces the old one, and is read again.
+
+The kubeconfig (clientcmd/api/v1 of k8s.io/client-go) is YAML, which the standard library cannot read, so kubectl prints
+it as JSON unless it is JSON already.
+"""
+
+import base64
+import binascii
+import errno
+import http.client
+import json
+import logging
+import math
+import os
+import posixpath
+import random
+import re
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from agent.model.device import FileIdentity
+from agent.model.errors import AgentError, DocumentError
+from agent.model.json_document import in_json, parse_object
+from agent.model.reasons import Reason
+from agent.model.text import one_line
+from agent.system.deadlines import bounded
+from agent.system.files import System
+from agent.system.tls import client_context
+
+log = logging.getLogger(__name__)
+
+HINTS: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "the kubelet's certificate or token is not accepted: see `journalctl -u kubelet`",
+    HTTPStatus.FORBIDDEN: "check that the kubelet's identity is system:node:NAME in group system:nodes, that the API "
+    "server has authorization mode Node, and that Kubernetes is 1.36 or newer",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "report this as a bug of unbounded-agent",
+}
+NO_SUCH_KIND = "could not find the requested resource"
+"""Part of the server's message if it does not know the kind of an object (NewGenericServerResponse of apimachinery)."""
+NO_DRA = "Dynamic Resource Allocation (resource.k8s.io/v1, with device taints) needs Kubernetes 1.36 or newer"
+SHOWN = 600
+"""Characters of the server's message that are shown."""
+
+
+class ApiError(AgentError):
+    """A request failed. `status` is the server's HTTP status; 0 without a usable answer."""
+
+    def __init__(self, request: str, problem: str, status: int = 0, hint: str = "") -> None:
+        super().__init__(f"{request}: {problem}", hint)
+        self.status = status
+
+    @property
+    def reason(self) -> Reason:
+        """Return the reason for a condition."""
+        if self.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return Reason.REFUSED
+        unavailable = not self.status or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return Reason.API_UNREACHABLE if unavailable or self.status == HTTPStatus.TOO_MANY_REQUESTS else Reason.FAILED
+
+
+class NotFoundError(ApiError):
+    """The object does not exist, or the server does not know its kind."""
+
+
+class ConflictError(ApiError):
+    """Somebody else has changed, created or deleted the object meanwhile: read it again."""
+
+
+class OutdatedError(ApiError):
+    """The server no longer has the events after a watch's resourceVersion (410 Gone): list the objects again."""
+
+
+KINDS: Mapping[int, type[ApiError]] = {
+    HTTPStatus.NOT_FOUND: NotFoundError,
+    HTTPStatus.CONFLICT: ConflictError,
+    HTTPStatus.GONE: OutdatedError,
+}
+
+
+def api_error(request: str, status: int, body: bytes) -> ApiError:
+    """Return the error for an answer with this status; `body` is usually a Status object (meta/v1)."""
+    try:
+        document = json.loads(body)
+        message = str(document.get("message") or "") if isinstance(document, dict) else ""
+    except (ValueError, RecursionError):
+        message = body.decode(errors="replace")
+    text = one_line(message)[:SHOWN] or "no message"
+    phrase = next((f" {each.phrase}" for each in HTTPStatus if each == status), "")
+    hint = NO_DRA if status == HTTPStatus.NOT_FOUND and NO_SUCH_KIND in text else HINTS.get(status, "")
+    return KINDS.get(status, ApiError)(request, f"{status}{phrase}: {text}", status, hint)
+
+
+SIZE_LIMIT = 1 << 18
+"""Bytes of the largest kubeconfig, certificate or token that is read."""
+KUBECTL_LIMIT = 15.0
+"""Seconds for kubectl, which only reads the file."""
+HTTPS_PORT = 443
+UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that a text in JSON can have, but the name of a file or server cannot: a null character, or half a
+surrogate pair."""
+NOT_SUPPORTED = {
+    "exec": "a program that provides credentials",
+    "auth-provider": "an authentication provider",
+    "username": "a password",
+    "as": "impersonation",
+}
+"""Keys of a kubeconfig's `user` that the agent does not support, with their meanings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """A certificate, key or token: in a file, or inline."""
+
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.path or self.data)
+
+    def read(self, system: System) -> bytes:
+        """Return the content. Raises OSError."""
+        return system.read(self.path, SIZE_LIMIT) if self.path else self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Kubeconfig:
+    """The kubeconfig's current context: the address of the API server, and the credentials."""
+
+    host: str
+    port: int
+    prefix: str
+    """Path in the server's address, which precedes the path of every request; usually empty."""
+    server_name: str
+    """The name that the server's certificate must have."""
+    ca: Material
+    certificate: Material
+    key: Material
+    token: Material
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Return the files that the kubeconfig names. They are replaced when credentials are renewed."""
+        return tuple(each.path for each in (self.ca, self.certificate, self.key, self.token) if each.path)
+
+
+def read_kubeconfig(system: System, path: str) -> Kubeconfig:
+    """Return the current context of a kubeconfig. Raises AgentError or OSError."""
+    content = system.read(path, SIZE_LIMIT)
+    if not content.lstrip().startswith(b"{"):
+        command = ("kubectl", "config", "view", "--raw", "--minify", "--output=json", f"--kubeconfig={path}")
+        content = system.run(*command, timeout=KUBECTL_LIMIT).encode(errors="surrogateescape")
+    return parse_kubeconfig(path, content)
+
+
+def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
+    """Return the current context of a kubeconfig in JSON. Raises AgentError.
+
+    `where` is the file's path. Relative paths in the file start at its directory.
+    """
+    document = parse_object(where, data)
+    context = _named(where, document, "context", _text(where, document, "current-context"), "current-context")
+    cluster = _named(where, document, "cluster", _text(where, context, "cluster"), "the current context's cluster")
+    user = _named(where, document, "user", _text(where, context, "user"), "the current context's user")
+    _refuse(where, cluster, user)
+    server = _text(where, cluster, "server")
+    try:
+        parts = urllib.parse.urlsplit(server)
+        host, port = parts.hostname or "", HTTPS_PORT if parts.port is None else parts.port
+        # Later, a connection encodes the host in this way, and a request encodes the path. Find out here whether both
+        # can be encoded.
+        host.encode("idna")
+        parts.path.encode("ascii")
+    except ValueError:
+        parts, host, port = urllib.parse.urlsplit(""), "", 0
+    if parts.scheme != "https" or not host or not port:
+        raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
+    server_name = _text(where, cluster, "tls-server-name") or host
+    try:
+        server_name.encode("idna")
+    except UnicodeError as error:
+        raise DocumentError(f"{where}: key tls-server-name must be a host's name, not {server_name[:100]!a}") from error
+    directory = posixpath.dirname(where)
+    kubeconfig = Kubeconfig(
+        host,
+        port,
+        parts.path.rstrip("/"),
+        server_name,
+        ca=_material(where, cluster, "certificate-authority", directory),
+        certificate=_material(where, user, "client-certificate", directory),
+        key=_material(where, user, "client-key", directory),
+        token=_token(where, user, directory),
+    )
+    if not (kubeconfig.certificate and kubeconfig.key) and not kubeconfig.token:
+        raise DocumentError(f"{where}: the user has neither a client certificate with its key nor a token")
+    return kubeconfig
+
+
+def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
+    if cluster.get("insecure-skip-tls-verify"):
+        hint = "set certificate-authority"
+        raise AgentError(
+            f"{where}: it skips the verification of the server's certificate, which is not supported", hint
+        )
+    if cluster.get("proxy-url"):
+        raise AgentError(f"{where}: it names a proxy, which is not supported", "let the node reach the server directly")
+    for key, meaning in NOT_SUPPORTED.items():
+        if user.get(key):
+            hint = "join the node with a client certificate (TLS bootstrap) or a token file"
+            raise AgentError(f"{where}: it uses {meaning} ({key}), which is not supported here", hint)
+
+
+def _named(where: str, document: dict[str, Any], kind: str, name: str, key: str) -> dict[str, Any]:
+    """Return the entry with this name in a list such as `clusters`. Raises DocumentError.
+
+    `key` says where the name comes from.
+    """
+    if not name:
+        raise DocumentError(f"{where}: {key} is not set")
+    listed = document.get(f"{kind}s")
+    for each in listed if isinstance(listed, list) else ():
+        if isinstance(each, dict) and each.get("name") == name and isinstance(found := each.get(kind), dict):
+            return found
+    raise DocumentError(f"{where}: {key} is {name[:100]!a}, which is not in `{kind}s`")
+
+
+def _text(where: str, document: dict[str, Any], key: str) -> str:
+    value = document.get(key) or ""
+    if not isinstance(value, str):
+        raise DocumentError(f"{where}: key {key} must be a string, not {in_json(value)}")
+    if UNUSABLE.search(value):
+        raise DocumentError(f"{where}: key {key} has characters that are not allowed")
+    return value
+
+
+def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Material:
+    """Return the certificate or key at `key`. Inline data, at `KEY-data`, takes precedence over the file."""
+    try:
+        data = base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        # The message leaves out the cause, which could quote a part of a key.
+        raise DocumentError(f"{where}: key {key}-data is not base64") from error
+    path = _text(where, entry, key)
+    return Material(data=data) if data else Material(posixpath.join(directory, path) if path else "")
+
+
+def _token(where: str, user: dict[str, Any], directory: str) -> Material:
+    """Return the token. Here the file takes precedence over inline data, because the token in the file is renewed."""
+    path = _text(where, user, "tokenFile")
+    return Material(posixpath.join(directory, path)) if path else Material(data=_text(where, user, "token").encode())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """The credentials of connections. When a file changes, new connections use a new session."""
+
+    kubeconfig: Kubeconfig
+    context: ssl.SSLContext
+    headers: Mapping[str, str] = field(repr=False)
+
+
+class Credentials:
+    """The kubelet's identity towards the API server. Threads may share it."""
+
+    def __init__(self, system: System, path: str) -> None:
+        """`path` is that of the kubeconfig, which is read at the first call of `session`."""
+        self._system, self._path = system, path
+        self._lock = threading.Lock()
+        self._kubeconfig: Kubeconfig | None = None
+        self._session: Session | None = None
+        self._seen: dict[str, FileIdentity | None] = {}
+        """The identities, by path, of the kubeconfig and of the files that it names, when they were last read."""
+
+    def session(self) -> Session:
+        """Return the session for a new connection or request. Raises AgentError, which names the unusable file."""
+        with self._lock:
+            seen = self._identities(self._seen or (self._path,))
+            if self._session is None or seen != self._seen:
+                self._session = None
+                if self._kubeconfig is None or seen[self._path] != self._seen.get(self._path):
+                    self._kubeconfig = self._read(self._path)
+                # The files' identities are taken before the files are read: if a file changes in between, the next call
+                # reads it again.
+                self._seen = {**self._identities(self._kubeconfig.files), self._path: seen[self._path]}
+                self._session = self._make(self._kubeconfig)
+            return self._session
+
+    def _read(self, path: str) -> Kubeconfig:
+        try:
+            return read_kubeconfig(self._system, path)
+        except OSError as error:
+            raise AgentError(f"{path}: cannot read the kubelet's kubeconfig: {error.strerror}") from error
+
+    def _identities(self, paths: Iterable[str]) -> dict[str, FileIdentity | None]:
+        return {path: self._identity(path) for path in paths}
+
+    def _identity(self, path: str) -> FileIdentity | None:
+        try:
+            return self._system.identity(path)
+        except OSError:
+            return None
+
+    def _make(self, kubeconfig: Kubeconfig) -> Session:
+        try:
+            context = client_context(self._content(kubeconfig.ca) if kubeconfig.ca else None)
+            context.set_alpn_protocols(["http/1.1"])
+            if kubeconfig.certificate and kubeconfig.key:
+                self._load_certificate(context, kubeconfig)
+            token = self._token(kubeconfig.token)
+        except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+            files = ", ".join(kubeconfig.files) or "inline data"
+            reason = getattr(error, "reason", None) or "not PEM"
+            raise AgentError(f"{self._path}: a certificate, key or token is unusable ({reason}): {files}") from None
+        except OSError as error:
+            # For example, there may be no memory or file descriptor left.
+            raise AgentError(f"{self._path}: cannot load its credentials: {error.strerror}") from error
+        return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
+
+    def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
+        """Load certificate and key by way of files in memory.
+
+        OpenSSL takes them only from files, and could block while it reads the original files.
+        """
+        descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
+        try:
+            for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):
+                os.write(descriptor, self._content(material))
+            certificate, key = (f"/proc/self/fd/{each}" for each in descriptors)
+            context.load_cert_chain(certificate, key, password=_no_password)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _token(self, material: Material) -> str:
+        """Return the token; empty if there is none.
+
+        Raises UnicodeDecodeError, or an AgentError that does not quote the token.
+        """
+        token = self._content(material).decode("ascii").strip() if material else ""
+        # http.client refuses headers with line breaks, and its error would quote the token.
+        if " " in token or not token.isprintable():
+            where = material.path or f"{self._path}: key token"
+            raise AgentError(
+                f"{where}: the token has a space, a line break or a control character", "write it there on one line"
+            )
+        return token
+
+    def _content(self, material: Material) -> bytes:
+        try:
+            return material.read(self._system)
+        except OSError as error:
+            raise AgentError(
+                f"{material.path}: cannot read this file of the kubelet's kubeconfig: {error.strerror}"
+            ) from error
+
+
+def _no_password() -> str:
+    """Refuse keys with a password. Without this function, OpenSSL would ask for the password on the terminal."""
+    raise ValueError
+
+
+REQUEST_LIMIT = 10.0
+"""Seconds that a request may take, from looking up the server's name to the last byte of the answer."""
+ANSWER_LIMIT = 8 << 20
+"""Bytes of the largest answer, and of the largest event of a watch. An object in etcd has at most 1.5 MiB."""
+IDLE_CONNECTIONS = 4
+"""How many idle connections are kept."""
+IDLE_LIMIT = 60.0
+"""Seconds after which an idle connection is not used again, because load balancers drop idle connections."""
+WATCH_LIMIT = 300
+"""Seconds after which the server ends a watch, so that the next one uses current credentials."""
+WATCH_MARGIN = 30.0
+"""How many seconds longer than WATCH_LIMIT a watch may last."""
+UNANSWERED_LIMIT = 20_000
+"""Milliseconds after which TCP gives up on a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
+CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
+"""Errors that a request can end with if it uses an idle connection that the server has closed."""
+
+
+class ApiClient:
+    """Asks the API server for objects, changes them and watches them. Threads may share it."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, Session, _Connection]] = []
+        self._closed = False
+
+    def get(self, path: str, **parameters: str) -> dict[str, Any]:
+        """Return the object or list. Raises ApiError, or AgentError if the credentials are unusable."""
+        return self.request("GET", _with_query(path, parameters))
+
+    def request(self, method: str, path: str, content: object = None) -> dict[str, Any]:
+        """Return the answer to a request. `content` is sent as JSON; None means no body. Raises what `get` raises."""
+        session, connection, reused = self._connection()
+        what = f"{method} {path.partition('?')[0]}"
+        deadline = time.monotonic() + REQUEST_LIMIT
+        try:
+            connection.set_deadline(deadline)
+            try:
+                response = _send(connection, session, method, path, content)
+            except CLOSED_BY_SERVER:
+                # If the connection was an idle one, send the request again, once. That is safe even if the server has
+                # already served the request: a slice is written with a resourceVersion or a fixed name, so a second
+                # write fails with a conflict, and a second eviction of a pod changes nothing.
+                connection.close()
+                if not reused:
+                    raise
+                connection = _Connection(session)
+                connection.set_deadline(deadline)
+                response = _send(connection, session, method, path, content)
+            body = _bounded(response.read(ANSWER_LIMIT + 1), what)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise _no_answer(what, session, error) from error
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(session, connection, response)
+        if response.status >= 300:
+            raise api_error(what, response.status, body)
+        return _object(what, body)
+
+    def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
+        """Yield the changes since a list, until the server ends the watch. `version` is the list's resourceVersion.
+
+        The first item is no event but an empty object, which is yielded when the server has accepted the watch. Raises
+        what `get` raises, and OutdatedError if the server no longer has the events after `version`.
+        """
+        query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
+        session, what = self._credentials.session(), f"watch {path}"
+        connection = _Connection(session)
+        try:
+            connection.set_deadline(time.monotonic() + REQUEST_LIMIT)
+            response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
+            if response.status >= 300:
+                raise api_error(what, response.status, response.read(ANSWER_LIMIT))
+            connection.set_deadline(time.monotonic() + WATCH_LIMIT + WATCH_MARGIN)
+            yield {}
+            while line := _bounded(response.readline(ANSWER_LIMIT + 1), what):
+                yield _event(what, line)
+        except (OSError, http.client.HTTPException) as error:
+            raise _no_answer(what, session, error) from error
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections. From now on, a request closes its own: threads may still wait for answers."""
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop()[2].close()
+
+    def _connection(self) -> "tuple[Session, _Connection, bool]":
+        """Return the session, a connection that belongs to it, and whether that connection was used before."""
+        session = self._credentials.session()
+        with self._lock:
+            while self._idle:
+                since, opened_by, connection = self._idle.pop()
+                if opened_by is session and time.monotonic() - since < IDLE_LIMIT:
+                    return session, connection, True
+                connection.close()
+        return session, _Connection(session), False
+
+    def _keep(self, session: Session, connection: "_Connection", response: http.client.HTTPResponse) -> None:
+        with self._lock:
+            reusable = response.isclosed() and not response.will_close and not self._closed
+            if reusable and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append((time.monotonic(), session, connection))
+            else:
+                connection.close()
+
+
+class _Deadline:
+    """When a request or watch must have ended, by time.monotonic(). One connection serves one after the other."""
+
+    at = math.inf
+
+    def remaining(self) -> float:
+        """Return the seconds that are left. Raises TimeoutError if there are none."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+class _Socket(ssl.SSLSocket):
+    """A socket whose reads and writes end at a deadline, however often its peer sends a byte."""
+
+    deadline: _Deadline | None = None
+
+    def _limit(self) -> None:
+        if self.deadline is not None:
+            self.settimeout(self.deadline.remaining())
+
+    # These are the methods that http.client and io.BufferedReader call.
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:  # noqa: ANN401
+        self._limit()
+        return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:  # noqa: ANN401
+        # ssl.SSLSocket.sendall calls it for each part.
+        self._limit()
+        return super().send(data, flags)
+
+
+class _Connection(http.client.HTTPSConnection):
+    """A connection that notices a peer that no longer answers, or answers too slowly.
+
+    The server's certificate must have the name that the kubeconfig gives the server.
+    """
+
+    def __init__(self, session: Session) -> None:
+        kubeconfig = session.kubeconfig
+        super().__init__(kubeconfig.host, kubeconfig.port, context=session.context)
+        self._session, self._deadline = session, _Deadline()
+        self._response: http.client.HTTPResponse | None = None
+        """The last answer. It keeps the socket open until it is closed itself."""
+
+    def set_deadline(self, deadline: float) -> None:
+        """Set when the current request or watch must have ended, by time.monotonic()."""
+        self._deadline.at = deadline
+
+    def connect(self) -> None:
+        plain = self._connected()
+        try:
+            plain.settimeout(self._deadline.remaining())
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_LIMIT)
+            name = self._session.kubeconfig.server_name
+            self._session.context.sslsocket_class = _Socket
+            wrapped = self._session.context.wrap_socket(plain, server_hostname=name)
+            assert isinstance(wrapped, _Socket)
+            wrapped.deadline = self._deadline
+            self.sock = wrapped
+        except BaseException:
+            plain.close()
+            raise
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        self._response = super().getresponse()
+        return self._response
+
+    def close(self) -> None:
+        super().close()
+        # http.client gives up an answer with `Connection: close` to whoever reads it.
+        if self._response is not None:
+            self._response.close()
+
+    def _connected(self) -> socket.socket:
+        """Return a TCP connection to one of the server's addresses. Raises OSError."""
+        # Looking up a name cannot be ended, only be abandoned.
+        addresses = bounded(
+            f"look up {self.host}",
+            lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM),
+            self._deadline.remaining(),
+        )
+        failed = OSError(errno.EADDRNOTAVAIL, "its name has no address")
+        for family, kind, protocol, _, address in addresses:
+            plain = socket.socket(family, kind, protocol)
+            try:
+                plain.settimeout(self._deadline.remaining())
+                plain.connect(address)
+                return plain
+            except OSError as error:
+                plain.close()
+                failed = error
+        raise failed
+
+
+def _send(
+    connection: http.client.HTTPSConnection, session: Session, method: str, path: str, content: object
+) -> http.client.HTTPResponse:
+    headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **session.headers}
+    body = None
+    if content is not None:
+        body, headers["Content-Type"] = json.dumps(content).encode(), "application/json"
+    connection.request(method, session.kubeconfig.prefix + path, body, headers)
+    return connection.getresponse()
+
+
+def _with_query(path: str, parameters: Mapping[str, str]) -> str:
+    return f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
+
+
+def _bounded(data: bytes, what: str) -> bytes:
+    if len(data) > ANSWER_LIMIT:
+        raise ApiError(what, f"the answer has more than {ANSWER_LIMIT} bytes")
+    return data
+
+
+def _object(what: str, data: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(what, f"the answer is not JSON: {error}") from error
+    if not isinstance(answer, dict):
+        raise ApiError(what, f"the answer is not an object but {in_json(answer)}")
+    return answer
+
+
+def _event(what: str, line: bytes) -> dict[str, Any]:
+    """Return an event of a watch (WatchEvent of meta/v1). An event of type ERROR is raised as ApiError."""
+    event = _object(what, line)
+    if event.get("type") == "ERROR":
+        status = event.get("object")
+        code = status.get("code") if isinstance(status, dict) else None
+        error = api_error(what, code if isinstance(code, int) else 0, json.dumps(status).encode())
+        raise error if isinstance(error, OutdatedError) else ApiError(what, error.message, error.status)
+    return event
+
+
+def _no_answer(what: str, session: Session, error: Exception) -> AgentError:
+    kubeconfig = session.kubeconfig
+    host = f"[{kubeconfig.host}]" if ":" in kubeconfig.host else kubeconfig.host
+    where = f"https://{host}:{kubeconfig.port}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        problem = f"the certificate of {where} is not accepted: {error.verify_message}"
+        return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")
+    if isinstance(error, ssl.SSLError):
+        return ApiError(what, f"the TLS connection to {where} failed: {error.reason or error}")
+    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return ApiError(what, f"no answer from {where}: {cause}")
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
+"""Seconds from the end of one attempt to the next. After each failure, and after each watch that ends before it has
+settled, the pause doubles, up to the longest."""
+SETTLED = 10.0
+"""Seconds after which a watch has settled. Some proxies end each watch at once: then the pause must grow. Other proxies
+end a watch only after it has been idle for a while: then the next watch should begin soon."""
+
+LOGGED_FAILURE = 2
+"""How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
+
+
+class Watcher(threading.Thread):
+    """Watches one list of objects until `stop`."""
+
+    def __init__(self, client: ApiClient, path: str, selector: str, changed: Callable[[], None]) -> None:
+        """Set what is watched. `selector` is a field selector. The watcher's thread calls `changed` after each change.
+
+        It also calls `changed` each time the watch begins.
+        """
+        super().__init__(name=f"watch {path}", daemon=True)
+        self._client, self._path, self._selector, self._changed = client, path, selector, changed
+        self._stopped = threading.Event()
+        self._failures = 0
+        """Attempts that have failed since the watch last began."""
+        self._began = math.inf
+        """When the watch of the current attempt began, by time.monotonic(); infinity before it has begun."""
+
+    def run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopped.is_set():
+            self._began, failed = math.inf, False
+            try:
+                self._watch()
+            except AgentError as error:
+                failed = True
+                self._failures += 1
+                if self._failures == LOGGED_FAILURE:
+                    log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
+            settled = time.monotonic() - self._began >= SETTLED
+            if settled:
+                pause = FIRST_PAUSE
+            if failed or not settled:
+                pause = min(2 * pause, LONGEST_PAUSE)
+            # If the API server fails, all nodes lose it at the same moment. They should not all return at the same
+            # moment, so the pause is random.
+            self._stopped.wait(pause * random.uniform(0.5, 1.0))
+
+    def stop(self) -> None:
+        """Make the thread end when the current watch ends."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        """List the objects, and follow later changes until the server ends the watch. Raises AgentError."""
+        listed = self._client.get(self._path, fieldSelector=self._selector)
+        metadata = listed.get("metadata")
+        version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+        if not isinstance(version, str):
+            raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
+        for event in self._client.watch(self._path, version, fieldSelector=self._selector):
+            # The first event is empty, and says that the server has accepted the watch. It counts as a change, because
+            # the objects may have changed between the caller's last reading and the list above.
+            if self._failures >= LOGGED_FAILURE:
+                log.info("changes to %s are noticed at once again", self._path)
+            self._failures = 0
+            self._began = min(self._began, time.monotonic())
+            # A bookmark is no change: it only has a newer resourceVersion.
+            if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
+                self._changed()

@@ -1,0 +1,475 @@
+"""Serves the driver to the kubelet on two sockets: one for registration, one for claims and the devices' health.
+
+Registration: the kubelet watches a directory for sockets (pkg/kubelet/pluginmanager of k8s.io/kubernetes). Within a
+second after it sees a new socket, it calls GetInfo there. If the call fails, the kubelet tries again, with growing
+pauses, as long as the socket exists. When the socket is removed, the kubelet forgets the driver.
+
+Health: the kubelet puts each device's health into the status of the pods that have the device. It forgets a device's
+health if no response has repeated it for TIMEOUT seconds. When the stream ends, for example because agent.dra restarts,
+the kubelet forgets the health of all devices. 5 seconds later, it opens another stream, and gets the health again
+(pkg/kubelet/cm/dra).
+
+Who may connect: the sockets are in directories of the kubelet that pods may have as hostPath volumes, and root in such
+a pod passes every check of modes and users. So a connection counts only if it comes from the process that is the
+kubelet according to systemd (agent.system.kubelet_identity).
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from google.protobuf.message import DecodeError, Message
+
+from agent.dra import kubelet_pb2
+from agent.dra.claims import ClaimReference, PreparedDevice
+from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
+from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
+from agent.dra.inventory import Device, Health
+from agent.model.errors import AgentError, DocumentError
+from agent.model.text import one_line
+from agent.system import opening
+
+log = logging.getLogger(__name__)
+
+SO_PEERPIDFD = 77
+"""The option returns a pidfd of the process that connected (asm-generic/socket.h, Linux 6.5). socket has no name for it
+yet."""
+ENDED = (errno.ESRCH, errno.EINVAL)
+"""The option's errors if the process has ended; EINVAL before Linux 6.15."""
+CREDENTIALS = struct.Struct("=iII")
+"""struct ucred of linux/socket.h: process id, user id, group id."""
+
+
+class KubeletPeer:
+    """The kubelet's process. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process, self._pidfd = 0, -1
+
+    def follow(self, process: int) -> None:
+        """Let this process be the kubelet from now on, if it runs."""
+        with self._lock:
+            self._forget()
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(process)
+                self._process = process
+
+    def is_followed(self, process: int) -> bool:
+        """Return whether this process is the kubelet, and runs."""
+        with self._lock:
+            return process == self._process and self._runs()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the kubelet still runs."""
+        with self._lock:
+            return self._runs()
+
+    def refusal(self, connection: socket.socket) -> str:
+        """Return why the process that made a connection may not use it; empty if it is the kubelet. Raises OSError."""
+        peer = _peer_process(connection)
+        with self._lock:
+            # While the kubelet runs, no other process can have its id.
+            if not self._runs():
+                return f"it is from process {peer}, and no kubelet runs as a service of this machine"
+            if peer != self._process:
+                return f"it is from process {peer}, and only the kubelet, process {self._process}, may connect"
+        return ""
+
+    def close(self) -> None:
+        """Forget the kubelet: nobody may connect after that."""
+        with self._lock:
+            self._forget()
+
+    def _runs(self) -> bool:
+        if self._pidfd < 0:
+            return False
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return not ended.poll(0)
+
+    def _forget(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._process, self._pidfd = 0, -1
+
+
+def _peer_process(connection: socket.socket) -> int:
+    """Return the id of the process that connected; 0 if it has ended, or is outside this PID namespace. Raises OSError.
+
+    Before Linux 6.5, the id of a process that has ended is returned too, although another process may have it by now.
+    The server accepts connections within milliseconds, so such an id would have to be reused within that time.
+    """
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno in ENDED:
+            return 0
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        process: int = CREDENTIALS.unpack(raw)[0]
+        return process
+    try:
+        lines = opening.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
+    finally:
+        os.close(pidfd)
+    # -1 for a process that has ended (proc(5)).
+    return max(0, *(int(line.split()[1]) for line in lines if line.startswith("Pid:")))
+
+
+CLAIMS_LIMIT = 1024
+"""The largest number of claims in one request. A request has the claims of one pod."""
+ERROR_LIMIT = 2000
+"""How many characters of an error are sent. The kubelet puts the error into an event of the pod."""
+HEALTH_MESSAGE_LIMIT = 1024
+"""Bytes of the longest health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
+
+_READING = threading.Lock()
+"""A request of many empty claims takes 40 times its size in memory while it is read, so one is read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """The health of one device."""
+
+    pool: str
+    device: str
+    health: Health
+    message: str = ""
+    """What is wrong with the device, or that it is detached or being detached. The kubelet puts this text into pods'
+    status."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationStatus:
+    """What the kubelet reports about a registration."""
+
+    registered: bool
+    error: str = ""
+
+
+def encode_plugin_info(kind: str, name: str, endpoint: str, services: tuple[str, ...]) -> bytes:
+    """Return a PluginInfo."""
+    info = kubelet_pb2.PluginInfo(type=kind, name=name, endpoint=_valid(endpoint), supported_versions=services)
+    return info.SerializeToString()
+
+
+def decode_registration_status(data: bytes) -> RegistrationStatus:
+    """Return a RegistrationStatus. Raises DocumentError."""
+    status = kubelet_pb2.RegistrationStatus()
+    _read(status, data)
+    return RegistrationStatus(status.plugin_registered, status.error)
+
+
+def decode_claims(data: bytes) -> tuple[ClaimReference, ...]:
+    """Return the claims of a NodePrepareResourcesRequest or a NodeUnprepareResourcesRequest. Raises DocumentError."""
+    with _READING:
+        request = kubelet_pb2.ClaimsRequest()
+        _read(request, data)
+        if len(request.claims) > CLAIMS_LIMIT:
+            raise DocumentError(f"a request has {len(request.claims)} claims, more than {CLAIMS_LIMIT}")
+        claims = tuple(ClaimReference(each.namespace, each.name, each.uid) for each in request.claims)
+        del request
+    for each in claims:
+        if not (each.namespace and each.uid and each.name):
+            raise DocumentError(f"a claim has no namespace, uid or name: {each!r}")
+    return claims
+
+
+def encode_prepared(results: Mapping[str, tuple[PreparedDevice, ...] | str]) -> bytes:
+    """Return a NodePrepareResourcesResponse.
+
+    `results` has, by the claim's uid, the claim's devices, or a text that says why the claim was not prepared.
+    """
+    response = kubelet_pb2.NodePrepareResourcesResponse()
+    for uid, result in results.items():
+        claim = response.claims[uid]
+        if isinstance(result, str):
+            claim.error = _valid(result)[:ERROR_LIMIT]
+            continue
+        for each in result:
+            claim.devices.add(
+                request_names=map(_valid, each.requests),
+                pool_name=_valid(each.pool),
+                device_name=_valid(each.device),
+                cdi_device_ids=map(_valid, each.cdi_names),
+                share_id=_valid(each.share) or None,
+            )
+    return response.SerializeToString()
+
+
+def encode_unprepared(results: Mapping[str, str]) -> bytes:
+    """Return a NodeUnprepareResourcesResponse.
+
+    `results` has, by the claim's uid, a text that says why the claim is still prepared. The text is empty if the claim
+    was unprepared.
+    """
+    response = kubelet_pb2.NodeUnprepareResourcesResponse()
+    for uid, error in results.items():
+        response.claims[uid].error = _valid(error)[:ERROR_LIMIT]
+    return response.SerializeToString()
+
+
+def encode_health(devices: Iterable[DeviceHealth], now: int, timeout: int) -> bytes:
+    """Return a NodeWatchResourcesResponse with the health of all devices at `now` (seconds since the epoch).
+
+    If no newer response follows within `timeout` seconds, the kubelet considers the health unknown.
+    """
+    response = kubelet_pb2.NodeWatchResourcesResponse()
+    for each in devices:
+        response.devices.add(
+            device=kubelet_pb2.DeviceIdentifier(pool_name=_valid(each.pool), device_name=_valid(each.device)),
+            health=each.health.name,
+            last_updated_time=now,
+            health_check_timeout_seconds=timeout,
+            message=shortened(each.message),
+        )
+    return response.SerializeToString()
+
+
+def shortened(message: str) -> str:
+    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message.
+
+    The kubelet might cut a longer message in the middle of a character.
+    """
+    raw = message.encode(errors="replace")
+    if len(raw) > HEALTH_MESSAGE_LIMIT:
+        return raw[: HEALTH_MESSAGE_LIMIT - 3].decode(errors="ignore") + "..."
+    return raw.decode()
+
+
+def _read(message: Message, data: bytes) -> None:
+    """Fill an empty message. Raises DocumentError."""
+    try:
+        read = message.MergeFromString(data)
+    except DecodeError as error:
+        raise DocumentError(str(error)) from error
+    # Debian's runtime only warns of some damage, and leaves out the rest.
+    if read != len(data):
+        raise DocumentError(f"only {read} of {len(data)} bytes are a message")
+
+
+def _valid(text: str) -> str:
+    """Return a text that can be sent: surrogates, which the name of a file may have, become `?`."""
+    return text.encode(errors="replace").decode()
+
+
+PLUGIN_TYPE = "DRAPlugin"
+"""The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
+SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""The served gRPC services, under the names that the kubelet expects (dra_plugin_manager.go of
+pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses v1alpha1 of the health service even if it is not listed; from 1.37 on,
+the kubelet uses only listed services."""
+REGISTRATION_SERVICE = "/pluginregistration.Registration"
+
+
+class Registration:
+    """The registration service, and the status that the kubelet last reported."""
+
+    def __init__(self, driver: str, endpoint: str) -> None:
+        """`endpoint` is the path of the socket that serves the driver."""
+        self._info = encode_plugin_info(PLUGIN_TYPE, driver, endpoint, SERVICES)
+        self._lock = threading.Lock()
+        self._status = RegistrationStatus(False, "")
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The methods by path."""
+        return {
+            f"{REGISTRATION_SERVICE}/GetInfo": Unary(lambda _: self._info),
+            f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
+        }
+
+    @property
+    def status(self) -> RegistrationStatus:
+        """The status that the kubelet last reported. Before its first report: not registered, and no error."""
+        with self._lock:
+            return self._status
+
+    def _notify(self, request: bytes) -> bytes:
+        try:
+            status = decode_registration_status(request)
+        except DocumentError as error:
+            raise RpcError(Code.INTERNAL, f"RegistrationStatus: {error}") from error
+        with self._lock:
+            changed, self._status = status != self._status, status
+        if changed and status.registered:
+            log.info("the kubelet has registered the driver")
+        elif changed:
+            log.error("the kubelet does not register the driver, and will try again: %s", one_line(status.error))
+        return b""
+
+
+REPEAT = 10.0
+"""Seconds after which the same health is sent again."""
+TIMEOUT = 60
+"""Seconds after which the kubelet considers the health unknown: several times REPEAT, as a response may be late."""
+METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
+"""The paths of the same method in Kubernetes 1.37 and in 1.36."""
+
+
+class HealthService:
+    """The health service. Before the first `publish`, the kubelet knows no device's health."""
+
+    def __init__(self, repeat: float = REPEAT) -> None:
+        self._repeat = repeat
+        self._changed = threading.Condition()
+        self._devices: tuple[DeviceHealth, ...] | None = None
+        self._edition = 0
+        """How often the health has changed."""
+        self._stopped = False
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The methods by path."""
+        return {method: Streaming(self._watch) for method in METHODS}
+
+    def publish(self, pool: str, devices: Iterable[Device]) -> None:
+        """Replace the published health of all devices. `pool` is the pool to which all the devices belong."""
+        health = tuple(DeviceHealth(pool, each.name, each.health, each.health_message) for each in devices)
+        with self._changed:
+            if health != self._devices:
+                self._devices = health
+                self._edition += 1
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all streams."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _watch(self, _: bytes) -> Iterator[bytes]:
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._stopped or self._edition != seen, self._repeat)  # type: ignore[misc]
+                if self._stopped:
+                    return
+                devices, seen = self._devices, self._edition
+            # A response without devices is sent too, because sending shows whether the client still listens.
+            yield encode_health(devices or (), int(time.time()), TIMEOUT)
+
+
+SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+REGISTRATION_LIMITS = Limits(connections=4, calls=4, streams=0, message=1 << 16, memory=1 << 20)
+"""Both servers together keep at most 16 MiB of requests and responses."""
+
+
+class Claims(Protocol):
+    """Prepares claims. Both methods may be called several times for the same claim, and by several threads."""
+
+    def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
+        """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
+
+    def unprepare(self, claim: ClaimReference) -> None:
+        """Take back the devices of a claim, if it has any. Raises AgentError or OSError."""
+
+
+class DriverPlugin:
+    """The driver's two servers. `keep_serving` must be called regularly."""
+
+    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str, admit: Admit) -> None:
+        """Start serving. `kubelet_root` is the kubelet's root directory. `admit` says who may connect.
+
+        Raises AgentError.
+        """
+        self._claims, self._health, self._admit = claims, health, admit
+        base, endpoint = f"{kubelet_root}/plugins", f"{driver}/dra.sock"
+        self._registration = Registration(driver, f"{base}/{endpoint}")
+        # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
+        self._sockets = (
+            (base, endpoint, self._methods | health.methods, Limits()),
+            (
+                f"{kubelet_root}/plugins_registry",
+                f"{driver}-reg.sock",
+                self._registration.methods,
+                REGISTRATION_LIMITS,
+            ),
+        )
+        self._servers: list[Server] = []
+        try:
+            self._start()
+        except AgentError:
+            self.stop()
+            raise
+
+    @property
+    def registration(self) -> RegistrationStatus:
+        """Whether the kubelet has registered the driver and is connected. `error` says why the kubelet refuses it."""
+        status = self._registration.status
+        connected = bool(self._servers) and self._servers[0].clients > 0
+        return RegistrationStatus(status.registered and connected, status.error)
+
+    def keep_serving(self) -> None:
+        """Start both servers again if a server has failed or a socket was removed, for example by `kubeadm reset`.
+
+        Raises AgentError if they cannot start. The process must then be restarted: if a directory of the kubelet was
+        removed and made again, the unit's sandbox still has the removed directory, and cannot write to the new one.
+        """
+        if len(self._servers) == len(self._sockets) and all(server.healthy for server in self._servers):
+            return
+        log.warning("the DRA driver's sockets are gone or not served: serving them again")
+        self._close()
+        self._start()
+
+    def stop(self) -> None:
+        """Stop serving, and remove the sockets, so that the kubelet no longer uses the driver."""
+        self._health.stop()
+        self._close()
+
+    def _start(self) -> None:
+        for base, relative, methods, limits in self._sockets:
+            self._servers.append(Server(ListeningSocket(base, relative), methods, self._admit, limits))
+
+    def _close(self) -> None:
+        # The last server, which is for registration, is stopped first, so that the kubelet does not connect to an
+        # endpoint that is about to stop.
+        while self._servers:
+            self._servers.pop().stop()
+
+    @property
+    def _methods(self) -> dict[str, Method]:
+        return {
+            f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
+            f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),
+        }
+
+    def _prepare(self, request: bytes) -> bytes:
+        results: dict[str, tuple[PreparedDevice, ...] | str] = {}
+        for claim in _claims_in(request):
+            try:
+                results[claim.uid] = self._claims.prepare(claim)
+            except (AgentError, OSError) as error:
+                log.warning("claim %s is not prepared: %s", claim, error)
+                results[claim.uid] = str(error)
+        return encode_prepared(results)
+
+    def _unprepare(self, request: bytes) -> bytes:
+        results: dict[str, str] = {}
+        for claim in _claims_in(request):
+            try:
+                self._claims.unprepare(claim)
+                results[claim.uid] = ""
+            except (AgentError, OSError) as error:
+                log.warning("claim %s is still prepared: %s", claim, error)
+                results[claim.uid] = str(error)
+        return encode_unprepared(results)
+
+
+def _claims_in(request: bytes) -> tuple[ClaimReference, ...]:
+    try:
+        return decode_claims(request)
+    except DocumentError as error:
+        raise RpcError(Code.INTERNAL, f"the request is malformed: {error}") from error
