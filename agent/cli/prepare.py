@@ -60,8 +60,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # systemd makes it so at boot, but a file system may be mounted there later.
         system.make_private(MACHINE_ROOTS)
     except OSError as error:
-        why, advice = error.strerror, f"run `chmod 700 {MACHINE_ROOTS}`"
-        reconciler.progress(f"{MACHINE_ROOTS} may be open to users of the host: {why} ({advice})")
+        advice = f"once that is corrected, run `chmod 700 {MACHINE_ROOTS}`"
+        reconciler.progress(f"{MACHINE_ROOTS} may be open to users of the host: {error.strerror}; {advice}")
     # Mark the start now: if `stop` cancels the start from here on, the service must not start the machine again.
     mark_start(name, system)
     # Remove the record of live settings before taking the lock: if another process's pass holds the lock for too long,

@@ -219,6 +219,7 @@ def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: 
     assert f"machine {MACHINE} was stopped" in error.value.message
     assert f"`unbounded-agent start {MACHINE}`" in error.value.hint
     assert "fuser" in error.value.hint
+    assert start(MACHINE, agent, "") == 0
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_directory_that_cannot_be_closed_keeps_no_machine_from_starting(
 
     monkeypatch.setattr(os, "chmod", chmod)
     assert prepare(MACHINE, agent).machines[0].start_settings
-    assert "Read-only file system (run `chmod 700 /var/lib/machines`)" in "".join(said)
+    assert "Read-only file system; once that is corrected, run `chmod 700 /var/lib/machines`" in "".join(said)
 
 
 def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_host: Host) -> None:

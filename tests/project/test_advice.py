@@ -1,6 +1,7 @@
 """Commands that messages and `doctor` advise: our own parse, and those of other programs have options that exist.
 
-Whether a command is right for its fault is tested where the fault is: tests/cli/doctor has each fault with its remedy.
+advice.toml says of each command in which test it is run against its fault, or why it is not. Which fault has which
+command is tested where the fault is: tests/cli/doctor.
 """
 
 import ast
@@ -8,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
-from agent.cli.doctor import remedies
 from agent.cli.parser import make_parser
-from agent.vendors.nvidia import remedies as nvidia
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILLED = "gpu-node"
@@ -49,14 +49,42 @@ HELP = {
 """Programs, and the arguments with which they print all their options."""
 OPTIONS = {
     # nvidia-smi(1), also of its subcommands conf-compute, drain and mig.
-    "nvidia-smi": {"-L", "-i", "-pm", "-p", "-m", "-q", "-d", "-srs", "-cci", "-cgi", "-C", "--gpu-reset"},
+    "nvidia-smi": {
+        "-L",
+        "-i",
+        "-pm",
+        "-p",
+        "-m",
+        "-q",
+        "-d",
+        "-srs",
+        "-cci",
+        "-cgi",
+        "-C",
+        "--gpu-reset",
+        "--query-gpu",
+        "--format",
+    },
     "nvidia-modprobe": {"-c", "-u", "-f"},
-    "kubectl": {"-A", "-o", "-n", "-f", "--field-selector", "--previous", "--subresource", "--as", "--as-group"},
+    "kubectl": {
+        "-A",
+        "-o",
+        "-n",
+        "-f",
+        "--field-selector",
+        "--previous",
+        "--subresource",
+        "--as",
+        "--as-group",
+        "--overwrite",
+        "--show-labels",
+    },
     "kubeadm": set(),
     "containerd": set(),
     "ctr": set(),
     "apt": {"--reinstall"},
     "dkms": {"-k"},
+    "pgrep": {"-af"},
     "update-alternatives": {"--config"},
     "update-initramfs": {"-u"},
     "hostnamectl": set(),
@@ -74,6 +102,10 @@ OPTIONS = {
     "unbounded-agent": set(),
 }
 """Further programs, which are not on each computer that tests, with their options as their manuals have them."""
+
+PROSE = {"containerd in the machine does not know the handler of a runtime class"}
+"""Sentences that begin like a command."""
+ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text())
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
@@ -117,22 +149,22 @@ def test_messages_of_the_machine_say_where_to_run_their_commands() -> None:
     ] == []
 
 
-def fixes() -> Iterator[str]:
-    """Yield the commands of `doctor`, without their remarks."""
-    for table in (remedies.REMEDIES, remedies.OFFERED, nvidia.FIXED):
-        for lines in table.values():
-            yield from lines
-    yield from remedies.REMARKS.values()
-    yield from nvidia.reload_driver(frozenset())
+def lines_of_doctor() -> Iterator[str]:
+    """Yield what `doctor` prints, in which commands are lines of their own, with a remark behind two spaces."""
+    for path in (*(REPOSITORY / "agent/cli/doctor").glob("*.py"), *(REPOSITORY / "agent/vendors").rglob("*.py")):
+        for text in texts(ast.parse(path.read_text())):
+            yield from text.partition("  #")[0].splitlines()
 
 
-def commands() -> set[str]:
-    """Return the commands, one program each."""
-    lines = [re.sub(r"\$\(.*?\)", FILLED, each.partition("  #")[0]) for each in (*quoted(), *fixes())]
-    parts = [part.strip() for line in lines for part in re.split(r" && | \| | ; |; ", line)]
+@cache
+def commands() -> frozenset[str]:
+    """Return the commands, one program each. They may have values, for which FILLED stands."""
     known = {*HELP, *OPTIONS}
-    parts = [re.sub(r"^sudo ", "", part) for part in parts]
-    return {re.sub(r"\{\w+\}", FILLED, part) for part in parts if part.split()[:1] and part.split()[0] in known}
+    lines = [each for each in lines_of_doctor() if len(each.split()) > 1]
+    lines = [re.sub(r"\$\(.*?\)", FILLED, each) for each in (*quoted(), *lines)]
+    parts = [part.strip() for line in lines for part in re.split(r" && | \| | ; |; |, then: ", line)]
+    parts = [re.sub(r"\{\w+\}", FILLED, re.sub(r"^sudo ", "", part)) for part in parts]
+    return frozenset(part for part in parts if part.split()[:1] and part.split()[0] in known) - PROSE
 
 
 OURS = sorted(each for each in commands() if each.startswith("unbounded-agent "))
@@ -146,6 +178,16 @@ def test_commands_are_found() -> None:
     assert "systemctl enable --now nvidia-persistenced" in OTHERS
     assert len(OURS) > 25
     assert len(OTHERS) > 60
+
+
+def test_each_command_was_run_against_its_fault_or_the_table_says_why_not() -> None:
+    listed = [command for each in (*ADVICE["run"], *ADVICE["not_run"]) for command in each["commands"]]
+    assert sorted(commands() - {*listed}) == [], "add it to advice.toml, with a test that runs it, or the reason"
+    assert sorted({*listed} - commands()) == [], "nothing prints it any more: remove it from advice.toml"
+    assert len(listed) == len({*listed}), "it is listed twice"
+    for each in ADVICE["run"]:
+        path, _, name = each["test"].partition("::")
+        assert f"def {name}(" in (REPOSITORY / path).read_text(), f"{each['test']} does not exist"
 
 
 def parses(command: str) -> bool:

@@ -47,6 +47,8 @@ def test_libraries_without_the_module(installed: Bed) -> None:
     found = doctor(installed)
     assert "couldn't communicate with the NVIDIA driver" in found
     assert "containerfiles/agent-ubuntu2404-nvidia\n" in found
+    installed.run("modprobe", "-a", "nvidia", "nvidia_uvm")
+    assert installed.conditions()["DriverLoaded"]["status"] == "True"
 
 
 def test_the_module_without_nodes(installed: Bed) -> None:
@@ -58,6 +60,11 @@ def test_the_module_without_nodes(installed: Bed) -> None:
     assert "fix: nvidia-smi nvidia-modprobe -c 0" in re.sub(r" +", " ", found)
     assert "kernel.panic is 0" in found, "the machine may have a kubelet"
     assert "systemctl enable --now unbounded-agent" in found, "the service was not started"
+    for command in re.findall(r"nvidia-modprobe -c [0-9]+", found):
+        installed.run(*command.split())
+    assert installed.conditions()["DevicesPresent"]["status"] == "True"
+    installed.run("systemctl", "enable", "--now", "unbounded-agent", timeout=240)
+    assert "systemctl enable --now unbounded-agent" not in installed.agent("doctor", check=False).stdout
 
 
 @pytest.mark.scenario("003")
@@ -115,7 +122,13 @@ def test_a_module_of_another_version(installed: Bed) -> None:
     for version in (OLDER, driver_version(host_root())):
         assert version in conditions["LibrariesPresent"]["message"]
     assert conditions["Ready"]["status"] == "False"
-    assert "CUDA error 803 (SYSTEM_DRIVER_MISMATCH)" in doctor(installed)
+    found = doctor(installed)
+    assert "CUDA error 803 (SYSTEM_DRIVER_MISMATCH)" in found
+    commands = re.findall(r"\b(?:rmmod|modprobe -a) nvidia[a-z_ ]*[a-z]", found)
+    assert commands == ["rmmod nvidia_modeset nvidia_uvm nvidia", "modprobe -a nvidia nvidia_uvm nvidia_modeset"]
+    for command in commands:
+        installed.run(*command.split())
+    assert installed.conditions()["LibrariesPresent"]["status"] == "True"
 
 
 def test_a_machine_that_does_not_exist(installed: Bed) -> None:
