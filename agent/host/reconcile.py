@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agent.config.last_good import InForce
 from agent.config.settings import Config
 from agent.host.apply.bootstrap_token import remove_used_tokens
-from agent.host.apply.gpu_states import publish_gpu_states
+from agent.host.apply.documents import publish_documents
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
 from agent.host.observe.host import observe
@@ -39,8 +39,16 @@ from agent.model.errors import CommandError, UnsupportedError
 from agent.model.facts import Broken, Facts, MachineFacts
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
+from agent.model.gpu_states import render_gpu_states
 from agent.model.handoff import DRA
-from agent.model.paths import HOST_NVIDIA, handoff_directory, machine_unit, report_directory
+from agent.model.paths import (
+    HOST_NVIDIA,
+    fabric_file,
+    gpu_states_file,
+    handoff_directory,
+    machine_unit,
+    report_directory,
+)
 from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.sysfs import DeviceSource
@@ -148,7 +156,7 @@ class Reconciler(Struct):
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
             # call below tries again and reports them.
-            self._publish_gpu_states(facts, planned)
+            self._publish_documents(facts, planned)
             applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
                 facts, planned, difference = self.preview()
@@ -159,7 +167,7 @@ class Reconciler(Struct):
             failures += publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
-            failures += self._publish_gpu_states(facts, planned)
+            failures += self._publish_documents(facts, planned)
         problems, faults = tuple(each.why for each in self.failed_cleanups.values()), self._log_faults(machines)
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
@@ -267,13 +275,19 @@ class Reconciler(Struct):
             return (str(error),)
         return ()
 
-    def _publish_gpu_states(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
-        goals = [goal for goal in planned.goal.machines if self.config.machines[goal.name].allocation == DRA]
-        states = {
-            goal.name: gpu_states(goal, facts, planned.goal.remembered, self.config.machines[goal.name].share_gpus)
-            for goal in goals
-        }
-        return publish_gpu_states(self.system, states, unchanged=planned.held)
+    def _publish_documents(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
+        """Publish the states of GPUs, and what their fabric depends on. What could not be observed is no change."""
+        states, fabric, held = dict[str, bytes](), dict[str, bytes](), set(planned.held)
+        unseen = {goal.name for goal in planned.goal.machines if any(each.fabric_cause is None for each in goal.grants)}
+        for goal in planned.goal.machines:
+            settings = self.config.machines[goal.name]
+            if settings.allocation == DRA:
+                found = gpu_states(goal, facts, planned.goal.remembered, settings.share_gpus)
+                states[goal.name] = render_gpu_states(found)
+            if causes := [each.fabric_cause for each in goal.grants if each.fabric_cause]:
+                fabric[goal.name] = "; ".join(causes).encode()
+        failures = publish_documents(self.system, gpu_states_file, states, held)
+        return failures + publish_documents(self.system, fabric_file, fabric, held | unseen)
 
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
         """Make the directories of machines, then perform the steps, except removals that failed recently."""

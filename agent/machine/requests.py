@@ -17,8 +17,10 @@ from agent.machine.steps import InBackground, attempt
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
 from agent.model.digest import json_digest
-from agent.model.handoff import DRA, OTHER_DEVICES, FabricAnswer, Handoff, Request, with_remark
+from agent.model.handoff import DRA, OTHER_DEVICES, SIZE_LIMIT, FabricAnswer, Handoff, Request, with_remark
+from agent.model.paths import FABRIC_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.model.reasons import Reason
+from agent.system.files import System
 from agent.system.journal import WARNING, say
 from agent.vendors.machine_vendor import MachineVendor
 
@@ -108,18 +110,19 @@ def _settle_gpus(
 def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[FabricAnswer, ...]:
     """Return what the GPUs say of their registration with the fabric.
 
-    To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, also one that
-    differs only in `fabric_cause`, or the same one again, as `gpus attach` does after a reset, or the states of GPUs.
-    Until all are registered, they are asked again, as often as Failure allows. Nor are they asked more often because
-    the Fabric Manager dies again and again, although that changes `fabric_cause` each time.
+    To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, or the same one
+    again, as `gpus attach` does after a reset, the states of GPUs, or what their fabric depends on. Until all are
+    registered, they are asked again, as often as Failure allows. Nor are they asked more often because the Fabric
+    Manager dies again and again, although the host publishes each of its starts.
     """
     if not request.gpus:
         return ()
-    cause, note = json_digest([context.generation, publications(context)]), f"fabric-{vendor.name}"
+    note, host = f"fabric-{vendor.name}", [context.generation, _on_host(context.system)]
+    cause = json_digest([*host, publications(context)])
     try:
         noted, now = context.notes.load(note), time.monotonic()
         same = noted.get("cause") == cause
-        since, until = _waiting(context, noted, now, same=same)
+        since, until = _waiting(host, noted, now, same=same)
         answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if same or now < until else None
         if answers is not None and now < until:
             return answers
@@ -131,7 +134,6 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
             failure.save(message="not all GPUs are registered")
         if not same:
             since, until = next_attempt(since, now)
-        host = [context.generation, context.handoff.fabric_cause]
         asked = {"cause": cause, "host": host, "since": since, "until": until}
         context.notes.save(note, {**asked, "answers": [list(each) for each in answers]})
         return answers
@@ -141,15 +143,23 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
         return ()
 
 
-def _waiting(context: Context, noted: Mapping[str, Any], now: float, *, same: bool) -> tuple[float, float]:
+def _on_host(system: System) -> str:
+    """Return what the fabric of the GPUs depends on, in words of the host half; empty if it says nothing."""
+    try:
+        return system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}", SIZE_LIMIT).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: bool) -> tuple[float, float]:
     """Return since when the Fabric Manager has changed again and again, and until when GPUs are not asked therefore.
 
     Both are `now` if something else has changed since they were asked, or if the Fabric Manager did not for a while.
-    `same` says that nothing has changed.
+    `host` is the handoff's generation, and what the host says of the fabric. `same` says that nothing has changed.
     """
     match noted:
-        case {"host": [context.generation, str(cause)], "since": float(since), "until": float(until)}:
-            if same or (cause != context.handoff.fabric_cause and now - until <= LONGEST):
+        case {"host": [str(generation), str(cause)], "since": float(since), "until": float(until)}:
+            if same or (generation == host[0] and cause != host[1] and now - until <= LONGEST):
                 return since, until
         case _:
             pass

@@ -36,9 +36,9 @@ SINCE_2 = (
     *("validation_markers", "allocation"),
 )
 """Keys that version 1 of the handoff does not have."""
-LEFT_OUT = (*SINCE_2, "withdrawn", "fabric_cause")
+LEFT_OUT = (*SINCE_2, "withdrawn")
 """Keys that are left out of a document if they are empty."""
-UNCOUNTED = ("restart_device_plugin", "withdrawn", "fabric_cause")
+UNCOUNTED = ("restart_device_plugin", "withdrawn")
 """Keys that do not count for the generation, because older releases compute its digest without them."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
@@ -150,9 +150,6 @@ class Handoff(NamedTuple):
     the machine half might not know all of them, because it may never have seen a handoff that grants them."""
     allocation: str = ""
     """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
-    fabric_cause: str = ""
-    """What the GPUs' registration with the fabric depends on, in words of the host half: services and kernel modules.
-    Whenever this changes, the machine half asks the GPUs again."""
 
     @property
     def generation(self) -> str:
@@ -224,7 +221,6 @@ def parse_handoff(data: bytes) -> Handoff:
         validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
         withdrawn=strings(where, document, "withdrawn") if "withdrawn" in document else (),
         allocation=get(where, document, "allocation", str) if "allocation" in document else "",
-        fabric_cause=get(where, document, "fabric_cause", str) if "fabric_cause" in document else "",
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")

@@ -104,6 +104,10 @@ JOINED_NAME = "joined"
 """A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
 GPU_STATES_NAME = "gpus.json"
 """A file next to the handoff: the states of the granted GPUs (agent.model.gpu_states)."""
+FABRIC_NAME = "fabric"
+"""A file next to the handoff: what the GPUs' registration with their fabric depends on, in words of the host half
+(Grant.fabric_cause). Whenever it changes, the machine half asks the GPUs again. It is no part of the handoff, because
+nothing that was set up depends on it."""
 ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
 """The devices in the machine that pods may be given by claims (agent.model.allocatable)."""
@@ -251,6 +255,11 @@ def token_file(machine: str) -> str:
 def gpu_states_file(machine: str) -> str:
     """Return the file with the states of the machine's GPUs. It exists only if the machine allocates by claims."""
     return f"{handoff_directory(machine)}/{GPU_STATES_NAME}"
+
+
+def fabric_file(machine: str) -> str:
+    """Return the file that says what the machine's GPUs' fabric depends on. It exists only if there is something."""
+    return f"{handoff_directory(machine)}/{FABRIC_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

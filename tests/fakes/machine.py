@@ -172,11 +172,10 @@ class Machine(WithDeadLinks):
         validation_markers: bool = False,
         withdrawn: tuple[str, ...] = (),
         allocation: str = "",
-        fabric_cause: str = "",
     ) -> Handoff:
         """Publish a handoff."""
         flags = (default_runtime, restart_device_plugin, containerd_drop_in, validation_markers)
-        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn, allocation, fabric_cause)
+        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn, allocation)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

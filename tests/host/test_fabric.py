@@ -10,7 +10,7 @@ from agent.model.errors import BusError
 from agent.model.facts import PciDevice
 from agent.model.handoff import FabricAnswer, Handoff, Publication, parse_handoff, render_report
 from agent.model.live import render_live
-from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
+from agent.model.paths import REPORT_NAME, fabric_file, handoff_file, live_file, report_directory
 from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
@@ -18,6 +18,7 @@ from tests.fakes.host import Host
 GPUS = ("0000:01:00.0", "0000:02:00.0")
 MANAGER = UNITS[2]
 KIND = ConditionType.FABRIC_READY
+FILE = fabric_file(MACHINE)
 
 
 def handoff(host: Host) -> Handoff:
@@ -67,13 +68,9 @@ def test_a_fault_ends_only_by_the_gpus_own_word(agent: Reconciler, gpu_host: Hos
     report(gpu_host, "In Progress")
     found = passed(agent)
     assert (found[KIND].reason, found[ConditionType.READY].status) == ("FabricNotRegistered", Status.FALSE)
-    before = handoff(gpu_host)
     gpu_host.bus.unit(MANAGER, "active", started_at=4711)
-    pending = passed(agent)
-    after = handoff(gpu_host)
-    assert (after.generation, after.fabric_cause != before.fabric_cause) == (before.generation, True)
-    assert (pending[KIND].status, pending[KIND].reason) == (Status.FALSE, "FabricNotRegistered")
-    assert pending[ConditionType.RUNTIME_ACTIVE].reason == "HandoffPending", "the machine is asked, and may ask NVML"
+    found = passed(agent)
+    assert (found[KIND].status, found[KIND].reason) == (Status.FALSE, "FabricNotRegistered")
     report(gpu_host)
     assert passed(agent)[KIND].status is Status.FALSE, "nvidia-smi got no answer"
     report(gpu_host, "In Progress")
@@ -89,27 +86,40 @@ def test_a_fault_ends_only_by_the_gpus_own_word(agent: Reconciler, gpu_host: Hos
     assert "machine gpu-node is not running" in stopped.message
 
 
-def test_a_start_of_the_fabric_manager_is_handed_on_once(agent: Reconciler, gpu_host: Host) -> None:
+def test_a_start_of_the_fabric_manager_is_published_once(agent: Reconciler, gpu_host: Host) -> None:
     """A Fabric Manager that crashes again and again is active at most looks; the time of its start shows it."""
     seen = []
     for started in (1, 1, 2, 2):
         gpu_host.bus.unit(MANAGER, "active", started_at=started)
-        actions = agent.run_pass().actions
-        seen.append((len(actions), handoff(gpu_host).fabric_cause))
-    assert [count for count, _ in seen] == [1, 0, 1, 0]
-    assert seen[0][1] != seen[2][1]
+        agent.run_pass()
+        seen.append((gpu_host.identity(FILE).inode, gpu_host.read(FILE)))
+    assert [seen[0] == seen[1], seen[2] == seen[3]] == [True, True], "an unchanged file wakes nobody"
+    assert seen[1][1] != seen[2][1]
+    gpu_host.bus.unit(MANAGER, "inactive", "not-found")
+    agent.run_pass()
+    assert not gpu_host.exists(FILE)
+
+
+def test_a_fabric_manager_that_dies_again_and_again_costs_no_ready(agent: Reconciler, gpu_host: Host) -> None:
+    """Each of its starts was another handoff: Ready was Unknown (HandoffPending) until the machine had answered it."""
+    for started in (1, 2, 3):
+        gpu_host.bus.unit(MANAGER, "active", started_at=started)
+        if started == 1:
+            agent.run_pass()
+            report(gpu_host, "Completed", "Success")
+        found = passed(agent)
+        assert (found[KIND].reason, found[ConditionType.READY].status) == ("FabricRegistered", Status.TRUE)
 
 
 def test_a_fabric_manager_that_could_not_be_observed_is_no_change(agent: Reconciler, gpu_host: Host) -> None:
     gpu_host.bus.unit(MANAGER, "active", started_at=1)
     agent.run_pass()
-    before = handoff(gpu_host)
-    assert before.fabric_cause
+    before = gpu_host.read(FILE), gpu_host.identity(FILE)
     gpu_host.bus.unit(MANAGER, "active", started_at="never")  # type: ignore[arg-type]
     assert agent.run_pass().actions == ()
     gpu_host.bus.failing = BusError("PID 1 does not answer")
     agent.run_pass()
-    assert handoff(gpu_host) == before
+    assert (gpu_host.read(FILE), gpu_host.identity(FILE)) == before
 
 
 def switched(host: Host) -> None:

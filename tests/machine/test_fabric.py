@@ -11,12 +11,12 @@ import pytest
 from agent.host.observe.machine_report import parse_report
 from agent.machine.failures import LONGEST
 from agent.machine.run import run
+from agent.model.paths import FABRIC_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.process import Completed
 from tests.fakes.machine import GPUS, REQUEST, Machine, fabric_rows, hang
 
 MINUTE = 60.0
 QUERY = "nvidia-smi of fabric"
-CAUSE = "nvidia-fabricmanager.service active, started at {}"
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def asked(machine: Machine) -> bool:
     machine.calls.clear()
     run(machine)
     return any("fabric.state" in each for call in machine.calls for each in call)
+
+
+def publish(machine: Machine, start: int) -> None:
+    """Let the host half see the Fabric Manager start."""
+    path = f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}"
+    machine.put(path, f"nvidia-fabricmanager.service active, started at {start}")
 
 
 def answers(machine: Machine) -> list[dict[str, Any]]:
@@ -97,7 +103,7 @@ def test_unregistered_gpus_are_not_asked_twice_as_often_by_starts(
     attempts = []
     for minute in range(60):
         if minute % 3 == 0:
-            machine.hand(REQUEST, fabric_cause=CAUSE.format(minute))
+            publish(machine, minute)
         attempts += [minute] if asked(machine) else []
         later(MINUTE)
     assert len([each for each in attempts if each >= 10]) <= 6
@@ -107,11 +113,11 @@ def test_unregistered_gpus_are_not_asked_twice_as_often_by_starts(
 def test_a_fabric_manager_that_dies_again_and_again_opens_gpus_ever_more_rarely(
     machine: Machine, later: Callable[[float], None], state: str, status: str
 ) -> None:
-    """Each of its starts is another handoff, and opened all GPUs."""
+    """Each of its starts is published, and opened all GPUs."""
     machine.program(QUERY, fabric_rows(*GPUS, state=state, status=status))
     attempts = []
     for minute in range(60):
-        machine.hand(REQUEST, fabric_cause=CAUSE.format(minute))
+        publish(machine, minute)
         attempts += [minute] if asked(machine) else []
         assert answers(machine) == answer(*GPUS, state=state, status=status)
         later(MINUTE)
@@ -123,7 +129,7 @@ def test_a_fabric_manager_that_dies_again_and_again_opens_gpus_ever_more_rarely(
     later(2 * LONGEST)
     for start in (100, 101):
         assert not asked(machine)
-        machine.hand(REQUEST, fabric_cause=CAUSE.format(start))
+        publish(machine, start)
         assert asked(machine), "after a while without a start, the next one shows at once"
         later(MINUTE)
 
@@ -131,11 +137,10 @@ def test_a_fabric_manager_that_dies_again_and_again_opens_gpus_ever_more_rarely(
 def test_another_cause_is_a_reason_to_ask(machine: Machine, later: Callable[[float], None]) -> None:
     """The Fabric Manager started later, or started again: registered GPUs may have to be registered again."""
     machine.program(QUERY, fabric_rows(*GPUS, state="Completed", status="Success"))
-    first = machine.hand(REQUEST, fabric_cause=CAUSE.format(1))
+    publish(machine, 1)
     assert [asked(machine), asked(machine)] == [True, False]
     machine.program(QUERY, fabric_rows(*GPUS, state="In Progress"))
-    second = machine.hand(REQUEST, fabric_cause=CAUSE.format(2))
-    assert first.generation == second.generation, "nothing else is done again"
+    publish(machine, 2)
     assert asked(machine)
     assert answers(machine) == answer(*GPUS, state="In Progress", status="N/A")
     assert not any("generate" in call for call in machine.calls)

@@ -338,6 +338,13 @@ def test_node_condition_runs_only_if_configured_or_to_be_withdrawn() -> None:
     assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
 
 
+def test_the_gpu_setup_runs_when_the_host_publishes_something_for_it() -> None:
+    lines = (UNITS / "machine" / "unbounded-agent-gpu.path").read_text()
+    assert re.findall(r"PathChanged=(.*)", lines) == [
+        f"{paths.MACHINE_HANDOFF_DIRECTORY}/{name}" for name in (paths.HANDOFF_NAME, paths.FABRIC_NAME)
+    ]
+
+
 def test_node_condition_is_withdrawn_from_a_machine_without_a_handoff() -> None:
     """A machine that was removed from the configuration boots without the bind, but the mark on its disk stays."""
     conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)

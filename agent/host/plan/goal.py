@@ -1,6 +1,5 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
-import contextlib
 from collections.abc import Mapping
 
 from msgspec import Struct, field
@@ -20,7 +19,6 @@ from agent.host.vendors import host_vendor
 from agent.model.device_allow import DeviceAllow
 from agent.model.digest import sha256
 from agent.model.driver_root import UNSTAGED, StagedRoot
-from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, DeviceNode, Facts, VendorFacts
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
@@ -32,7 +30,6 @@ from agent.model.handoff import (
     GrantedFile,
     Handoff,
     Request,
-    parse_handoff,
     render_handoff,
 )
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
@@ -191,7 +188,6 @@ def _machine_goal(
         validation_markers=settings.validation_markers,
         withdrawn=withdrawn_nodes(name, facts, {node.path for node in nodes}),
         allocation=DRA if settings.allocation == DRA else "",
-        fabric_cause=_fabric_cause(name, grants, facts),
     )
     return MachineGoal(
         name=name,
@@ -221,16 +217,6 @@ def _machine_goal(
         ),
         missing=mounts.missing,
     )
-
-
-def _fabric_cause(name: str, grants: tuple[Grant, ...], facts: Facts) -> str:
-    """Return Handoff.fabric_cause. What could not be observed must not change it: the GPUs would be asked again."""
-    found = [grant.fabric_cause for grant in grants if grant.gpus]
-    published = facts.files.get(handoff_file(name))
-    if None in found and published and isinstance(published.content, bytes):
-        with contextlib.suppress(DocumentError):
-            return parse_handoff(published.content).fabric_cause
-    return "; ".join(filter(None, found))
 
 
 def _knows_families(name: str, facts: Facts) -> bool:

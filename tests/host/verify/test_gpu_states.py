@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli.attach import attach
-from agent.host.apply.gpu_states import publish_gpu_states
+from agent.host.apply.documents import publish_documents
 from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
 from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
 from agent.host.state.lost_gpus import record_lost
@@ -200,9 +200,9 @@ def test_a_machine_that_cannot_be_planned_keeps_its_document(host: Host) -> None
     assert MACHINE in agent.preview()[1].held
     agent.reconcile()
     assert host.read(FILE) == before
-    assert publish_gpu_states(host, {}, unchanged={MACHINE}) == ()
+    assert publish_documents(host, gpu_states_file, {}, unchanged={MACHINE}) == ()
     assert host.read(FILE) == before
-    assert publish_gpu_states(host, {}, unchanged=()) == ()
+    assert publish_documents(host, gpu_states_file, {}, unchanged=()) == ()
     assert not host.exists(FILE)
 
 
