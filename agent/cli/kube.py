@@ -39,7 +39,7 @@ def manifests(names: Sequence[str], directory: str | None, system: System) -> in
     elif names:
         say(["---\n".join(texts.values()).rstrip("\n")])
     else:
-        say(_listing(texts))
+        say(_names_and_purposes(texts))
     return 0
 
 
@@ -53,7 +53,7 @@ def _refuse_changed(contents: dict[str, bytes], system: System) -> None:
         )
 
 
-def _listing(texts: dict[str, str]) -> Iterator[str]:
+def _names_and_purposes(texts: dict[str, str]) -> Iterator[str]:
     width = max(map(len, texts))
     for name, text in texts.items():
         yield f"{name.ljust(width)}  {text.splitlines()[0].removeprefix('# ')}"

@@ -1,6 +1,5 @@
 """The program `unbounded-agent`: parses its arguments, runs the command that they name, and sets the exit code."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
@@ -55,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and options.command not in UNIT_COMMANDS:
         _interrupt_at_hangup()
     try:
-        return _run(options)
+        module, function = FUNCTIONS[full_name(options)]
+        return int(getattr(import_module(module), function)(options))
     except ConfigError as error:
         report(str(error))
         return 2
@@ -70,12 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _run(options: argparse.Namespace) -> int:
-    module, function = FUNCTIONS[full_name(options)]
-    code: int = getattr(import_module(module), function)(options)
-    return code
 
 
 def _interrupt_at_hangup() -> None:

@@ -30,7 +30,7 @@ CODES = {
     130: "interrupted",
 }
 """Exit codes of the whole program."""
-WAIT_LIMIT = 300.0
+WAIT_DEFAULT = 300.0
 """Default of `status --wait`, in seconds."""
 WATCH_INTERVAL = 2.0
 """Default of `status --watch`, in seconds."""
@@ -146,8 +146,8 @@ def _add_status(status: argparse.ArgumentParser) -> None:
     _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
     text = "exit with 3 if a machine is not ready, or with 4 if that is unknown"
     status.add_argument("--check", action="store_true", help=text)
-    text = f"wait until ready, for at most SECONDS (default: {WAIT_LIMIT:.0f}); exit codes as for --check"
-    _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
+    text = f"wait until ready, for at most SECONDS (default: {WAIT_DEFAULT:.0f}); exit codes as for --check"
+    _add_seconds(status, "--wait", WAIT_DEFAULT, 0, text)
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:

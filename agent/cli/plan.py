@@ -39,10 +39,10 @@ def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs
             say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
         print_no_machines(reconciler)
         report_problems(facts)
-    return _exit_code(reconciler.config, difference, facts)
+    return _plan_code(reconciler.config, difference, facts)
 
 
-def _exit_code(config: Config, difference: Difference, facts: Facts) -> int:
+def _plan_code(config: Config, difference: Difference, facts: Facts) -> int:
     configured = [each for each in facts.machines if each.name in config.machines]
     broken = any(isinstance(each.root, Broken) for each in configured)
     if broken or difference.refused or not isinstance(facts.template_device_allow, tuple):

@@ -27,7 +27,7 @@ SERVICE = "unbounded-agent.service"
 RELOAD_LIMIT = PASS_WAIT + 60.0
 """Seconds for the service to reload. A reload ends with a pass, which may first have to wait until another process's
 pass has ended."""
-POLL = 1.0
+SERVICE_POLL = 1.0
 """Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 
@@ -217,7 +217,7 @@ def _reload_service(system: System, output: Output) -> None:
     # systemd does not reload a service that is still starting, and such a service may already have read the older
     # configuration: so wait until it has started.
     while (state := observe_units([SERVICE], system)[SERVICE].state) == "activating" and time.monotonic() < deadline:
-        time.sleep(POLL)
+        time.sleep(SERVICE_POLL)
     if state in ("active", "reloading"):
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:

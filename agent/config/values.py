@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
 
 from agent.config.table import Check
 
@@ -56,9 +57,6 @@ def usable_url(value: str) -> str:
 
     The error does not quote the URL, because it may contain a secret.
     """
-    # Imported here, because every command loads this module, but few commands check a URL.
-    from urllib.parse import urlsplit
-
     try:
         parts = urlsplit(value)
         unusable = not host_name(parts.hostname or "") or parts.port == 0 or parts.query or parts.fragment

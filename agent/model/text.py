@@ -1,6 +1,7 @@
 """Formats text for people and for the API server: single lines without invisible characters, numbers and times."""
 
 from collections.abc import Iterable, Sequence
+from unicodedata import category
 
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
@@ -29,9 +30,6 @@ def printable(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    # Imported here: most texts are ASCII.
-    from unicodedata import category
-
     # Marks (M) are drawn onto the character before them, so they make one name look like another.
     if character.isprintable() and character not in BLANK and category(character)[0] != "M":
         return character

@@ -3,6 +3,7 @@
 import io
 import posixpath
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
@@ -191,9 +192,6 @@ def _entry(value: str) -> DeviceAllow | None:
     """
     node, permissions = (*re.split("[ \t]+", value, maxsplit=1), "")[:2]
     if not QUOTING.isdisjoint(value):
-        # Imported here, because it is rarely needed: systemd's own template has no quotes.
-        import shlex
-
         text = io.StringIO(value)
         lexer = shlex.shlex(text, posix=True)
         lexer.whitespace_split, lexer.commenters = True, ""

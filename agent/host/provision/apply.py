@@ -34,6 +34,7 @@ from agent.host.provision.actions import (
     StageRoot,
     StopMachine,
 )
+from agent.host.provision.archives import put_programs
 from agent.host.provision.binaries import cached, fetch
 from agent.host.provision.chains import remove_chains
 from agent.host.provision.host_settings import apply_host, undo_host
@@ -220,9 +221,6 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     if not binary.archive:
         writer.copy(system.full_path(path), binary.path, 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
-    # Imported only here, because most nodes fetch no archive: their images have crictl and the CNI plugins.
-    from agent.host.provision.archives import put_programs
-
     programs = put_programs(binary, system.full_path(path), writer)
     # An archive of several programs is that of the CNI plugins. Leave them out of the result, because network plugins
     # may replace some of them with their own editions.

@@ -43,7 +43,10 @@ def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
 
 
 def measure_commands(guest: Guest, pairs: int) -> Measures:
-    """Measure the processor time of commands, as a multiple of an empty Python program's."""
+    """Measure the processor time of commands, as a multiple of an empty Python program's.
+
+    The goal is 15, and 0.2 s on a processor that is not emulated.
+    """
     guest.run(["sh", "-c", READY], timeout=200)
     found: dict[str, tuple[list[float], list[float]]] = {}
     for line in script(guest, "commands", str(pairs), timeout=600).stdout.splitlines():
