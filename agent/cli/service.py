@@ -2,12 +2,21 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
+from agent.cli.doctor.host import loaded_modules
+from agent.cli.doctor.machines import diagnose, environment_of
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
+from agent.config.settings import Config
 from agent.host.daemon import loop
+from agent.host.daemon.http.view import Fixes
+from agent.host.observe.joined import observe_joined
+from agent.host.outcome import Outcome
 from agent.host.reconcile import Reconciler
+from agent.model.handoff import DRA
+from agent.system.files import System
 
 
 def run_service(options: argparse.Namespace) -> int:
@@ -17,4 +26,22 @@ def run_service(options: argparse.Namespace) -> int:
     def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
         return make_reconciler(loaded, system, progress)
 
-    return loop.run(lambda: load(options, system), make)
+    return loop.run(lambda: load(options, system), make, fix=partial(fixes, system))
+
+
+def fixes(system: System, config: Config, outcome: Outcome) -> Fixes:
+    """Return the commands that `doctor` names for each machine's conditions."""
+    modules, found = loaded_modules(system), {}
+    for machine in outcome.machines:
+        settings = config.machines.get(machine.name)
+        environment = environment_of(
+            outcome.facts,
+            modules,
+            observe_joined(machine.name, system),
+            offers_gpus=bool(settings and settings.allocation == DRA),
+            as_root=True,
+            made_by_up=bool(settings and settings.node),
+        )
+        findings = diagnose(machine, environment).findings
+        found[machine.name] = {kind: each.fix for each in findings for kind in each.conditions if each.fix}
+    return found

@@ -15,6 +15,8 @@ from agent.model.conditions import ConditionType
 from agent.model.reasons import Reason
 from tests.fakes.conditions_page import DOCUMENT, REPOSITORY, rows
 
+PAGES_LIMIT, WORDS_LIMIT = 24, 36_000
+FIRST_POD_LIMIT = 2_500
 README_LIMIT = 120
 """Lines: README leads to the pages in docs/, which have everything else."""
 PLAINER = {
@@ -138,6 +140,24 @@ def test_readme_leads_to_every_page() -> None:
 
 def test_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= README_LIMIT
+
+
+def test_the_pages_are_few_and_short() -> None:
+    """Whoever must read 65,000 words reads none. The way to a first pod is the README and the quick start."""
+    documents = sorted((REPOSITORY / "docs").rglob("*.md"))
+    assert len(documents) <= PAGES_LIMIT
+    assert sum(words(page) for page in documents) <= WORDS_LIMIT
+    assert words(REPOSITORY / "README.md") + words(REPOSITORY / "docs/quick-start.md") <= FIRST_POD_LIMIT
+
+
+def words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+def test_pictures_have_words_for_those_who_do_not_see_them() -> None:
+    found = [(page, text) for page in pages() for text in re.findall(r"!\[([^\]]*)\]\(", page.read_text())]
+    assert len(found) > 3
+    assert [page for page, text in found if len(text.split()) < 10] == []
 
 
 def could_be_plainer(name: str, text: str) -> list[str]:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from agent import __version__
 from agent.config.load import Loaded
+from agent.config.settings import Config
 from agent.host.daemon.event_log import EventLog, why_not_read
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health
@@ -21,7 +22,7 @@ from agent.host.daemon.http.endpoint import Endpoint
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import Metrics, unseen
 from agent.host.daemon.http.publisher import Publisher
-from agent.host.daemon.http.view import PASSES, Pass, View
+from agent.host.daemon.http.view import PASSES, Fixes, Pass, View
 from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
 from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups
@@ -59,6 +60,15 @@ class Passes(Protocol):
     def run_pass(self) -> Outcome: ...
 
 
+Fix = Callable[[Config, Outcome], Fixes]
+"""Returns the commands that fix what an outcome's conditions show."""
+
+
+def no_fixes(_config: Config, _outcome: Outcome) -> Fixes:
+    """Know no commands."""
+    return {}
+
+
 class Timing(Struct, frozen=True):
     """Intervals and limits in seconds."""
 
@@ -94,7 +104,9 @@ class Daemon:
         gpu_errors: GpuErrors,
         wakeups: Wakeups,
         local: LocalServer,
+        fix: Fix = no_fixes,
     ) -> None:
+        self._fix = fix
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
@@ -265,9 +277,17 @@ class Daemon:
                 wakeups=self._wakeups.tallies,
                 notes=self._notes(),
                 discarded=discarded(),
+                fixes=self._fixes(),
                 stuck=stuck(),
             )
         )
+
+    def _fixes(self) -> Fixes:
+        """Return the commands that fix what the last outcome shows; none if they cannot be named."""
+        if self._outcome:
+            with self._event_log.guarded("name the commands that fix faults"):
+                return self._fix(self.config, self._outcome)
+        return {}
 
 
 def run(
@@ -275,10 +295,11 @@ def run(
     make: Callable[[Loaded, Progress], Passes],
     timing: Timing | None = None,
     system: System | None = None,
+    fix: Fix = no_fixes,
 ) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code. Raises AgentError if it cannot start.
 
-    `make` gets a function that reports progress.
+    `make` gets a function that reports progress. The page for people shows what `fix` returns.
     """
     faulthandler.enable()  # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     log_to(sys.stderr)
@@ -289,7 +310,7 @@ def run(
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
         local = LocalServer(system.full_path(RUNTIME), STATUSZ_SOCKET)
-        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
+        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local, fix)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

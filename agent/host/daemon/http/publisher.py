@@ -48,7 +48,7 @@ class Publisher:
         not_seen = view.why_stale or (unseen(view.outcome.facts) if view.outcome else "")
         if view.why_stale:
             machines = tuple(without_evidence(machine, view.why_stale) for machine in view.machines)
-            view = replace(view, machines=machines, outcome=None)
+            view = replace(view, machines=machines, outcome=None, fixes={})
         pages = self._made("/livez", alive, partial(health.loop_pages, "/livez", alive))
         pages |= self._made("/healthz", alive, partial(health.loop_pages, "/healthz", alive))
         pages |= self._made("/readyz", alive, partial(health.host_pages, "/readyz", not_seen, view.notes))

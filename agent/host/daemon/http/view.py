@@ -7,9 +7,14 @@ from msgspec import Struct, field
 from agent.host.daemon.http.health import Check
 from agent.host.daemon.wakeups.poller import Tally
 from agent.host.outcome import MachineOutcome, Outcome
+from agent.model.conditions import ConditionType
 
 PASSES = 20
 """How many passes are remembered: enough for all passes after one event, and some earlier ones."""
+
+
+Fixes = Mapping[str, Mapping[ConditionType, tuple[str, ...]]]
+"""Commands, or sentences, that fix the faults that conditions show; by the machine's name."""
 
 
 class Pass(Struct, frozen=True):
@@ -46,5 +51,6 @@ class View(Struct, frozen=True):
     """Further checks for /readyz?verbose that do not affect its status."""
     discarded: Mapping[str, int] = field(default_factory=dict)
     """How often the agent discarded a file of its own state, by file name."""
+    fixes: Fixes = field(default_factory=dict)
     stuck: tuple[str, ...] = ()
     """The reads and commands that missed their deadline and still hang."""

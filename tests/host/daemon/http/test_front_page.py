@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from agent.host.daemon.http.front_page import HTML, front_page
 from agent.host.daemon.http.metrics import without_evidence
-from agent.host.daemon.http.view import View
+from agent.host.daemon.http.view import Pass, View
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from tests.fakes import eight_gpus
@@ -73,7 +73,7 @@ def test_a_host_with_eight_gpus() -> None:
     gpu = next(row for row in page.rows if row[0] == eight_gpus.ADDRESSES[3])
     uuid = "GPU-00000000-0000-4000-8000-000000000003"
     assert gpu[1:] == ["granted", "gpu-node", "NVIDIA H100 80GB HBM3", uuid]
-    expected = ["/metrics", "/healthz?verbose", "/readyz?verbose", "/readyz/machines/gpu-node?verbose"]
+    expected = ["/", "/metrics", "/healthz?verbose", "/readyz?verbose", "/readyz/machines/gpu-node?verbose"]
     assert page.links == expected
     assert len(front_page("h", view).body) < 16_000
 
@@ -111,3 +111,34 @@ def test_a_host_without_machines_or_gpus() -> None:
     assert "Machine new: not evaluated" in read(replace(EMPTY, machines=(MachineOutcome("new", ()),))).text
     bare = Outcome(replace(eight_gpus.facts(), vendors=()), ())
     assert "This host has no GPU." in read(replace(EMPTY, outcome=bare)).text
+
+
+def test_a_fault_has_the_commands_that_fix_it() -> None:
+    stopped = Condition(ConditionType.MACHINE_RUNNING, Status.FALSE, "Stopped", "somebody stopped it")
+    view = replace(EMPTY, machines=(MachineOutcome("gpu-node", conditions(stopped)),))
+    fixes = {"gpu-node": {ConditionType.MACHINE_RUNNING: ("unbounded-agent start gpu-node", HOSTILE)}}
+    page = read(replace(view, fixes=fixes))
+    row = next(each for each in page.rows if each[0] == "MachineRunning")
+    assert row[4].startswith("somebody stopped itunbounded-agent start gpu-node<script>")
+    assert "unbounded-agent start" not in read(view).text
+
+
+def test_what_passes_changed_is_shown_the_latest_first() -> None:
+    passes = (
+        Pass("2026-11-29T07:00:00Z", "udev", 0.1, actions=("bind /dev/nvidia1",)),
+        Pass("2026-11-29T07:01:00Z", "interval", 0.1),
+        Pass("2026-11-29T07:02:00Z", "reports", 0.1, failures=("disk full",)),
+    )
+    page = read(replace(EMPTY, passes=passes))
+    assert [row[1:] for row in page.rows[1:]] == [["reports", "disk full"], ["udev", "bind /dev/nvidia1"]]
+    assert "Recent changes" not in read(EMPTY).text
+
+
+def test_the_page_is_for_a_phone_too_and_does_not_reload_itself() -> None:
+    """It was 662 pixels wide on a phone of 400, and nobody could stop it from reloading."""
+    text = front_page("h", eight_gpus.view()).body.decode()
+    assert "http-equiv" not in text
+    assert 'content="width=device-width"' in text
+    assert "@media (max-width: 50rem)" in text
+    assert '<td data-label="Reason">' in text
+    assert "<time>" in text
