@@ -43,9 +43,7 @@ reject their document. Empty if unknown."""
 
 def last_good_document(system: System) -> Document:
     """Return the last good document, or an empty one if none is saved. The caller must validate it again."""
-    saved = _saved(system)
-    # Earlier releases saved only the document, so it is the file's whole content.
-    return Document(saved.get("document", saved), {}, LAST_GOOD_CONFIG)
+    return Document(_saved(system).get("document", {}), {}, LAST_GOOD_CONFIG)
 
 
 def known_settings(document: dict[str, Any], system: System) -> Config | None:

@@ -13,18 +13,13 @@ VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an en
 VariableValue = Annotated[
     str,
     text(
-        r"[^\x00-\x1f\x7f\U00010000-\U0010ffff]*",
-        "one line of text without emoji or other characters above U+FFFF",
+        r"[^\x00-\x1f\x7f]*",
+        "one line of text",
         longest=1024,
         secret=True,
     ),
 ]
-"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake.
-
-Characters above U+FFFF are refused: machine halves of earlier releases write such a character as JSON does, as a pair
-of two escapes. Container runtimes read the CDI specification as YAML, which has no such pairs. They would refuse the
-whole specification, and no pod would get a GPU.
-"""
+"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 NUMBER_LIMIT = 32
 """The largest number of variables that may be set. The drivers know far fewer. More could slow down the start of
 containers."""

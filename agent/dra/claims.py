@@ -316,7 +316,7 @@ def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, 
     """Return the claims in a document. Raises DocumentError if it is damaged."""
     where = CHECKPOINT
     document = parse_object(where, data)
-    accept_version(where, document, (VERSION,))
+    accept_version(where, document, VERSION)
     if get(where, document, "digest", str) != json_digest(document.get("claims")):
         raise DocumentError(f"{where}: the digest does not match")
     return dict(objects(where, document, "claims", _claim))

@@ -44,10 +44,10 @@ class Failure(NamedTuple):
     def noted(self) -> Mapping[str, Any]:
         """Return the details of the last attempt if it failed and the next attempt has to wait; otherwise nothing."""
         noted = self.context.notes.load(self.note)
-        until, details = noted.get("until"), noted.get("details")
-        if noted.get("state") != self.state or not isinstance(until, float) or time.monotonic() >= until:
+        if noted.get("state") != self.state or time.monotonic() >= noted["until"]:
             return {}
-        return details if isinstance(details, dict) else {}
+        details: Mapping[str, Any] = noted["details"]
+        return details
 
     def save(self, **details: str | tuple[str, ...]) -> None:
         """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted.

@@ -8,8 +8,8 @@ agent writes into /etc outlive a boot.
 import contextlib
 import json
 import stat
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from agent.model.digest import json_digest
 from agent.model.errors import ApplyError
@@ -19,6 +19,8 @@ from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
 from agent.system.journal import WARNING, say
 
+VERSION = 1
+"""Version of all notes, and of the ownership record."""
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
 TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NAME}")
@@ -33,9 +35,9 @@ must be recent."""
 class Notes:
     """Reads and writes notes: JSON objects by name. If there is no note of a name, `load` returns an empty object.
 
-    Each note has a digest of its content. A note without the right digest, or one that is no regular file, is removed
-    and counts as missing. So readers get only what some release of the agent wrote. If a note cannot be read now, but
-    may be intact, OSError is raised.
+    Each note has a version, and a digest of its content. A note without the right ones, or one that is no regular file,
+    is removed and counts as missing. So readers get only what a release of the agent with the same notes wrote. If a
+    note cannot be read now, but may be intact, OSError is raised.
     """
 
     def __init__(self, system: System) -> None:
@@ -53,31 +55,25 @@ class Notes:
             content = b""
         value = _parse(content)
         match value:
-            case {"digest": str(digest), "note": dict(note)} if digest == json_digest(note):
+            case {"version": version, "digest": str(digest), "note": dict(note)} if (
+                version == VERSION and digest == json_digest(note)
+            ):
                 return note
             case _:
                 pass
-        say(WARNING, f"removed {path}, which was damaged; what it recorded is lost")
+        say(WARNING, f"removed {path}, which was damaged or of another release; what it recorded is lost")
         self._system.remove_tree(path)
         return {}
 
     def save(self, name: str, value: dict[str, Any]) -> None:
         if self.load(name) != value:
-            document = {"digest": json_digest(value), "note": value}
+            document = {"version": VERSION, "digest": json_digest(value), "note": value}
             self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
 
 
-def ages_in(note: object) -> Ages:
-    """Return the ages that a note keeps in the form of `Ages.observations`. Ignores entries of another form."""
-    observations = {}
-    for path, each in note.items() if isinstance(note, dict) else ():
-        match each:
-            case [float(), float(), float()]:
-                observations[path] = Observation(*each)
-            # Another release may have noted something else since the boot of the machine.
-            case _:
-                pass
-    return Ages(observations)
+def ages_in(note: Mapping[str, Any]) -> Ages:
+    """Return the ages that a note keeps in the form of `Ages.observations`."""
+    return Ages({path: Observation(*each) for path, each in note.items()})
 
 
 @contextlib.contextmanager
@@ -108,18 +104,17 @@ class Owned:
     There are two copies, because without the record, the agent would never change its own files again. If both are
     missing, the record is empty. If at least one exists, but none can be read, the methods raise ApplyError.
 
-    Each copy has a digest of its paths, because a damaged copy may still be valid JSON. A copy without a digest is an
-    earlier release's. It counts only if the other copy has no digest either, or is unusable.
+    Each copy has a digest of its paths, because a damaged copy may still be valid JSON.
     """
 
     def __init__(self, system: System) -> None:
         self._system = system
         copies = [_load_owned(system, path) for path in (OWNED, OWNED_COPY)]
-        readable = sorted((each for each in copies if isinstance(each, _Copy)), key=lambda each: not each.proven)
+        readable = [each for each in copies if isinstance(each, frozenset)]
         faults = [each for each in copies if isinstance(each, str)]
         self._fault = "; ".join(faults) if not readable else ""
-        self._paths = set(readable[0].paths if readable else ())
-        if readable and copies != [_Copy(readable[0].paths, proven=True)] * 2:
+        self._paths = set(readable[0] if readable else ())
+        if readable and copies != [readable[0]] * 2:
             # Repair the other copy. An error, such as that of a full or read-only disk, does not matter: the good copy
             # can still be read.
             with contextlib.suppress(OSError):
@@ -185,7 +180,8 @@ class Owned:
         return self._paths
 
     def _save(self, paths: set[str]) -> None:
-        content = json.dumps({"paths": sorted(paths), "digest": json_digest(sorted(paths))}).encode() + b"\n"
+        document = {"version": VERSION, "paths": sorted(paths), "digest": json_digest(sorted(paths))}
+        content = json.dumps(document).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
         # Set only after both writes. Otherwise, if they failed in `claim`, a second `claim` would find the path in
@@ -193,15 +189,7 @@ class Owned:
         self._paths = paths
 
 
-class _Copy(NamedTuple):
-    """The content of one copy of the record."""
-
-    paths: frozenset[str]
-    proven: bool
-    """Whether the copy has a digest of its paths."""
-
-
-def _load_owned(system: System, path: str) -> _Copy | str | None:
+def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
     """Return one copy of the record. Return a sentence if the copy is unusable; None if it is missing."""
     try:
         value = _parse(system.read(path))
@@ -209,10 +197,9 @@ def _load_owned(system: System, path: str) -> _Copy | str | None:
         return None
     except OSError as error:
         return f"{path}: {error.strerror or error}"
-    if isinstance(value, dict) and isinstance(paths := value.get("paths"), list):
-        proven = value.get("digest") == json_digest(sorted(map(str, paths)))
-        if all(isinstance(each, str) for each in paths) and (proven or "digest" not in value):
-            return _Copy(frozenset(paths), proven)
+    match value:
+        case {"version": version, "paths": [*paths], "digest": digest} if digest == json_digest(paths):
+            return frozenset(paths) if version == VERSION else f"{path} has version {version!r:.20}, which is unknown"
     return f"{path} is damaged"
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from threading import Lock
 
 from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
-from agent.model.versions import ACCEPTED_HANDOFFS
+from agent.model.versions import HANDOFF_VERSION
 from agent.system import opening
 from agent.system.deadlines import bounded
 from agent.system.host_runner import KILL_MARGIN, Program, host_runner
@@ -91,7 +91,7 @@ def _start_generators(runner: EarlyRunner, root: str) -> None:
     published = _identity(path)
     handoff = json.loads(_content(path))
     match handoff:
-        case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
+        case {"version": int(version), "generation": str(generation)} if version == HANDOFF_VERSION:
             if not _claim(generation, root):
                 return
         case _:

@@ -28,4 +28,4 @@ def repair_counts(notes: Notes) -> dict[str, int]:
 
 def _counts(notes: Notes) -> dict[str, int]:
     counts = notes.load(NOTE)
-    return {each.value: count if isinstance(count := counts.get(each), int) else 0 for each in Repair}
+    return {each.value: counts.get(each, 0) for each in Repair}

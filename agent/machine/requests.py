@@ -39,9 +39,6 @@ class Outcome(NamedTuple):
     Allocation."""
     fabric: tuple[FabricAnswer, ...] = ()
     """What the GPUs say of their registration with the fabric."""
-    accepts_new_keys: bool = True
-    """Only in the result of all requests: whether the host half accepts the keys that later releases added to the
-    report, such as `repairs`."""
 
 
 def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:

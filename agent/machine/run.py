@@ -19,7 +19,7 @@ from agent.machine.requests import Outcome, settle_request
 from agent.machine.steps import attempt, with_remark_from
 from agent.model.conditions import Condition, ConditionType, false, worst
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError, ApplyError, DocumentError
 from agent.model.handoff import DRA, SIZE_LIMIT, Handoff, Publication, parse_handoff, render_report
 from agent.model.paths import (
     ALLOCATABLE,
@@ -106,7 +106,7 @@ def _rounds(system: System) -> Iterator[Outcome]:
             published = system.identity(HANDOFF)
             if published == reported:
                 break
-            handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+            handoff = _read_handoff(system, published)
         except FileNotFoundError:
             say(
                 INFO,
@@ -119,12 +119,26 @@ def _rounds(system: System) -> Iterator[Outcome]:
         _log(context, outcome)
         yield outcome
         # If the host has published the handoff again during this round, the outcome is not reported: the host may have
-        # bound the nodes that this outcome calls missing, and a host half of an older release would take the report for
-        # the answer to the new handoff. In the last round, the outcome is reported in any case.
+        # bound the nodes that this outcome calls missing. In the last round, the outcome is reported in any case.
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
         _sync(context)
+
+
+def _read_handoff(system: System, published: FileIdentity) -> Handoff:
+    """Return the handoff. If it cannot be used, report that to the host, and raise DocumentError. Raises OSError."""
+    content = system.read(HANDOFF, SIZE_LIMIT)
+    try:
+        return parse_handoff(content)
+    except DocumentError as error:
+        publication = Publication(published.inode, published.mtime_ns)
+        # The caller logs the error in any case.
+        with contextlib.suppress(OSError):
+            boot_id = system.read(BOOT_ID, 64).decode().strip()
+            report = render_report("", (), (), boot_id, __version__, {}, publication=publication, refused=str(error))
+            system.write(REPORT, report)
+        raise
 
 
 def _log(context: Context, outcome: Outcome) -> None:
@@ -180,9 +194,6 @@ def settle(context: Context) -> Outcome:
         (*conditions, *((node_condition,) if node_condition else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
         fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric),
-        # A host half that does not write `restart_device_plugin` into the handoff refuses reports with keys that were
-        # added later (see agent.model.handoff).
-        accepts_new_keys=context.handoff.restart_device_plugin is not None,
     )
 
 
@@ -230,7 +241,6 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    counts = repair_counts(context.notes) if outcome.accepts_new_keys else None
     advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
     document = render_report(
         context.generation,
@@ -238,7 +248,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         outcome.devices,
         boot_id,
         __version__,
-        counts,
+        repair_counts(context.notes),
         advertised,
         _changed_files(context),
         publication,

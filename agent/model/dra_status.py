@@ -3,10 +3,9 @@
 The machine half reads this document for the condition GPUsAdvertised.
 """
 
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from agent.model.json_document import accept_version, get, objects, parse_object, strings, timestamp
+from agent.model.json_document import Seconds, parse_document, render_document
 from agent.model.paths import DRA_STATUS_NAME
 from agent.model.text import one_line
 
@@ -37,8 +36,8 @@ class VendorOffer(NamedTuple):
 class DraStatus(NamedTuple):
     """What agent.dra offers now, and what prevents it from offering more."""
 
-    at: float
-    """When the status was written, in seconds since the epoch."""
+    at: Seconds
+    """When the status was written."""
     node: str = ""
     """The name of the Node object; empty if unknown."""
     registered: bool = False
@@ -52,32 +51,10 @@ class DraStatus(NamedTuple):
 
 def render_dra_status(status: DraStatus) -> bytes:
     """Return the document."""
-    offers = [{**each._asdict(), "message": one_line(each.message)} for each in status.offers]
-    document = {"version": VERSION, **status._asdict(), "offers": offers, "message": one_line(status.message)}
-    return json.dumps(document, indent=1).encode() + b"\n"
+    offers = tuple(each._replace(message=one_line(each.message)) for each in status.offers)
+    return render_document(VERSION, status._replace(offers=offers, message=one_line(status.message)))
 
 
 def parse_dra_status(data: bytes) -> DraStatus:
     """Return the status in a document. Raises DocumentError, which names the key."""
-    where = DRA_STATUS_NAME
-    document = parse_object(where, data)
-    accept_version(where, document, (VERSION,))
-    return DraStatus(
-        timestamp(where, document, "at"),
-        get(where, document, "node", str),
-        get(where, document, "registered", bool),
-        objects(where, document, "offers", _offer),
-        get(where, document, "reason", str),
-        get(where, document, "message", str),
-    )
-
-
-def _offer(where: str, item: dict[str, Any]) -> VendorOffer:
-    return VendorOffer(
-        get(where, item, "vendor", str),
-        strings(where, item, "gpus"),
-        strings(where, item, "devices"),
-        strings(where, item, "tainted"),
-        get(where, item, "reason", str),
-        get(where, item, "message", str),
-    )
+    return parse_document(DRA_STATUS_NAME, data, DraStatus, VERSION)

@@ -2,13 +2,13 @@
 
 The host half publishes a Handoff. The machine half answers with a report, which is a JSON object. It always has the
 keys `version`, `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`,
-`message`) and `cdi_devices` (names). A host half that writes no key `restart_device_plugin` refuses reports with
-unknown keys; if the handoff has that key, the report also has:
+`message`), `cdi_devices` (names) and:
 
 - `repairs`: counts by Repair since the machine's boot
 - `publication`: the Publication that the report answers, as a list
 - `advertised_gpus`: how many granted GPUs the node offers to pods; left out if that is unknown
 - `changed_files`: paths of files that differ from what `up` put into the machine; left out if there are none
+- `refused`: why the machine half cannot use the handoff at all; then the generation is empty
 - `fabric`: what GPUs said of their registration with the NVLink fabric: objects of `gpu`, `state` and `status`
 
 and each of its conditions that concerns only some GPUs has a key `gpus` with their PCI addresses.
@@ -18,28 +18,20 @@ import json
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType
 from agent.model.digest import json_digest
 from agent.model.errors import DocumentError
-from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.json_document import HOST, IMAGE, accept_version, decode, get, parse_object, plain
 from agent.model.paths import HANDOFF_NAME
 from agent.model.text import MESSAGE_LIMIT, one_line, printable
-from agent.model.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, REPORT_VERSION
+from agent.model.versions import HANDOFF_VERSION, REPORT_VERSION
 
 SIZE_LIMIT = 1 << 20
 """Bytes of the largest handoff or report that is read. Real ones are far smaller."""
-
-SINCE_2 = (
-    *("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks"),
-    *("validation_markers", "allocation"),
-)
-"""Keys that version 1 of the handoff does not have."""
-LEFT_OUT = (*SINCE_2, "withdrawn")
-"""Keys that are left out of a document if they are empty."""
-UNCOUNTED = ("restart_device_plugin", "withdrawn")
-"""Keys that do not count for the generation, because older releases compute its digest without them."""
+UNCOUNTED = ("withdrawn",)
+"""Keys that do not count for the generation: a change of them alone grants nothing else."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 DRA = "dra"
@@ -94,7 +86,7 @@ class GrantedDevice(NamedTuple):
     minor: int
     pci_address: str = ""
     capability: str = ""
-    """The driver's name for the right that the node gives; empty for other nodes. Since version 2."""
+    """The driver's name for the right that the node gives; empty for other nodes."""
 
 
 class GrantedFile(NamedTuple):
@@ -122,13 +114,13 @@ class Request(NamedTuple):
     """Absolute path in the machine, such as `/run/host-nvidia/0`; empty without user-space files."""
     files: tuple[GrantedFile, ...] = ()
     sockets: tuple[str, ...] = ()
-    """Names of daemons on the host whose sockets pods may use. Since version 2."""
+    """Names of daemons on the host whose sockets pods may use."""
     environment: tuple[Variable, ...] = ()
-    """Variables for pods with any of the vendor's devices. Since version 2."""
+    """Variables for pods with any of the vendor's devices."""
     cdi_modes: tuple[str, ...] = ()
-    """Modes in which the vendor's generator makes further CDI specifications. Since version 2."""
+    """Modes in which the vendor's generator makes further CDI specifications."""
     cdi_hooks: tuple[str, ...] = ()
-    """Hooks that the CDI specification has in addition to those that every GPU needs. Since version 2."""
+    """Hooks that the CDI specification has in addition to those that every GPU needs."""
 
 
 class Handoff(NamedTuple):
@@ -139,17 +131,17 @@ class Handoff(NamedTuple):
     requests: tuple[Request, ...]
     default_runtime: bool = False
     """Whether the runtime handler `nvidia` is to be containerd's default."""
-    restart_device_plugin: bool | None = False
-    """Whether a vendor's device plugin may be restarted; None if an older host half left this key out."""
+    restart_device_plugin: bool = False
+    """Whether a vendor's device plugin may be restarted;"""
     containerd_drop_in: str = ""
-    """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
+    """Path of the agent's part of containerd's configuration; empty for the usual path."""
     validation_markers: bool = False
-    """Whether to make the files that tell other programs that driver and toolkit work. Since version 2."""
+    """Whether to make the files that tell other programs that driver and toolkit work."""
     withdrawn: tuple[str, ...] = ()
     """Paths of nodes that the host bound into the running machine, and that are no longer granted. Without this list,
     the machine half might not know all of them, because it may never have seen a handoff that grants them."""
     allocation: str = ""
-    """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
+    """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins."""
 
     @property
     def generation(self) -> str:
@@ -158,11 +150,7 @@ class Handoff(NamedTuple):
 
 
 def render_handoff(handoff: Handoff) -> bytes:
-    """Return the document; the same handoff gives the same bytes.
-
-    The document has the oldest version that can express the handoff, so that an older image keeps working as long as
-    nothing newer is granted.
-    """
+    """Return the document; the same handoff gives the same bytes."""
     return _rendered(handoff)[1]
 
 
@@ -171,57 +159,18 @@ def render_handoff(handoff: Handoff) -> bytes:
 @lru_cache(RENDERED_LIMIT)
 def _rendered(handoff: Handoff) -> tuple[str, bytes]:
     """Return the generation and the document."""
-    newer = any((handoff.containerd_drop_in, handoff.validation_markers, handoff.allocation))
-    newer = newer or any(map(_needs_version_2, handoff.requests))
-    version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
-    content = _content(handoff)
-    generation = _digest(content)
-    document = {"version": version, "generation": generation, **content}
+    content = plain(handoff)
+    generation = json_digest({key: value for key, value in content.items() if key not in UNCOUNTED})[:16]
+    document = {"version": HANDOFF_VERSION, "generation": generation, **content}
     return generation, json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _needs_version_2(request: Request) -> bool:
-    newer = request.sockets or request.environment or request.cdi_modes or request.cdi_hooks
-    return bool(newer or any(device.capability for device in request.devices))
-
-
-def _content(item: Handoff | Request | GrantedDevice | GrantedFile | Variable) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in item._asdict().items() if value or key not in LEFT_OUT}
-
-
-def _plain(value: object) -> object:
-    match value:
-        case Request() | GrantedDevice() | GrantedFile() | Variable():
-            return _content(value)
-        case tuple():
-            return [_plain(each) for each in value]
-        case _:
-            return value
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    counted = {key: value for key, value in content.items() if key not in UNCOUNTED}
-    return json_digest(counted)[:16]
 
 
 def parse_handoff(data: bytes) -> Handoff:
     """Return the handoff in a document. Raises DocumentError, which names the key that is missing or wrong."""
     where = HANDOFF_NAME
     document = parse_object(where, data)
-    accept_version(where, document, ACCEPTED_HANDOFFS)
-    handoff = Handoff(
-        machine=get(where, document, "machine", str),
-        architecture=get(where, document, "architecture", str),
-        requests=objects(where, document, "requests", _request),
-        default_runtime=get(where, document, "default_runtime", bool),
-        restart_device_plugin=get(where, document, "restart_device_plugin", bool)
-        if "restart_device_plugin" in document
-        else None,
-        containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
-        validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
-        withdrawn=strings(where, document, "withdrawn") if "withdrawn" in document else (),
-        allocation=get(where, document, "allocation", str) if "allocation" in document else "",
-    )
+    accept_version(where, document, HANDOFF_VERSION, HOST, IMAGE)
+    handoff = decode(where, document, Handoff)
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")
     return handoff
@@ -233,16 +182,16 @@ def render_report(
     cdi_devices: tuple[str, ...],
     boot_id: str,
     agent_version: str,
-    repairs: Mapping[str, int] | None,
+    repairs: Mapping[str, int],
     advertised_gpus: int | None = None,
     changed_files: tuple[str, ...] = (),
     publication: Publication | None = None,
     fabric: tuple[FabricAnswer, ...] = (),
+    refused: str = "",
 ) -> bytes:
     """Return the report on this generation of the handoff, and on this publication of it.
 
-    `repairs` is None for a host half that refuses unknown keys. Then the report has no key for `repairs`, nor for any
-    parameter after `repairs`. `advertised_gpus` is None if the number is unknown.
+    `advertised_gpus` is None if the number is unknown. `refused` says why the machine half cannot use the handoff.
     """
     document = {
         "version": REPORT_VERSION,
@@ -251,15 +200,16 @@ def render_report(
         "agent_version": agent_version,
         "conditions": [
             {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
-            | ({} if repairs is None or not each.gpus else {"gpus": each.gpus})
+            | ({"gpus": each.gpus} if each.gpus else {})
             for each in conditions
         ],
         "cdi_devices": list(cdi_devices),
-        **({} if repairs is None else {"repairs": dict(repairs)}),
-        **({} if repairs is None or publication is None else {"publication": publication}),
-        **({} if repairs is None or advertised_gpus is None else {"advertised_gpus": advertised_gpus}),
-        **({} if repairs is None or not changed_files else {"changed_files": changed_files[:CHANGED_FILES_LIMIT]}),
-        **({} if repairs is None else {"fabric": [each._asdict() for each in fabric]}),
+        "repairs": dict(repairs),
+        "advertised_gpus": advertised_gpus,
+        "changed_files": changed_files[:CHANGED_FILES_LIMIT],
+        "publication": publication,
+        "fabric": plain(fabric),
+        "refused": one_line(refused)[:MESSAGE_LIMIT],
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 
@@ -277,37 +227,3 @@ def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: st
         each._replace(message=each.message[: MESSAGE_LIMIT - len(text)] + text) if each.type is kind else each
         for each in conditions
     )
-
-
-def _request(where: str, document: dict[str, Any]) -> Request:
-    return Request(
-        vendor=get(where, document, "vendor", str),
-        gpus=strings(where, document, "gpus"),
-        devices=objects(where, document, "devices", _device),
-        driver_version=get(where, document, "driver_version", str),
-        driver_root=get(where, document, "driver_root", str),
-        files=objects(where, document, "files", _file),
-        sockets=strings(where, document, "sockets") if "sockets" in document else (),
-        environment=objects(where, document, "environment", _variable) if "environment" in document else (),
-        cdi_modes=strings(where, document, "cdi_modes") if "cdi_modes" in document else (),
-        cdi_hooks=strings(where, document, "cdi_hooks") if "cdi_hooks" in document else (),
-    )
-
-
-def _device(where: str, document: dict[str, Any]) -> GrantedDevice:
-    return GrantedDevice(
-        path=get(where, document, "path", str),
-        kind=get(where, document, "kind", str),
-        major=get(where, document, "major", int),
-        minor=get(where, document, "minor", int),
-        pci_address=get(where, document, "pci_address", str),
-        capability=get(where, document, "capability", str) if "capability" in document else "",
-    )
-
-
-def _variable(where: str, document: dict[str, Any]) -> Variable:
-    return Variable(name=get(where, document, "name", str), value=get(where, document, "value", str))
-
-
-def _file(where: str, document: dict[str, Any]) -> GrantedFile:
-    return GrantedFile(target=get(where, document, "target", str), link=get(where, document, "link", str))

@@ -4,12 +4,10 @@ It is not part of the handoff, because a change of Ready gives the machine half 
 a new generation. The machine half sets the Node condition if this document exists.
 """
 
-import json
 from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.errors import DocumentError
-from agent.model.json_document import accept_version, get, parse_object, timestamp
+from agent.model.json_document import HOST, Seconds, parse_document, render_document
 from agent.model.paths import CONDITIONS_NAME
 from agent.model.text import one_line
 
@@ -26,10 +24,10 @@ class HostStatus(NamedTuple):
     status: Status
     reason: str
     message: str
-    last_transition: float
-    """When `status` last changed, in seconds since the epoch."""
-    evaluated: float
-    """When the condition was evaluated, in seconds since the epoch. The document's key is `judged`."""
+    last_transition: Seconds
+    """When `status` last changed."""
+    evaluated: Seconds
+    """When the condition was evaluated."""
 
     @property
     def ready(self) -> Condition:
@@ -43,23 +41,9 @@ def host_status(ready: Condition, now: float) -> HostStatus:
 
 def render_host_status(status: HostStatus) -> bytes:
     """Return the document."""
-    document = {"version": VERSION, **status._asdict()}
-    document["judged"] = document.pop("evaluated")
-    return json.dumps(document, indent=1).encode() + b"\n"
+    return render_document(VERSION, status)
 
 
 def parse_host_status(data: bytes) -> HostStatus:
     """Return the host status in a document. Raises DocumentError, which names the key."""
-    where = CONDITIONS_NAME
-    document = parse_object(where, data)
-    accept_version(where, document, (VERSION,))
-    status = get(where, document, "status", str)
-    if status not in set(Status):
-        raise DocumentError(f"{where}: key status must be True, False or Unknown, not {status[:40]!a}")
-    return HostStatus(
-        Status(status),
-        get(where, document, "reason", str),
-        get(where, document, "message", str),
-        timestamp(where, document, "last_transition"),
-        timestamp(where, document, "judged"),
-    )
+    return parse_document(CONDITIONS_NAME, data, HostStatus, VERSION, HOST)

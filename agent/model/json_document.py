@@ -6,8 +6,10 @@ Also renders the JSON that other programs read as YAML.
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from agent.model.errors import DocumentError
 
@@ -61,13 +63,19 @@ def _word(kind: type) -> str:
     return JSON_TYPES.get(kind, kind.__name__)
 
 
-def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:
-    """Raise DocumentError if the document's version is not in `accepted`: its keys may have other meanings."""
+HOST, IMAGE = "on the host", "in the machine's image"
+"""Where an agent is that writes or reads a document."""
+
+
+def accept_version(where: str, document: dict[str, Any], known: int, writer: str = HOST, reader: str = HOST) -> None:
+    """Raise DocumentError if the document has another version than the known one: its keys may have other meanings."""
     version = get(where, document, "version", int)
-    if version not in accepted:
+    if version != known:
         raise DocumentError(
-            f"{where}: version {version} is unknown (this release knows {', '.join(map(str, accepted))})",
-            "another release of the agent wrote it: use the same release on the host and in the image",
+            f"{where}: version {version} is unknown (this release knows {known})",
+            f"a newer release of the agent wrote it: upgrade the agent {reader}"
+            if version > known
+            else f"an older release of the agent wrote it: upgrade the agent {writer}",
         )
 
 
@@ -90,16 +98,6 @@ def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str
     )
 
 
-def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> dict[str, V]:
-    """Return the object at `key`, whose values must all be of type `kind`."""
-    found = get(where, document, key, dict)
-    for name, value in found.items():
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            shown = f"{key}[{name[:NAME_SHOWN]!a}]"
-            raise DocumentError(f"{where}: key {shown} must be {_word(kind)}, not {in_json(value)}")
-    return found
-
-
 def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
     """Return the strings in the list at `key`."""
     items = get(where, document, key, list)
@@ -109,9 +107,128 @@ def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
     return tuple(items)
 
 
-def timestamp(where: str, document: dict[str, Any], key: str) -> float:
-    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can become a date."""
-    value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 36:
-        raise DocumentError(f"{where}: key {key} must be a time in seconds, not {str(value)[:40]!a}")
-    return float(value)
+class Form(NamedTuple):
+    """A condition for a value beyond its type, as the annotation `Annotated[str, Form("a name", NAME.fullmatch)]`."""
+
+    words: str
+    """What the value must be, for errors."""
+    holds: Callable[[Any], object]
+    """Returns a true value if a value of the type is accepted."""
+
+
+TIME = Form("a time in seconds", lambda value: 0 <= value < 1 << 36)
+Seconds = Annotated[float, TIME]
+"""A time in seconds since the epoch that can become a date."""
+
+
+def render_document(version: int, content: object) -> bytes:
+    """Return the document that has these contents, a named tuple, and this version."""
+    return json.dumps({"version": version, **plain(content)}, indent=1).encode() + b"\n"
+
+
+def parse_document(where: str, data: bytes, kind: type[V], version: int, writer: str = IMAGE, reader: str = IMAGE) -> V:
+    """Return the contents of a document that `render_document` made. Raises DocumentError, which names the key."""
+    document = parse_object(where, data)
+    accept_version(where, document, version, writer, reader)
+    return decode(where, document, kind)
+
+
+def plain(value: object) -> Any:  # noqa: ANN401 - JSON
+    """Return a value as `json.dumps` accepts it: a named tuple is an object with the names of its fields."""
+    match value:
+        case tuple() if fields := getattr(value, "_fields", None):
+            return {name: plain(each) for name, each in zip(fields, value, strict=True)}
+        case tuple() | list():
+            return [plain(each) for each in value]
+        case dict():
+            return {name: plain(each) for name, each in value.items()}
+        case _:
+            return value
+
+
+def decode(where: str, document: dict[str, Any], kind: type[V]) -> V:
+    """Return the named tuple of this class that a parsed document has; the reverse of `plain`.
+
+    The annotations of the class's fields say what each key must be, and keys of fields with a default may be missing.
+    Unknown keys are ignored. Annotations may be types of JSON, StrEnum, named tuples, `tuple[T, ...]`, `dict[str, T]`,
+    and each of these with a Form.
+    """
+    values = {}
+    for name, (decoder, required) in _fields(cast(Hashable, kind)).items():
+        if name in document:
+            values[name] = decoder(where, name, document[name])
+        elif required:
+            raise DocumentError(f"{where}: key {name} is missing")
+    return kind(**values)
+
+
+Decoder = Callable[[str, str, Any], Any]
+"""Returns the value that a document has at a key. The parameters are the document's name, the key, and parsed JSON."""
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Decoder, bool]]:  # noqa: ANN401
+    """Return, for each field of a named tuple, its decoder and whether its key is required."""
+    defaults: dict[str, object] = getattr(kind, "_field_defaults", {})
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: (_decoder(hint), name not in defaults) for name, hint in hints.items()}
+
+
+def _decoder(hint: Any) -> Decoder:  # noqa: ANN401 - an annotation
+    arguments = get_args(hint)
+    match get_origin(hint):
+        case origin if origin is Annotated:
+            return _formed(_decoder(arguments[0]), arguments[1])
+        case origin if origin is tuple:
+            return _sequence(_decoder(arguments[0]))
+        case origin if origin is dict:
+            return _mapping(_decoder(arguments[1]))
+        case _:
+            return _single(hint)
+
+
+def _single(kind: type) -> Decoder:
+    if hasattr(kind, "_fields"):
+        return lambda where, key, value: decode(f"{where}: {key}", require_object(f"{where}: {key}", value), kind)
+    if issubclass(kind, StrEnum):
+        words = Form(f"one of {', '.join(map(repr, map(str, kind)))}", {*map(str, kind)}.__contains__)
+        valid = _formed(_single(str), words)
+        return lambda where, key, value: kind(valid(where, key, value))
+    # A whole number is also a number. A boolean is neither.
+    types = (int, float) if kind is float else (kind,)
+
+    def exact(where: str, key: str, value: object) -> object:
+        if type(value) not in types:
+            wanted = "a number" if kind is float else _word(kind)
+            raise DocumentError(f"{where}: key {key} must be {wanted}, not {in_json(value)}")
+        return value
+
+    return exact
+
+
+def _sequence(item: Decoder) -> Decoder:
+    def items(where: str, key: str, value: object) -> tuple[object, ...]:
+        if not isinstance(value, list):
+            raise DocumentError(f"{where}: key {key} must be a list, not {in_json(value)}")
+        return tuple(item(where, f"{key}[{index}]", each) for index, each in enumerate(value))
+
+    return items
+
+
+def _mapping(item: Decoder) -> Decoder:
+    def items(where: str, key: str, value: object) -> dict[str, object]:
+        if not isinstance(value, dict):
+            raise DocumentError(f"{where}: key {key} must be an object, not {in_json(value)}")
+        return {name: item(where, f"{key}[{name[:NAME_SHOWN]!a}]", each) for name, each in value.items()}
+
+    return items
+
+
+def _formed(decoder: Decoder, form: Form) -> Decoder:
+    def formed(where: str, key: str, value: object) -> object:
+        found = decoder(where, key, value)
+        if not form.holds(found):
+            raise DocumentError(f"{where}: key {key} must be {form.words}, not {str(value)[:80]!a}")
+        return found
+
+    return formed

@@ -57,7 +57,6 @@ def render_live(live: LiveSettings) -> bytes:
 def parse_live(data: bytes) -> LiveSettings:
     """Return the settings in a record. Raises DocumentError, which names the key."""
     document = decode(LIVE_NAME, data, dict[str, Any])
-    accept_version(LIVE_NAME, document, (VERSION,))
+    accept_version(LIVE_NAME, document, VERSION)
     allow = [asdict(DeviceAllow.parse(entry)) for entry in strings(LIVE_NAME, document, "allow")]
-    # Keys with defaults may be missing: an older version may have written the record for a machine that still runs.
     return convert(LIVE_NAME, {**document, "allow": allow}, LiveSettings)

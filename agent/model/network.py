@@ -17,8 +17,7 @@ class Link:
     kind: str
     """The kernel's name for a virtual interface, such as `bridge`; empty for hardware."""
     bridge: str = field(default="", compare=False)
-    """Name of the interface of which this one is a port; empty if it is not a port. Records of earlier releases lack
-    this field."""
+    """Name of the interface of which this one is a port; empty if it is not a port."""
 
     def describe(self) -> str:
         return f"interface {self.name} ({self.kind or 'hardware'})"
@@ -98,8 +97,5 @@ class Network:
     routes: tuple[Route, ...] = ()
     rules: tuple[Rule, ...] = ()
     chains: tuple[Chains, ...] = ()
-    plugin_chains: bool = False
-    """Whether chains of network plugins were looked for. If not, an earlier release made the record, and `chains` has
-    only KUBE-* and CNI-*."""
     tables: bool = False
-    """Whether tables of nftables were looked for. If not, there was no nft, or an earlier release made the record."""
+    """Whether tables of nftables were looked for: only if the host has nft."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 class Reason(StrEnum):
     """The reason for a condition's status. Users' programs compare these words, so none is ever renamed.
 
-    Compare with `==`: reasons read from a report or a file are plain strings, and may be another release's.
+    Compare with `==`: reasons read from a report or a file are plain strings.
     """
 
     # Any condition:

@@ -55,10 +55,8 @@ def render_remembered(remembered: Remembered) -> bytes:
 def parse_remembered(where: str, data: bytes) -> Remembered:
     """Return the record in a document. Raises DocumentError, which names the key."""
     document = decode(where, data, dict[str, Any])
-    accept_version(where, document, (VERSION,))
+    accept_version(where, document, VERSION)
     remembered = convert(where, document, Remembered)
-    # The digest is that of the document's content, not of the parsed one: another release may have written keys that
-    # this one ignores.
     if get(where, document, "digest", str) != _digest({key: document.get(key) for key in ("gpus", "damage")}):
         raise DocumentError(f"{where}: the content does not match its digest")
     return remembered

@@ -86,8 +86,7 @@ class HostVendor(ABC):
 
     name: str
     in_every_handoff = False
-    """Whether handoffs include the vendor even if the host has none of its GPUs. It is False for a vendor that
-    machine halves of older releases do not know."""
+    """Whether handoffs include the vendor even if the host has none of its GPUs."""
     drivers: tuple[str, ...] = ()
     """Names of kernel drivers on the PCI bus. Machines can get GPUs that have one of these drivers, or no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()

@@ -403,19 +403,6 @@ def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureF
     assert "other settings: whether the machine is on the host's network; run" in capsys.readouterr().err
 
 
-def test_a_record_of_an_older_release_lacks_newer_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
-    host.file("/srv/kubelet", b"a program")
-    sha256 = {"kubelet": hashlib.sha256(b"a program").hexdigest()}
-    binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": sha256}
-    assert run(host, binaries=binaries) == 0
-    record = NODE_RECORDS.read(record_paths(MACHINE), host)
-    assert isinstance(record, NodeRecord)
-    older = {key: value for key, value in record.settings.items() if not key.endswith(("_version", "swap"))}
-    NODE_RECORDS.write(record_paths(MACHINE), dataclasses.replace(record, settings=older), host)
-    assert run(host, binaries=binaries) == 0
-    assert "was made with other settings" not in capsys.readouterr().err
-
-
 def test_a_deleted_machine_is_noticed_and_made_again(host: NodeHost) -> None:
     assert run(host) == 0
     host.tools(("systemctl", "stop", UNITS[0]), 1)

@@ -98,13 +98,6 @@ def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) 
     assert "machines.a.speed: unknown key" in found.rejected
 
 
-def test_the_last_good_configuration_of_an_earlier_release_is_used(tmp_path: Path) -> None:
-    """Its file had only the document. The configuration may be wrong during an upgrade too."""
-    system = host(tmp_path, b"machines.a.speed = 9\n")
-    system.write(LAST_GOOD_CONFIG, b'{"machines": {"a": {"devices": ["kvm"]}}}')
-    assert load_or_last_good(system).config.machines["a"].devices == ["kvm"]
-
-
 def test_doctor_uses_the_last_good_one_too(tmp_path: Path) -> None:
     """A typo kept whoever was called at night from every other diagnosis. Other commands still refuse it."""
     load_or_last_good(host(tmp_path, RIGHT))

@@ -44,7 +44,6 @@ def test_configuration(tmp_path: Path) -> None:
         ('"A=B" = "x"', ".A=B: 'A=B' is not the name of an environment variable"),
         ('A = "x\\ny"', ".A: it is not one line of text"),
         ('A = "x\\u0000y"', ".A: it is not one line of text"),
-        ('A = "\\U0001F3AE"', ".A: it is not one line of text without emoji"),
         ("A = 1", ".A: must be a string"),
         (f'A = "{"x" * 1025}"', ".A: must not be longer than 1024 characters"),
         ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many: the limit is 32"),
@@ -99,9 +98,8 @@ def test_only_the_handoff_changes(tmp_path: Path) -> None:
 
 def test_the_handoff_has_variables_only_if_configured() -> None:
     plain, changed = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (ASKED,))
-    assert b"environment" not in render_handoff(plain)
+    assert json.loads(render_handoff(plain))["requests"][0]["environment"] == []
     document = json.loads(render_handoff(changed))
-    assert document["version"] == 2
     assert document["requests"][0]["environment"] == [{"name": GLX.name, "value": GLX.value}]
     assert parse_handoff(render_handoff(changed)) == changed
     # An empty value is a value too.
@@ -110,12 +108,10 @@ def test_the_handoff_has_variables_only_if_configured() -> None:
 
 
 def test_hooks_change_only_the_handoff() -> None:
-    """Like pods' environment, hooks are unknown to older images."""
     hooks = ["update-application-profile", "enable-cuda-compat"]
     changed = planned(cdi_hooks=hooks)
     assert changed == planned()._replace(cdi_hooks=("enable-cuda-compat", "update-application-profile"))
     handoff = Handoff("m", "x86_64", (changed,))
-    assert json.loads(render_handoff(handoff))["version"] == 2
     assert parse_handoff(render_handoff(handoff)) == handoff
     for wrong in (["chmod"], [*hooks, "enable-cuda-compat"]):
         with pytest.raises(ValidationError):

@@ -338,18 +338,14 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
     [
         ("/opt/nvidia", "/opt/nvidia/lib64", "", True),
         ("driver.library_directories", "/opt/nvidia/lib64", "driver.library_directories", False),
-        ("a runfile's", "/usr/lib64", "", False),
         (HOST_CACHE, "/usr/lib", "", False),
     ],
 )
 def test_a_machine_does_not_change_to_the_same_version_in_another_place(
     place: str, directory: str, key: str, stays: bool
 ) -> None:
-    """While the module is loaded, an upgrade of the packages must not let other files of its version take over.
-
-    The release that staged this driver root did not record its place.
-    """
-    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
+    """While the module is loaded, an upgrade of the packages must not let other files of its version take over."""
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"), place=HOST_CACHE)
     assert (serving(kept, directory, place_name=place, place_key=key) == (kept,)) == stays
 
 

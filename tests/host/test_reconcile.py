@@ -19,7 +19,7 @@ from agent.host.plan.goal import plan
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Status, false
 from agent.model.errors import BusAnswerError, UnsupportedError
-from agent.model.handoff import Publication, parse_handoff
+from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
@@ -27,6 +27,7 @@ from agent.model.paths import (
     RELOAD_PENDING,
     REMEMBERED_GPUS,
     REMOVED,
+    REPORT_NAME,
     RUNTIME,
     STAGING,
     STATE,
@@ -35,6 +36,7 @@ from agent.model.paths import (
     handoff_file,
     live_file,
     nspawn_file,
+    report_directory,
     started_drop_in,
     started_nspawn,
     unit_drop_in,
@@ -523,6 +525,19 @@ def test_a_report_on_an_earlier_publication_of_the_same_handoff_is_not_the_answe
     assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     report(gpu_host, OPENED, answered=publication(gpu_host))
     assert not both.reconcile().machines[0].pending
+
+
+def test_a_machine_half_of_another_release_says_which_half_to_upgrade(gpu_host: Host) -> None:
+    both = with_missing_nodes(gpu_host)
+    refused = "handoff.json: version 1 is unknown (this release knows 0) (upgrade the agent in the machine's image)"
+    path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
+    gpu_host.write(path, render_report("", (), (), "", "0.0.9", {}, publication=publication(gpu_host), refused=refused))
+    (machine,) = both.reconcile().machines
+    assert condition(machine, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
+    assert f"cannot use the handoff: machine says: {refused}" in machine.ready.message
+    earlier = Publication(1, 1)
+    gpu_host.write(path, render_report("", (), (), "", "0.0.9", {}, publication=earlier, refused=refused))
+    assert "cannot use" not in both.reconcile().machines[0].ready.message, "it may use what is published now"
 
 
 def test_a_report_on_an_earlier_publication_releases_no_device(gpu_host: Host) -> None:

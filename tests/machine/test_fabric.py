@@ -235,13 +235,3 @@ def test_a_damaged_note_costs_a_question(machine: Machine) -> None:
         path.write_bytes(damage)
         assert asked(machine)
         assert answers(machine) == answer(*GPUS, state="N/A", status="N/A")
-
-
-def test_an_older_host_half_gets_no_new_key(machine: Machine) -> None:
-    """It refuses reports with keys that it does not know."""
-    path = "/run/unbounded-agent/handoff/handoff.json"
-    document = json.loads(machine.read(path))
-    del document["restart_device_plugin"]
-    machine.put(path, json.dumps(document))
-    run(machine)
-    assert "fabric" not in machine.report()

@@ -1,6 +1,5 @@
 """Changes that somebody makes in the machine are repaired, counted and logged; other writes are not counted."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from agent.machine.containerd.formats import CRI_2, MAIN
 from agent.machine.notes import Notes
-from agent.machine.run import HANDOFF, run
+from agent.machine.run import run
 from agent.model.digest import sha256
 from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
 
@@ -98,12 +97,3 @@ def test_a_boot_restarts_the_count(settled: Machine) -> None:
     settled.drop(LINK)
     run(settled)
     assert settled.report()["repairs"] == NONE
-
-
-def test_a_host_of_the_previous_release_gets_no_repairs(settled: Machine) -> None:
-    """A host half of that release would refuse the whole report because of the unknown key."""
-    document = json.loads(settled.read(HANDOFF))
-    del document["restart_device_plugin"]
-    settled.put(HANDOFF, json.dumps(document))
-    run(settled)
-    assert not {"repairs", "advertised_gpus"} & set(settled.report())

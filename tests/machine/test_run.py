@@ -187,14 +187,16 @@ def test_a_missing_handoff_is_not_a_fault(tmp_path: Path, capsys: pytest.Capture
     assert not machine.exists(REPORT)
 
 
-def test_a_bad_handoff_changes_nothing(machine: Machine) -> None:
-    """A report could not say which handoff it belongs to."""
+def test_a_bad_handoff_changes_nothing_and_the_report_says_why(machine: Machine) -> None:
     started(machine)
-    report = machine.read(REPORT)
     machine.put(HANDOFF, b'{"version": 99}')
     with pytest.raises(DocumentError, match="version 99"):
         run(machine)
-    assert machine.read(REPORT) == report
+    report, status = machine.report(), os.stat(machine.full_path(HANDOFF))
+    assert (report["generation"], report["conditions"]) == ("", [])
+    assert report["publication"] == [status.st_ino, status.st_mtime_ns]
+    assert "version 99 is unknown" in report["refused"]
+    assert "upgrade the agent in the machine's image" in report["refused"]
     assert not machine.calls
 
 
@@ -683,7 +685,6 @@ def test_without_threads_the_steps_run_one_after_the_other(machine: Machine, mon
 
 
 def test_a_deeply_nested_handoff_is_reported(machine: Machine) -> None:
-    """Without a generation, there is nothing to report on."""
     machine.put(HANDOFF, b"[" * 100_000)
     with pytest.raises(DocumentError, match="not JSON"):
         run(machine)

@@ -20,11 +20,12 @@ def test_a_document_is_read_back() -> None:
     ("key", "value", "message"),
     [
         ("version", 2, "dra-status.json: version 2 is unknown"),
-        ("at", "now", "key at must be a time in seconds, not 'now'"),
-        ("at", True, "key at must be a time"),
+        ("at", "now", "key at must be a number, not a string"),
+        ("at", True, "key at must be a number"),
+        ("at", -1, "key at must be a time in seconds, not '-1'"),
         ("registered", 1, "key registered must be a boolean"),
         ("offers", [1], r"offers\[0\]: must be an object"),
-        ("offers", [{"vendor": "x"}], r"offers\[0\]: key gpus is missing"),
+        ("offers", [{"gpus": []}], r"offers\[0\]: key vendor is missing"),
     ],
 )
 def test_errors_name_the_key(key: str, value: object, message: str) -> None:

@@ -24,6 +24,10 @@ HANDOFF = Handoff(
     ),
 )
 
+CAPABILITY = GrantedDevice(
+    "/dev/nvidia-caps/nvidia-cap12", "capability", 510, 12, "0000:01:00.0", "gpu0/mig/gi1/access"
+)
+
 
 def changed(**keys: Any) -> bytes:  # noqa: ANN401
     document = json.loads(render_handoff(HANDOFF))
@@ -49,42 +53,34 @@ def test_an_unchanged_handoff_is_rendered_once() -> None:
     assert parse_handoff(render_handoff(other)) == other
 
 
-def version_1() -> dict[str, Any]:
-    """Return the content that the previous release knows."""
-    (request,) = HANDOFF.requests
-    return {
-        **{key: getattr(HANDOFF, key) for key in ("machine", "architecture", "default_runtime")},
-        "requests": [
-            {
-                **{key: getattr(request, key) for key in ("vendor", "gpus", "driver_version", "driver_root")},
-                "devices": [
-                    {key: getattr(each, key) for key in ("path", "kind", "major", "minor", "pci_address")}
-                    for each in request.devices
-                ],
-                "files": [each._asdict() for each in request.files],
-            }
-        ],
-    }
-
-
-def digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def test_halves_that_do_not_know_the_restart_key() -> None:
-    """An older host half leaves the key out; an older machine half computes its digest without the key."""
-    assert parse_handoff(changed(restart_device_plugin=None)) == HANDOFF._replace(restart_device_plugin=None)
-    assert HANDOFF._replace(restart_device_plugin=True).generation == HANDOFF.generation
-    assert json.loads(render_handoff(HANDOFF))["generation"] == digest(version_1())
-
-
-def test_halves_that_do_not_know_withdrawn_nodes() -> None:
-    """An older machine half ignores the key, and computes its digest without it."""
+def test_the_generation_is_that_of_the_grant() -> None:
+    document = json.loads(render_handoff(HANDOFF))
+    assert document.pop("version") == 1
+    assert document.pop("generation") == HANDOFF.generation
+    assert document.keys() == {*Handoff._fields}
+    # A withdrawn node is no other grant.
     withdrawn = HANDOFF._replace(withdrawn=("/dev/kvm",))
     assert parse_handoff(render_handoff(withdrawn)) == withdrawn
-    assert json.loads(render_handoff(withdrawn))["version"] == 1
     assert withdrawn.generation == HANDOFF.generation
-    assert "withdrawn" not in json.loads(render_handoff(HANDOFF))
+    del document["withdrawn"]
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+    assert digest == HANDOFF.generation
+    for changed_handoff in (
+        HANDOFF._replace(restart_device_plugin=True),
+        HANDOFF._replace(requests=(HANDOFF.requests[0]._replace(devices=(CAPABILITY,)),)),
+        HANDOFF._replace(containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
+        HANDOFF._replace(validation_markers=True),
+        HANDOFF._replace(allocation=DRA),
+    ):
+        assert changed_handoff.generation != HANDOFF.generation
+        assert parse_handoff(render_handoff(changed_handoff)) == changed_handoff
+
+
+def test_another_version_says_which_half_to_upgrade() -> None:
+    for version, advice in ((2, "upgrade the agent in the machine's image"), (0, "upgrade the agent on the host")):
+        with pytest.raises(DocumentError, match=f"version {version} is unknown") as caught:
+            parse_handoff(changed(version=version))
+        assert advice in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -107,32 +103,3 @@ def test_halves_that_do_not_know_withdrawn_nodes() -> None:
 def test_errors_name_the_key(data: bytes, named: str) -> None:
     with pytest.raises(DocumentError, match=named):
         parse_handoff(data)
-
-
-CAPABILITY = GrantedDevice(
-    "/dev/nvidia-caps/nvidia-cap12", "capability", 510, 12, "0000:01:00.0", "gpu0/mig/gi1/access"
-)
-
-
-def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
-    """An older image keeps its GPUs until the machine is granted something that only newer images know."""
-    document = json.loads(render_handoff(HANDOFF))
-    assert document["version"] == 1
-    assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
-    request = HANDOFF.requests[0]._replace(devices=(*HANDOFF.requests[0].devices, CAPABILITY))
-    assert not {"containerd_drop_in", "validation_markers", "allocation"} & document.keys()
-    for newer in (
-        HANDOFF._replace(requests=(request,)),
-        HANDOFF._replace(containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
-        HANDOFF._replace(validation_markers=True),
-        HANDOFF._replace(allocation=DRA),
-    ):
-        assert json.loads(render_handoff(newer))["version"] == 2
-        assert parse_handoff(render_handoff(newer)) == newer
-        assert newer.generation != HANDOFF.generation
-
-
-def test_a_version_1_document_is_understood() -> None:
-    """Its generation is accepted too, although a host of the previous release computed it."""
-    written = json.dumps({"version": 1, "generation": digest(version_1()), **version_1()}).encode()
-    assert parse_handoff(written) == HANDOFF._replace(restart_device_plugin=None)

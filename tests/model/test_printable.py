@@ -41,7 +41,7 @@ def test_any_text_is_one_visible_line(text: str) -> None:
 def test_a_machine_cannot_report_invisible_text() -> None:
     """The machine half escapes its messages, but root in a machine can replace the machine half."""
     condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "x")
-    document = json.loads(render_report("a" * 64, (condition,), (), "", "1", None))
+    document = json.loads(render_report("a" * 64, (condition,), (), "", "1", {}))
     document["conditions"][0]["message"] = "gpu\u3164node"
     (found,) = parse_report(json.dumps(document).encode()).conditions
     assert found.message == "gpu\\u3164node"

@@ -117,9 +117,7 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # Only earlier versions wrote the second of these records, which says where the files came from.
-    for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
-        system.remove(record)
+    system.remove(times_file(index))
     # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system, REMOVAL_LIMIT)

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import astuple
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, MachineFacts, Unseen
 from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, FabricAnswer, Publication, Repair
-from agent.model.json_document import accept_version
+from agent.model.json_document import HOST, IMAGE, accept_version
 from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
 from agent.model.pci_address import PCI_ADDRESS
@@ -35,15 +35,17 @@ class Report(Struct, frozen=True):
     conditions: tuple[Condition, ...]
     """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
-    """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
+    """How often each repair was made since the machine's boot."""
     advertised_gpus: int | None = None
-    """How many of the granted GPUs the node offers to pods; None if the machine half does not say."""
+    """How many of the granted GPUs the node offers to pods; None if that is unknown."""
     changed_files: tuple[str, ...] = ()
     """Files that differ from what `up` put into the machine."""
     publication: Publication | None = None
-    """The publication of the handoff that the report answers; None if the machine half does not say."""
-    fabric: tuple[FabricAnswer, ...] | None = None
-    """What GPUs say of their registration with the fabric; None if the machine half does not ask them."""
+    """The publication of the handoff that the report answers; None if that is unknown."""
+    fabric: tuple[FabricAnswer, ...] = ()
+    """What GPUs say of their registration with the fabric."""
+    refused: str = ""
+    """Why the machine half cannot use the handoff; empty if it can."""
     unknown_conditions: tuple[str, ...] = ()
     """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
@@ -77,15 +79,15 @@ class _Fabric(Struct, frozen=True):
 
 
 class _Repairs(Struct, frozen=True):
-    """How often each Repair was made. Those of a newer machine half are ignored.
+    """How often each Repair was made.
 
     This is not a dict, because msgspec's errors do not name the keys of a dict.
     """
 
-    links: Count | UnsetType = UNSET
-    spec: Count | UnsetType = UNSET
-    containerd: Count | UnsetType = UNSET
-    runtime: Count | UnsetType = UNSET
+    links: Count = 0
+    spec: Count = 0
+    containerd: Count = 0
+    runtime: Count = 0
 
 
 class _Version(Struct, frozen=True):
@@ -95,18 +97,19 @@ class _Version(Struct, frozen=True):
 
 
 class _Document(_Version, frozen=True):
-    """The whole report. Unknown keys are ignored, because a newer machine half may write some."""
+    """The whole report. Unknown keys are ignored."""
 
     generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
     boot_id: Annotated[str, Meta(pattern=r"\A[0-9a-f-]{0,36}\Z")]
     agent_version: Annotated[str, Meta(max_length=64)]
     conditions: Annotated[tuple[_Condition, ...], Meta(max_length=CONDITIONS_LIMIT)]
     cdi_devices: Annotated[tuple[Name, ...], Meta(max_length=4096)]
-    repairs: _Repairs = _Repairs()
-    advertised_gpus: Count | None = None
-    changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)] = ()
-    publication: Publication | None = None
-    fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)] | None = None
+    repairs: _Repairs
+    advertised_gpus: Count | None
+    changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)]
+    publication: Publication | None
+    fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)]
+    refused: Annotated[str, Meta(max_length=2000)]
 
 
 def parse_report(data: bytes) -> Report:
@@ -115,7 +118,9 @@ def parse_report(data: bytes) -> Report:
         raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
     try:
         # First, because the keys of another version may have other types.
-        accept_version(REPORT_NAME, {"version": decode(REPORT_NAME, data, _Version).version}, (REPORT_VERSION,))
+        accept_version(
+            REPORT_NAME, {"version": decode(REPORT_NAME, data, _Version).version}, REPORT_VERSION, IMAGE, HOST
+        )
         document = decode(REPORT_NAME, data, _Document)
         _check(document)
     except DocumentError as error:
@@ -129,7 +134,8 @@ def parse_report(data: bytes) -> Report:
         document.advertised_gpus,
         document.changed_files,
         document.publication,
-        None if document.fabric is None else tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
+        tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
+        printable(document.refused),
         tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
     )
 
@@ -144,6 +150,7 @@ def _check(document: _Document) -> None:
     """Check what the types above cannot express. Raises DocumentError."""
     texts = {
         "agent_version": document.agent_version,
+        "refused": document.refused,
         **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
         **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
     }
@@ -160,7 +167,7 @@ def _check(document: _Document) -> None:
         "conditions: a type": [each.type for each in document.conditions],
         "cdi_devices: a name": document.cdi_devices,
         "changed_files: a path": document.changed_files,
-        "fabric: a GPU": [each.gpu for each in document.fabric or ()],
+        "fabric: a GPU": [each.gpu for each in document.fabric],
     }
     for what, items in lists.items():
         if len(set(items)) != len(items):

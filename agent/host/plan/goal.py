@@ -319,7 +319,6 @@ def _request(grant: Grant) -> Request:
 
 def _device(node: DeviceNode) -> GrantedDevice:
     number = node.number
-    # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address. The other
-    # capabilities are left out: a handoff with a capability needs version 2, which older machine halves cannot read.
+    # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address.
     capability = node.capability if node.pci_address else ""
     return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)

@@ -136,9 +136,9 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
 def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
-    Most are for GPUs that are being drained. A machine that started with the settings of an older release may also have
-    permissions for devices that systemd's template allows, but the agent no longer grants. Both kinds are kept in the
-    machine's settings: otherwise a daemon-reload, or the next change of a property, could withdraw them.
+    They are for GPUs that are being drained, or for devices that systemd's template allows but the agent no longer
+    grants. Both kinds are kept in the machine's settings: otherwise a daemon-reload, or the next change of a property,
+    could withdraw them.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
     if live is None:
@@ -146,7 +146,7 @@ def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow])
     draining = {node_by_number(node.number): _owner(node) for node in _draining(facts)}
     may_need = draining.keys() - {entry.node for entry in allow}
     # Keep a permission if its device number still belongs to the same GPU or shared node as when it was permitted, or
-    # if no owner was recorded, as in older releases.
+    # if no owner is known, as after the record was lost.
     same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
     template = facts.template_device_allow
     no_longer_granted = set(template).difference(allow) if isinstance(template, tuple) else set()

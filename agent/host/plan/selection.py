@@ -67,7 +67,7 @@ def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bo
     function.
     """
     if gpu.virtual:
-        # An earlier release may have given the machine this virtual function, and pods may use it.
+        # The machine may have got this virtual function by its address, and pods may use it.
         return bool(gpu.driver) and gpu.pci_address in share.current
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current

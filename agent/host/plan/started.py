@@ -24,7 +24,7 @@ NOT_COMPARED = re.compile(
 commands before the start and the limit for the stop differ between releases of the agent. A backslash at the end of a
 line continues it (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
-"""A line of a .nspawn file that binds a path. A GPU's node may have either key: earlier releases bound it writable."""
+"""A line of a .nspawn file that binds a path."""
 DEVICE = re.compile(rb"/dev/(?!kmsg$)")
 """The beginning of a device's path, other than /dev/kmsg."""
 

@@ -36,10 +36,9 @@ LIMIT = 120.0
 
 def observe_network(network: NetworkSource, system: System) -> Network:
     """Return the host's network, with Kubernetes' chains and tables. Raises OSError."""
-    # `plugin_chains` and `tables` say what `observe_chains` has looked for. Records of earlier releases lack both.
     # Without nft, `tables` is False: there may be tables nevertheless, because any program can make them.
     tables = system.find_program(NFT) is not None
-    return dataclasses.replace(network.observe(), chains=observe_chains(system), plugin_chains=True, tables=tables)
+    return dataclasses.replace(network.observe(), chains=observe_chains(system), tables=tables)
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:

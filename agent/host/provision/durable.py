@@ -29,7 +29,7 @@ class _Copy(Record[T]):
 
     def parse(self, where: str, data: bytes) -> T:
         document = parse_object(where, data)
-        accept_version(where, document, (VERSION,))
+        accept_version(where, document, VERSION)
         content = get(where, document, "content", dict)
         if get(where, document, "digest", str) != json_digest(content):
             raise DocumentError(f"{where}: the content does not match its digest")

@@ -6,12 +6,10 @@ Other new interfaces are only reported.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from msgspec import Struct
 
-from agent.model.network import NFT, Chains, Leftover, Network
+from agent.model.network import NFT, Leftover, Network
 
 NAMES = re.compile(
     r"(kube-|flannel|cilium|weave|vethwe|antrea|(genev|vxlan)_sys_|nodelocaldns|dummy-kube|wireguard\.cali|wg-v6\.cali)|"
@@ -24,8 +22,6 @@ PORTS = re.compile(r"veth[0-9a-f]{8}$")
 """Names that CNI plugins give to pods' interfaces. Incus and LXD give such names to their instances' interfaces.
 So `reset` removes such an interface only if it is a port of a node's bridge. Other interfaces of pods need no removal:
 the kernel removes them with their pods."""
-RECORDED_ALWAYS = re.compile(r"(KUBE|CNI)-\S+")
-"""Names of the chains that all releases of `up` have recorded. The earlier ones recorded only these."""
 PROTOCOLS = (0, 3, 12)
 """Origins of a node's routes (rtnetlink(7)): unspecified, boot (Flannel) and BIRD (Calico). Routes of any other origin
 are not a node's. Some belong to the host's own daemons, such as DHCP clients and routing daemons. The others are static
@@ -73,23 +69,7 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     kept += [each for each in chains if each.program in had_chains]
     node_chains = [each for each in chains if each.program not in had_chains]
     if not found.tables:
-        # The record is of an earlier release, which did not look for tables of nftables. So the tables that exist now
-        # may have existed when the record was made.
+        # There was no nft, so the tables that exist now may have existed when the record was made.
         kept += [each for each in node_chains if each.program == NFT]
         node_chains = [each for each in node_chains if each.program != NFT]
-    if not found.plugin_chains:
-        # The record is of an earlier release, which did not look for chains of network plugins. So the chains of
-        # network plugins that exist now may have existed when the record was made.
-        kept += _named(node_chains, recorded=False)
-        node_chains = [*_named(node_chains, recorded=True)]
     return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))
-
-
-def _named(chains: Iterable[Chains], *, recorded: bool) -> Iterator[Chains]:
-    """Yield the entries with only some of their names; leave out entries in which no name remains.
-
-    If `recorded`, names that match RECORDED_ALWAYS remain; otherwise, names that do not match it.
-    """
-    for each in chains:
-        if names := tuple(name for name in each.names if bool(RECORDED_ALWAYS.fullmatch(name)) is recorded):
-            yield replace(each, names=names)

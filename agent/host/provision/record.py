@@ -33,9 +33,6 @@ HOST_SETTINGS = "host."
 either."""
 SWAP = "host.swap"
 """The only setting of the host that the root file system also depends on: the kubelet's failSwapOn follows it."""
-UNSET = json.dumps("")
-"""If a record of an older release lacks a setting, the setting counts as having had this value. So the default of a new
-setting must be an empty string: otherwise, each existing node would seem to have been made with another setting."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,7 @@ def settings_of_root(settings: NodeSettings) -> dict[str, str]:
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
     """Return the keys of settings whose values differ from those that the node was made with."""
     wanted, made = settings_of_root(settings), record.settings
-    # If the record is of an earlier release, it may lack SWAP. In that case, leave SWAP out: it is unknown with which
-    # value the node was made.
-    keys = {*wanted, *made} - ({SWAP} - made.keys())
-    return tuple(sorted(key for key in keys if wanted.get(key, UNSET) != made.get(key, UNSET)))
+    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key) != made.get(key)))
 
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:

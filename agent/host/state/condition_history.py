@@ -28,24 +28,19 @@ Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
 
 
 class _Condition(Struct, frozen=True):
-    """A Condition up to `good_since`, with `gpus` and `said`.
-
-    Unknown keys are ignored: another release may have written them.
-    """
+    """A Condition up to `good_since`, with `gpus` and `said`."""
 
     type: ConditionType
     status: Status
     reason: str
     message: str
-    last_transition: Time = 0.0
-    losses: tuple[Time, ...] = ()
-    good_since: Time = 0.0
-    booted: Time | None = None
-    """When the host booted, by the wall clock as it was set when the times above were written.
-
-    None in the files of earlier releases."""
-    gpus: tuple[str, ...] = ()
-    said: tuple[tuple[str, str, str], ...] | None = None
+    last_transition: Time
+    losses: tuple[Time, ...]
+    good_since: Time
+    booted: Time
+    """When the host booted, by the wall clock as it was set when the times above were written."""
+    gpus: tuple[str, ...]
+    said: tuple[tuple[str, str, str], ...] | None
 
 
 _RECORD = Record(dict[str, tuple[_Condition, ...]])
@@ -84,14 +79,14 @@ def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) ->
     history does not change.
     """
     known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
-    return next((each for each in known if each is not None and abs(each - booted) < STEP), booted)
+    return next((each for each in known if abs(each - booted) < STEP), booted)
 
 
 def _read(found: _Condition, booted: float) -> Condition:
     """Return the condition. If the clock was set since its times were written, correct them."""
     *condition, recorded, gpus, said = astuple(found)
     read = Condition(*condition)._replace(gpus=gpus, said=said)
-    set_by = booted - recorded if recorded is not None else 0.0
+    set_by = booted - recorded
     if abs(set_by) < STEP:
         return read
     return read._replace(

@@ -1,7 +1,6 @@
 """Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of a machine's record of driver roots. Pure.
 
-The record lists the roots that handoffs have named since the machine's start. In both files, unknown keys are ignored:
-another release may have written the file, before an upgrade or a downgrade.
+The record lists the roots that handoffs have named since the machine's start.
 """
 
 from collections.abc import Iterable
@@ -21,14 +20,14 @@ class _File(Struct, frozen=True):
     size: int
     mtime_ns: int
     executable: bool
-    text: str = ""
+    text: str
 
 
 class _Manifest(Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(ge=0)]
     vendor: str
     driver_version: str
-    place: str = ""
+    place: str
     files: tuple[_File, ...]
 
 
@@ -36,7 +35,7 @@ class _Handed(Struct, frozen=True):
     indices: list[Annotated[int, Meta(ge=0)]]
 
 
-_MANIFEST = Record(_Manifest, 2, 1, advice="the driver root is ignored, and staged again")
+_MANIFEST = Record(_Manifest, 1, advice="the driver root is ignored, and staged again")
 _HANDED = Record(_Handed, 1, advice="no driver root is removed until the machine's next start")
 
 

@@ -17,25 +17,25 @@ T = TypeVar("T")
 class Record(Generic[T]):
     """The format of a JSON file that keeps an object of type T."""
 
-    def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
+    def __init__(self, kind: type[T], version: int | None = None, *, advice: str = "") -> None:
         """Define the format.
 
-        `kind` is T. `versions` are the versions that can be read; the first of them is written. If there are none, the
-        file has no key `version`. `advice` is added to messages about a damaged file.
+        `kind` is T. Without a version, the file has no key `version`. `advice` is added to messages about a damaged
+        file.
         """
-        self._kind, self._versions, self._advice = kind, versions, advice
+        self._kind, self._version, self._advice = kind, version, advice
 
     def render(self, value: T) -> bytes:
         """Return the content of the file for a value."""
-        version = {"version": self._versions[0]} if self._versions else {}
+        version = {"version": self._version} if self._version else {}
         return json.dumps({**version, **to_builtins(value)}, indent=1).encode() + b"\n"
 
     def parse(self, where: str, data: bytes) -> T:
         """Return the value in the content of a file. Raises DocumentError, which names the key if one is wrong."""
         try:
             document = decode(where, data, dict[str, Any])
-            if self._versions:
-                accept_version(where, document, self._versions)
+            if self._version:
+                accept_version(where, document, self._version)
                 del document["version"]
             return convert(where, document, self._kind)
         except DocumentError as error:

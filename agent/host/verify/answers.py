@@ -9,6 +9,8 @@ from agent.model.paths import STATE
 from agent.model.reasons import Reason
 from agent.model.text import restart_command
 
+MACHINE_SAYS = "machine says: "
+"""Precedes a message from the machine, because root in the machine can write anything there."""
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
@@ -43,12 +45,18 @@ def names_handoff(report: Report, machine: MachineFacts, generation: str) -> boo
     """Return whether the report names the handoff of this generation and, if known, its last publication.
 
     The generation alone is not enough: if a GPU goes and comes back, the third handoff has the same content and so the
-    same generation as the first. In two cases, the publication is unknown and only the generation counts: the machine
-    half is of an earlier release, which does not report the publication, or the handoff's file cannot be observed.
+    same generation as the first. If the handoff's file cannot be observed, only the generation counts.
     """
     if report.publication and machine.publication and report.publication != machine.publication:
         return False
     return report.generation == generation
+
+
+def refusal(report: Report, machine: MachineFacts) -> str:
+    """Return why the machine half refuses the last publication of the handoff; empty if it does not."""
+    if not report.refused or report.publication != machine.publication:
+        return ""
+    return f"the machine half cannot use the handoff: {MACHINE_SAYS}{report.refused}"
 
 
 def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> str:

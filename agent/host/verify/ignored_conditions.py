@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from agent.host.observe.machine_report import Report
-from agent.host.verify.answers import STALE_AFTER
-from agent.host.verify.readiness import MACHINE_SAYS
+from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import MachineFacts
 from agent.model.handoff import with_remark

@@ -6,7 +6,7 @@ from itertools import starmap
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.vendors import host_vendor
-from agent.host.verify.answers import STALE_AFTER, answers, why_unanswered
+from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, refusal, why_unanswered
 from agent.model.conditions import (
     IN_MACHINE,
     Condition,
@@ -31,9 +31,6 @@ from agent.vendors.host_vendor import FabricReport
 PLAIN_ADVICE = (
     "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers.md"
 )
-
-MACHINE_SAYS = "machine says: "
-"""Precedes a message from the machine, because root in the machine can write anything there."""
 
 FROM_VENDORS = (
     ConditionType.DRIVER_LOADED,
@@ -368,8 +365,6 @@ def _fabric_report(current: Report | tuple[Reason, str], gpus: Set[str], previou
     answers: tuple[FabricAnswer, ...] = ()
     if not isinstance(current, Report):
         silence = current[1]
-    elif current.fabric is None:
-        return FabricReport(silence="the machine's image has a release of the agent that does not ask")
     else:
         silence = "the GPUs were asked in the machine, which asks again"
         answers = tuple(each for each in current.fabric if each.gpu in gpus)
@@ -400,7 +395,7 @@ def _current(
         case Unseen(why):
             return Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            return Reason.HANDOFF_PENDING, why_unanswered(machine, goal, facts)
+            return Reason.HANDOFF_PENDING, refusal(report, machine) or why_unanswered(machine, goal, facts)
         case _ if machine.report_age > STALE_AFTER:
             return (
                 Reason.REPORT_STALE,

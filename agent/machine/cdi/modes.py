@@ -73,8 +73,8 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 f"{name}: the image's agent does not support this mode: update it to the host agent's release"
             )
             with contextlib.suppress(OSError, AgentError):
-                # A newer release of the agent may have written a file for this mode. That file is removed, because this
-                # release cannot tell which of the devices in it are still granted.
+                # If the image was replaced by an older one, there may be a file for this mode. It is removed, because
+                # this release cannot tell which of the devices in it are still granted.
                 owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.mode_request(name, request, granted), path, kind)

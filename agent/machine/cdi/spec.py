@@ -75,7 +75,7 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, a
 
 
 def remove_stale_specs(context: Context) -> None:
-    """Remove the agent's specifications under names of earlier releases, and for modes that are no longer requested.
+    """Remove the agent's specifications for modes that are no longer requested.
 
     Temporary files that killed writers left next to notes and specifications are removed too. Errors are only logged.
     """
@@ -85,7 +85,7 @@ def remove_stale_specs(context: Context) -> None:
     try:
         for path in owned.paths:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
-                say(INFO, f"removed {path}: it has the name of an earlier release, or its mode is no longer requested")
+                say(INFO, f"removed {path}: its mode is no longer requested")
         for path in wanted:
             system.remove_temporary(path)
         remove_remains(system)
@@ -99,8 +99,8 @@ def spec_changed_at(context: Context, vendor: MachineVendor) -> int:
     try:
         return context.system.identity(vendor.spec_path, follow=False).mtime_ns
     except FileNotFoundError:
-        removed = context.notes.load(f"spec-{vendor.name}").get("removed")
-        return removed if isinstance(removed, int) else 0
+        removed: int = context.notes.load(f"spec-{vendor.name}").get("removed", 0)
+        return removed
 
 
 def _publish(context: Context, vendor: MachineVendor, request: Request, foreign: Foreign) -> Published:

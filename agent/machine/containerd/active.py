@@ -82,8 +82,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
     notes = context.notes
     changed = notes.load(CHANGED)
-    # Another release may have noted another type since the boot of the machine.
-    changed_at = noted if isinstance(noted := changed.get("microseconds"), int) else 0
+    changed_at = changed.get("microseconds", 0)
     try:
         unit = unit_properties(context)
     except CommandError as error:

@@ -203,8 +203,8 @@ def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     content = edited.encode(errors="surrogateescape")
     if content != present:
         files.write(system, vendor.runtime_config, content, 0o644)
-        # If other settings are noted, the change is not a repair: another release of the agent had set other keys.
-        if isinstance(noted, list) and noted[:1] == [settings]:
+        # If other settings are noted, the change is not a repair: an older agent had set other keys.
+        if noted and noted[0] == settings:
             record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
     notes.save(name, {"edited": [settings, sha256(content)]})
 
@@ -227,9 +227,9 @@ def _planned_change(
     if not pattern:
         # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
         # pattern is used again if it covers the drop-in.
-        former = context.notes.load(_note(vendor)).get("import")
-        known = isinstance(former, str) and "*" in former and tables.covers(former, drop_in)
-        pattern = str(former) if known else new_import(system, text, drop_in, paths.former)
+        former: str = context.notes.load(_note(vendor)).get("import", "")
+        known = "*" in former and tables.covers(former, drop_in)
+        pattern = former if known else new_import(system, text, drop_in, paths.former)
         text = files.with_import(text, pattern)
     main = files.parse(MAIN, text)
     contents = loaded_files(system, text, drop_in)

@@ -32,9 +32,7 @@ def effective_is_noted(notes: Notes) -> bool:
 
 def noted_directories(notes: Notes) -> tuple[str, ...]:
     """Return the directories in containerd's order, in which later ones take precedence; none if they are unknown."""
-    listed = notes.load(NOTE).get("directories")
-    # Another release may have noted another type since the boot of the machine.
-    return tuple(each for each in listed if isinstance(each, str)) if isinstance(listed, list) else ()
+    return tuple(notes.load(NOTE).get("directories", ()))
 
 
 def noted_address(notes: Notes) -> str:

@@ -22,7 +22,7 @@ def link_nodes(context: Context, request: Request) -> None:
     """
     system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"
-    noted = {link: target for link, target in notes.load(name).items() if isinstance(target, str)}
+    noted: dict[str, str] = notes.load(name)
     numbers = live_numbers(system, request.devices)
     wanted = {
         f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)

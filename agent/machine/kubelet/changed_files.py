@@ -30,7 +30,7 @@ def changed_files(context: Context) -> tuple[str, ...]:
         case {"first_run": float(first_run), "compared": dict(before)}:
             pass
         case _:
-            # This is the first run after the boot, or another release noted something else.
+            # This is the first run after the boot.
             notes.save(NOTE, {"first_run": first_run, "compared": before})
     if time.monotonic() - first_run < DELAY:
         return ()

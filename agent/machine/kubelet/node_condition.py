@@ -102,7 +102,7 @@ def run(system: System) -> None:
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
-    applied, ages = _last_applied(noted), ages_in(noted.get("ages"))
+    applied, ages = _last_applied(noted), ages_in(noted.get("ages", {}))
     kubelet = Kubelet(system, _known_service(noted))
     try:
         if system.exists(HOST_STATUS):
@@ -111,8 +111,7 @@ def run(system: System) -> None:
             applied, outcome = _remove_condition(system, kubelet, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
-    logged = noted.get("told")
-    logged = say_changes(logged if isinstance(logged, dict) else {}, (outcome,))
+    logged = say_changes(noted.get("told", {}), (outcome,))
     service = kubelet.service._asdict() if kubelet.service else None
     kept = {
         "applied": applied._asdict() if applied else None,
@@ -243,20 +242,11 @@ def _recorded_node(system: System) -> str | None:
 
 
 def _last_applied(noted: dict[str, Any]) -> Applied | None:
-    try:
-        last = noted["applied"]
-        node, status, reason, message = (str(last[key]) for key in ("node", "status", "reason", "message"))
-        return Applied(node, status, reason, message, float(last["transition"]), float(last["heartbeat"]))
-    except (KeyError, TypeError, ValueError):
-        return None
+    return Applied(**applied) if (applied := noted.get("applied")) else None
 
 
 def _known_service(noted: dict[str, Any]) -> Process | None:
-    match noted.get("service"):
-        case {"number": int(number), "started": str(started)}:
-            return Process(number, started)
-        case _:
-            return None
+    return Process(**service) if (service := noted.get("service")) else None
 
 
 def _last_run(noted: dict[str, Any]) -> LastRun | None:

@@ -1,6 +1,5 @@
 """Chooses the NVIDIA nodes and files that a machine gets. Pure."""
 
-import posixpath
 from collections.abc import Set
 
 from agent.config.settings import MachineSettings
@@ -110,17 +109,8 @@ def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> b
     """
     if kept.version != new.version or user_space.place_key or user_space.place_name in ("", HOST_CACHE):
         return False
-    if not kept.place:
-        # `kept` was staged by an older release, which did not record the place. If the directories of libcuda differ,
-        # the place was another one. Whether that place is still trusted is unknown, so this is not checked.
-        return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name
-
-
-def _directories(root: StagedRoot) -> set[str]:
-    """Return the directories of the host from which libcuda was copied."""
-    return {posixpath.dirname(file.source) for file in root.files if "/libcuda.so" in file.source}
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -164,15 +163,6 @@ def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Ho
     put(host.full_path(MANIFESTS) + "/0.json")
     staged = observe_staged(host)
     assert (staged.roots, staged.corrupt, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
-
-
-def test_a_manifest_of_the_previous_release_is_understood(host: Host) -> None:
-    """The previous release recorded what it watched of each file."""
-    root = stage(host)
-    document = json.loads(render_manifest(root)) | {"version": 1, "staged": {"usr/lib/libcuda.so": {"inode": 7}}}
-    del document["place"]
-    host.file(f"{MANIFESTS}/0.json", json.dumps(document))
-    assert observe_staged(host).roots == (root,)
 
 
 def test_files_without_a_manifest_take_their_index(host: Host) -> None:

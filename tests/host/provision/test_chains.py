@@ -76,17 +76,6 @@ def test_only_new_chains_are_removed() -> None:
     assert NAT.describe() == "chain CNI-0123 and 1 more (iptables-nft, table nat)"
 
 
-def test_chains_that_an_earlier_release_did_not_record_stay() -> None:
-    """Its record has no chains of network plugins, even if another cluster's plugin had some on the host before."""
-    mixed = Chains("iptables-nft", "nat", ("FLANNEL-POSTRTG", "KUBE-SERVICES"))
-    calico = Chains("iptables-nft", "raw", ("cali-PREROUTING",))
-    left = leftovers(Network(), Network(chains=(mixed, calico)))
-    flannel, kubernetes = (Chains("iptables-nft", "nat", (name,)) for name in mixed.names)
-    assert (left.remove, left.keep) == ((kubernetes,), (flannel, calico))
-    left = leftovers(Network(plugin_chains=True), Network(chains=(mixed, calico)))
-    assert (left.remove, left.keep) == ((mixed, calico), ())
-
-
 class Iptables:
     """Prints what was saved, and keeps what it is asked to do."""
 
@@ -218,13 +207,10 @@ def test_tables_that_a_host_without_nft_may_have_had_stay(host: Host) -> None:
 
 def test_only_new_tables_of_nftables_are_removed(host: Host) -> None:
     now = Network(chains=(TABLE, TABLE_6))
-    recorded = Network(plugin_chains=True, tables=True)
+    recorded = Network(tables=True)
     assert leftovers(recorded, now).remove == (TABLE, TABLE_6)
-    assert leftovers(Network(chains=(TABLE,), plugin_chains=True, tables=True), now).keep == (TABLE_6,)
-    for earlier in (Network(), Network(plugin_chains=True)):
-        left = leftovers(earlier, now)
-        assert (left.remove, left.keep) == ((), (TABLE, TABLE_6)), "that release did not record tables"
+    assert leftovers(Network(chains=(TABLE,), tables=True), now).keep == (TABLE_6,)
     host.file("/usr/sbin/nft", executable=True)
     host.runner.answers["nft", "list", "tables"] = Completed(1, b"", b"no kernel support")
-    unknown = Network(chains=observe_chains(host), plugin_chains=True, tables=True)
+    unknown = Network(chains=observe_chains(host), tables=True)
     assert leftovers(unknown, now).keep == (TABLE, TABLE_6)

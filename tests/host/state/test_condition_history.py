@@ -37,14 +37,6 @@ def test_the_file(tmp_path: Path) -> None:
     assert read_history(host) == {"gpu-node": (READY,)}
 
 
-def test_the_file_of_another_release(tmp_path: Path) -> None:
-    """Earlier code also wrote the key `count`, and still earlier code wrote fewer keys."""
-    host = Host(tmp_path)
-    known = {key: RECORD[key] for key in ("type", "status", "reason", "message")}
-    host.write(CONDITIONS, json.dumps({"a": [{**RECORD, "count": None}], "b": [known]}).encode())
-    assert read_history(host) == {"a": (READY,), "b": (READY._replace(last_transition=0.0, losses=(), good_since=0.0),)}
-
-
 @pytest.mark.parametrize(
     "damage", [{"last_transition": 1e18}, {"losses": [-1e18]}, {"good_since": 1e300}, {"booted": 1e18}]
 )

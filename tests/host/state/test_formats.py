@@ -32,7 +32,7 @@ ROOT = StagedRoot(
     "debian",
 )
 MANIFEST = b"""{
- "version": 2,
+ "version": 1,
  "index": 0,
  "vendor": "nvidia",
  "driver_version": "550.163.01",

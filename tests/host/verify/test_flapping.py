@@ -115,13 +115,6 @@ def test_losses_survive_a_new_process(host: Host) -> None:
     assert read_history(host) == {MACHINE: (ready,)}
 
 
-def test_a_history_of_a_release_that_did_not_count_losses_is_read(host: Host) -> None:
-    old = '{"gpu-node": [{"type": "Ready", "status": "True", "reason": "x", "message": "", "last_transition": 5.0}]}'
-    host.file("/run/unbounded-agent/conditions.json", old)
-    ((ready,),) = read_history(host).values()
-    assert (ready.losses, ready.good_since, ready.last_transition) == ((), 0.0, 5.0)
-
-
 def test_passes_remember_losses(gpu_host: Host) -> None:
     """A driver disappears and returns. The machine is stopped, so the losses are written to the history."""
     passes = reconciler(gpu_host)

@@ -25,14 +25,14 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def own(machine: Machine, path: str) -> None:
-    """Write a specification that a former release may have left."""
+    """Write a specification that the agent may have left."""
     Owned(machine).claim(path)
     machine.put(path, "{}")
 
 
 @pytest.mark.parametrize("requests", [(), (EMPTY,), (Request("other", (), ()),)])
 def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[Request, ...]) -> None:
-    """The specification is removed even if the handoff, like an older host half's, does not name the vendor."""
+    """The specification is removed even if the handoff does not name the vendor."""
     machine.hand(*requests)
     run(machine)
     assert not machine.exists(SPEC)
@@ -42,7 +42,7 @@ def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[
     assert machine.exists(SPEC)
 
 
-def test_the_former_name_of_a_spec(machine: Machine) -> None:
+def test_a_spec_that_is_no_longer_wanted(machine: Machine) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
     own(machine, "/etc/elsewhere.json")
     machine.put("/etc/cdi/site.json", "{}")

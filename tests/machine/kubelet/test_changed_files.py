@@ -1,18 +1,16 @@
 """The machine half reports files that differ from what `up` put into the machine."""
 
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent.machine.containerd.formats import MAIN
 from agent.machine.kubelet.changed_files import DELAY, NOTE
 from agent.machine.notes import Notes
-from agent.machine.run import HANDOFF, REPORT, run
+from agent.machine.run import run
 from agent.model.node_files import render_node_files
 from agent.model.paths import NODE_FILES
 from tests.fakes.machine import REQUEST, Machine, gpu_machine
@@ -83,27 +81,7 @@ def test_the_first_runs_after_a_boot_read_no_program(node: Machine) -> None:
     node.put(KUBELET, b"another")
     run(node)
     assert node.digests == []
-    assert "changed_files" not in node.report()
-    assert reported(node) == [KUBELET]
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        {"booted": True, "compared": {}},
-        {"first_run": 0.0, "compared": [KUBELET]},
-        {"first_run": 0.0, "compared": {KUBELET: 7}},
-    ],
-)
-def test_a_note_of_another_release_does_not_keep_the_report_from_being_written(
-    node: Machine, note: dict[str, Any]
-) -> None:
-    """The machine half was replaced since the machine's boot; the first note is of an earlier one."""
-    node.put(KUBELET, b"a proGram")
-    node.drop(REPORT)
-    Notes(node).save(NOTE, note)
-    run(node)
-    assert node.exists(REPORT)
+    assert node.report()["changed_files"] == []
     assert reported(node) == [KUBELET]
 
 
@@ -131,12 +109,3 @@ def test_the_agents_own_import_is_no_change(tmp_path: Path) -> None:
     run(machine)
     assert machine.read_text(MAIN) != "version = 2\n"
     assert reported(machine) == [], "the import stays"
-
-
-def test_a_host_of_the_previous_release_hears_nothing(node: Machine) -> None:
-    """A host half of that release would refuse the whole report because of the unknown key."""
-    node.drop(KUBELET)
-    document = json.loads(node.read(HANDOFF))
-    del document["restart_device_plugin"]
-    node.put(HANDOFF, json.dumps(document))
-    assert reported(node) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
-from agent.machine.notes import AGES, OWNED_COPY, Notes
+from agent.machine.notes import OWNED_COPY
 from agent.model.errors import DocumentError
 from agent.model.paths import OWNED
 from agent.vendors.nvidia.device_plugin import gpu_of
@@ -239,13 +239,6 @@ def ahead(kubelet: Kubelet, path: str) -> None:
     file = kubelet.machine.tree / path[1:]
     dated = file.stat().st_mtime_ns + AHEAD * 10**9
     os.utime(file, ns=(dated, dated))
-
-
-def test_ages_that_another_release_noted_differently(serving: Kubelet) -> None:
-    notes = Notes(serving.machine)
-    assert serving.condition() == ("True", "Advertised")
-    notes.save(AGES, {path: [*age, 0.0] for path, age in notes.load(AGES).items()})
-    assert serving.condition() == ("True", "Advertised")
 
 
 def test_a_plugin_that_has_not_registered(kubelet: Kubelet) -> None:

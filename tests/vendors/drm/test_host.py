@@ -182,7 +182,7 @@ def test_a_gpu_with_nouveau_is_a_fault_if_configured(cards: Cards) -> None:
 def test_no_machine_gets_further_virtual_functions_unless_by_name(cards: Cards) -> None:
     """They are parts of a GPU on this host, made for virtual machines, which may be off.
 
-    A machine keeps those that an earlier release gave it, because its pods may use them.
+    A machine keeps those that it has by their address, because its pods may use them.
     """
     functions = ("0000:4d:00.1", "0000:4d:00.2")
     cards.file("/sys/module/i915/refcnt", "0\n")
@@ -231,7 +231,6 @@ def test_a_gpu_of_a_virtual_machine_is_no_fault(cards: Cards, driver: str) -> No
 
 
 def test_a_handoff_names_only_vendors_with_gpus(cards: Cards) -> None:
-    """A machine half of an older release knows one vendor; its handoff must stay the same."""
     cards.driver("550.163.01", gpus=1)
     assert set(grants(cards.look())) == {"nvidia"}
     cards.card(IGPU, INTEL, "i915", number=0)

@@ -500,9 +500,8 @@ def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -
 
 def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:
     asked = machine.hand(REQUEST._replace(cdi_modes=("management",)))
-    assert json.loads(render_handoff(asked))["version"] == 2
     assert parse_handoff(render_handoff(asked)) == asked
-    assert b"cdi_modes" not in render_handoff(machine.hand(REQUEST))
+    assert parse_handoff(render_handoff(machine.hand(REQUEST))).requests[0].cdi_modes == ()
 
 
 def test_the_report_does_not_wait_for_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
