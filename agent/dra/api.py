@@ -654,7 +654,7 @@ class Watcher(threading.Thread):
     def __init__(self, client: ApiClient, path: str, selector: str, changed: Callable[[], None]) -> None:
         """Set what is watched. `selector` is a field selector. The watcher's thread calls `changed` after each change.
 
-        It also calls `changed` each time the watch begins.
+        It also calls `changed` each time the watch begins, unless it goes on where the last one has ended.
         """
         super().__init__(name=f"watch {path}", daemon=True)
         self._client, self._path, self._selector, self._changed = client, path, selector, changed
@@ -663,6 +663,14 @@ class Watcher(threading.Thread):
         """Attempts that have failed since the watch last began."""
         self._began = math.inf
         """When the watch of the current attempt began, by time.monotonic(); infinity before it has begun."""
+        self._version = ""
+        """The resourceVersion at which the last watch has ended; empty if the objects have to be listed first."""
+        self._watching = False
+
+    @property
+    def watching(self) -> bool:
+        """Whether each change is noticed at once now."""
+        return self._watching
 
     def run(self) -> None:
         pause = FIRST_PAUSE
@@ -672,6 +680,7 @@ class Watcher(threading.Thread):
                 self._watch()
             except AgentError as error:
                 failed = True
+                self._watching, self._version = False, ""
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
                     log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
@@ -689,19 +698,35 @@ class Watcher(threading.Thread):
         self._stopped.set()
 
     def _watch(self) -> None:
-        """List the objects, and follow later changes until the server ends the watch. Raises AgentError."""
-        listed = self._client.get(self._path, fieldSelector=self._selector)
-        metadata = listed.get("metadata")
-        version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
-        if not isinstance(version, str):
-            raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
-        for event in self._client.watch(self._path, version, fieldSelector=self._selector):
-            # The first event is empty, and says that the server has accepted the watch. It counts as a change, because
-            # the objects may have changed between the caller's last reading and the list above.
+        """Follow changes until the server ends the watch, which it does every few minutes. Raises AgentError."""
+        resumed = bool(self._version)
+        if not resumed:
+            self._version = self._list()
+        for event in self._client.watch(self._path, self._version, fieldSelector=self._selector):
+            # The first event is empty, and says that the server has accepted the watch. It counts as a change after a
+            # list, because the objects may have changed between the caller's last reading and the list.
+            changed = event.get("type") != "BOOKMARK" if event else not resumed
             if self._failures >= LOGGED_FAILURE:
                 log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
             self._began = min(self._began, time.monotonic())
+            self._version = _version(event.get("object")) or self._version
             # A bookmark is no change: it only has a newer resourceVersion.
-            if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
+            if changed and not self._stopped.is_set():
                 self._changed()
+            # Only now: until `changed` is called, the caller must not rely on this watch.
+            self._watching = True
+
+    def _list(self) -> str:
+        """Return the resourceVersion of the current list. Raises AgentError."""
+        version = _version(self._client.get(self._path, fieldSelector=self._selector))
+        if not version:
+            raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
+        return version
+
+
+def _version(document: object) -> str:
+    """Return the resourceVersion of an object or list; empty without one."""
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+    return version if isinstance(version, str) else ""

@@ -237,16 +237,17 @@ class Inventory:
         """Sentences on documents that cannot be used, and on tools that fail."""
         return (*(self._documents.problems or {}).values(), *self._failed.values())
 
-    def read_facts(self) -> None:
-        """Run the vendors' tools if facts are unknown or may be outdated.
+    def read_facts(self) -> bool:
+        """Run the vendors' tools if facts are unknown or may be outdated. Return whether that has changed the devices.
 
         This may take FACTS_LIMIT seconds (agent.vendors.dra_vendor) for each vendor.
         """
         with self._lock:
-            vendors = self._documents.vendors
+            vendors, before = self._documents.vendors, self._all()
         for each in (vendor for vendor in vendors if vendor.devices):
             if devices := self._due(each):
                 self._ask(each, devices)
+        return self.all_devices() != before
 
     def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
         """Return the vendor's devices whose facts are unknown or may be outdated.

@@ -1,7 +1,7 @@
 """The service: publishes the node's slices, prepares the kubelet's claims, and reports the devices' health.
 
 One thread makes passes: when a document of either half has changed, when the slices or the Node at the API server have
-changed, and once a minute. Other threads serve the kubelet.
+changed, and once a minute while these cannot be watched. Other threads serve the kubelet.
 
 A device plugin and Dynamic Resource Allocation know nothing of each other, so together they would give one GPU to two
 pods. Therefore no GPU of a vendor is offered while the node's status has a non-zero resource of the vendor's device
@@ -11,6 +11,8 @@ plugin. A count of zero does not matter: the kubelet keeps the resource even whe
 import contextlib
 import functools
 import logging
+import math
+import random
 import threading
 import time
 import urllib.parse
@@ -169,7 +171,12 @@ POLL = 0.2
 GAP = 0.1
 """Minimum seconds between passes, however many changes the API server reports."""
 RESYNC = 60.0
-"""Seconds after which a pass is made although nothing has changed."""
+"""Seconds after which a pass is made although nothing has changed, if a watch of the API server does not work."""
+WATCHED_RESYNC = 1800.0
+"""The same if both watches work. Both times are shortened at random by up to half, so that the nodes of a cluster do
+not ask all at once."""
+FACTS_CHECK = 60.0
+"""Seconds between checks whether a vendor's tool has to be run. The API server is asked only if facts have changed."""
 IDENTITY_CHECK = 30.0
 """Seconds between checks whether the kubelet's identity has changed."""
 EVICTION_INTERVAL = 5.0
@@ -200,6 +207,14 @@ class Parts:
     claims: NodeClaims
     checkpoint: Checkpoint
     evictions: Evictions
+    watchers: tuple[Watcher, ...]
+
+    @property
+    def resync(self) -> float:
+        """Seconds from a pass to the next one if nothing changes."""
+        # No watch says that the API server keeps taints now.
+        watched = all(each.watching for each in self.watchers) and not self.offer.result.published.withheld
+        return WATCHED_RESYNC if watched else RESYNC
 
     def publish_health(self) -> None:
         self.health.publish(self.identity.node, self.inventory.all_devices().values())
@@ -213,6 +228,8 @@ class Service:
         self._wake, self._stopping = threading.Event(), False
         self._kubelet, self._peer = Kubelet(system), KubeletPeer()
         self._identity_changed = False
+        self._jitter = 1.0
+        """By what the time to the next pass is multiplied. It is drawn again after each pass."""
         self._status = DraStatus(0.0)
         self._written = 0.0
         """When the status was last written, by time.monotonic()."""
@@ -321,7 +338,8 @@ class Service:
                 start_thread(each, each.name)
             evictions = Evictions(claim_reader(client), client.request)
             offer = Offer(identity.node, client, inventory)
-            self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions))
+            parts = Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions, tuple(watchers))
+            self._pass_until_stopped(parts)
         finally:
             ended.set()
             for each in watchers:
@@ -332,18 +350,24 @@ class Service:
 
     def _pass_until_stopped(self, parts: Parts) -> None:
         """Make passes until `stop`, or until the kubelet's identity has changed."""
-        due, retry, evicted = 0.0, FIRST_RETRY, 0.0
+        passed, wait, retry, evicted, checked = -math.inf, 0.0, FIRST_RETRY, 0.0, 0.0
         while not self._stopping and not self._identity_changed:
             parts.checkpoint.sync()
             changed, now = parts.inventory.refresh(), time.monotonic()
+            if not changed and now - checked >= FACTS_CHECK:
+                checked = now
+                changed = parts.inventory.read_facts()
             if changed:
                 parts.publish_health()
-            if changed or self._wake.is_set() or now >= due:
+            if not parts.offer.result.error:
+                wait = parts.resync * self._jitter
+            if changed or self._wake.is_set() or now - passed >= wait:
                 self._wake.clear()
                 result = parts.offer.make()
                 _log_change(self._status, result)
                 retry = _longer(retry) if result.error else FIRST_RETRY
-                due = time.monotonic() + (retry if result.error else RESYNC)
+                passed, checked = time.monotonic(), time.monotonic()
+                wait, self._jitter = retry, random.uniform(0.5, 1.0)
                 parts.publish_health()
                 time.sleep(GAP)
             # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.

@@ -300,12 +300,35 @@ def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> No
     until("it is offered", lambda: offered(api) == ["01"])
 
 
-def test_an_idle_service_asks_little(api: ApiServer, running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    until("the watches have begun", lambda: sum("watch" in query for _, _, query, _ in api.requests) == 2)
-    time.sleep(0.5)
+def test_an_idle_service_asks_nothing_that_its_watches_answer(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests a minute and node otherwise, and two more with each watch that the server ends."""
+    monkeypatch.setattr(module, "RESYNC", 0.02)
+    monkeypatch.setattr(module, "FACTS_CHECK", 0.02)
+    api.watch_seconds = 0.5
+    monkeypatch.setattr(api_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(api_module, "SETTLED", 0.1)
+    joined.grant(*GPUS[:2])
+    joined.start()
+    until("the watches go on", lambda: sum("watch" in query for _, _, query, _ in api.requests) >= 4)
     before = len(api.requests)
-    time.sleep(1.0)
-    assert len(api.requests) - before <= 2
+    until("the watches go on", lambda: sum("watch" in query for _, _, query, _ in api.requests[before:]) >= 4)
+    assert [path for _, path, query, _ in api.requests[before:] if "watch" not in query] == []
+    api.wipe()
+    until("a change is still noticed", lambda: offered(api) == ["01", "02"])
+
+
+def test_without_a_watch_a_pass_is_made_now_and_then(
+    api: ApiServer, running: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RESYNC", 0.1)
+    monkeypatch.setattr(api_module, "LONGEST_PAUSE", 60.0)
+    monkeypatch.setattr(api_module, "FIRST_PAUSE", 60.0)
+    api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if path == NODES else None
+    api.cut()
+    api.wipe()
+    until("the slices are written again", lambda: offered(api) == ["01", "02"])
 
 
 def test_systemd_is_asked_only_once_while_the_kubelet_runs(api: ApiServer, running: DraMachine) -> None:
