@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from agent.model.paths import MACHINE_ROOTS
 from integration.bed.machine.node import Pod
 from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import AGENT, CONTAINERD, MACHINE_UNIT
 from integration.bed.measure.watching import Watching, uptime
+from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.node.test_hotplug import GPUS, PORT, claimed, plug, usable
 from integration.tests.node.test_live import wait_for_wakeup, wakeups
@@ -98,9 +100,36 @@ def test_a_service_that_is_stopped_for_a_minute(ready: Bed, measured: Measured) 
     assert ready.restarted(before) == "nothing"
 
 
+@pytest.mark.exhaustive
+def test_a_service_that_is_killed_for_its_memory(ready: Bed, measured: Measured) -> None:
+    """The kernel kills it at the limit of its unit. The machine and its pods go on, and systemd starts it again."""
+    ready.wait_served()
+    before = ready.starts()
+    pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("1",)))
+    limit = ("systemctl", "set-property", "--runtime", AGENT, "MemorySwapMax=0")
+    ready.run(*limit, "MemoryMax=8M")
+    killed = uptime(ready.guest)
+    said = f"{AGENT} has ended, and systemd will start it again"
+    wait("doctor says so", lambda: said in ready.agent("doctor", check=False).stdout, 120, ready.evidence)
+    # The command that doctor advises.
+    why = ready.run("journalctl", "-b", "-u", AGENT, "--no-pager", "-n", "50").stdout
+    assert "killed by the OOM killer" in why
+    assert "Failed with result 'oom-kill'" in why
+    expect_by_cdi(ready)
+    ready.run(*limit, "MemoryMax=512M")
+    wait("it runs again", lambda: ready.run("systemctl", "is-active", AGENT, check=False).status == 0, 240)
+    ready.wait_served()
+    measured("seconds to ready, with the time without memory", f"{uptime(ready.guest) - killed:.0f}")
+    assert ready.restarted(before) == AGENT
+    found = json.loads(ready.node.in_container(pod, "gpu-probe", "/dev/nvidia1").stdout)
+    assert found["open"]["/dev/nvidia1"] == "OK"
+
+
 def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> None:
     """Nobody on the host has to do anything: prepare@ runs before the unit starts again."""
     ready.wait_served()
+    # As a file system that was mounted there meanwhile may have it.
+    ready.run("chmod", "755", MACHINE_ROOTS)
     before = ready.starts()
     invocation = f"systemctl show -P InvocationID {MACHINE_UNIT}"
     running = ready.run(*invocation.split()).stdout.strip()
@@ -117,6 +146,7 @@ def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> Non
         measured("ready meanwhile", watching.ready_history())
     expect_all_ways(ready)
     assert AGENT not in ready.restarted(before)
+    assert ready.run("stat", "--format=%a", MACHINE_ROOTS).stdout == "700\n"
 
 
 @pytest.mark.exhaustive
