@@ -178,6 +178,8 @@ class Driver(Struct, frozen=True):
     """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`). If the Fabric Manager runs without
     a unit: `running`."""
     persistence: Seen[str] = Absent("no persistence daemon")
+    persistence_started: Seen[int] = 0
+    """When the daemon's unit last became active, as FabricService.started."""
     fabric_service: FabricService = FabricService()
 
 

@@ -61,8 +61,8 @@ class Grant(Struct, frozen=True):
     environment: tuple[Variable, ...] = ()
     """Variables for pods with any of the vendor's devices."""
     fabric_cause: str | None = ""
-    """What the GPUs' registration with their fabric depends on, in words: services and kernel modules. None if it could
-    not be observed."""
+    """What the GPUs' fabric and persistence mode depend on, in words: services and kernel modules. None if it could not
+    be observed."""
     problems: tuple[str, ...] = ()
     """Requests that cannot be granted, one sentence each."""
     missing: tuple[str, ...] = ()

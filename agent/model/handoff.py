@@ -68,13 +68,15 @@ class Repair(StrEnum):
 
 
 class FabricAnswer(NamedTuple):
-    """What a GPU says of its registration with the NVLink fabric, in its driver's words."""
+    """What a GPU says of its registration with the NVLink fabric, and of persistence mode, in its driver's words."""
 
     gpu: str
     """PCI address."""
     state: str
     """Empty if the driver cannot be asked for it."""
     status: str
+    persistence: str = ""
+    """Whether the GPU stays initialised while nobody uses it; empty if it was not asked."""
 
 
 class GrantedDevice(NamedTuple):

@@ -78,6 +78,8 @@ class Reason(StrEnum):
     # PersistenceMode:
     DAEMON_ACTIVE = "DaemonActive"
     DAEMON_NOT_RUNNING = "DaemonNotRunning"
+    PERSISTENCE_ENABLED = "PersistenceEnabled"
+    PERSISTENCE_DISABLED = "PersistenceDisabled"
 
     # DriverRootStaged:
     STAGED = "Staged"

@@ -242,7 +242,7 @@ def smi_rows(**gpus: Iterable[str]) -> str:
 
 def fabric_rows(*gpus: str, state: str = "N/A", status: str = "N/A") -> str:
     """Return nvidia-smi's answer about the fabric of GPUs."""
-    return "".join(f"0000{gpu}, {state}, {status}\n" for gpu in gpus)
+    return "".join(f"0000{gpu}, {state}, {status}, Disabled\n" for gpu in gpus)
 
 
 def smi_uuid(gpu: str) -> str:

@@ -95,7 +95,8 @@ def test_a_start_of_the_fabric_manager_is_published_once(agent: Reconciler, gpu_
         seen.append((gpu_host.identity(FILE).inode, gpu_host.read(FILE)))
     assert [seen[0] == seen[1], seen[2] == seen[3]] == [True, True], "an unchanged file wakes nobody"
     assert seen[1][1] != seen[2][1]
-    gpu_host.bus.unit(MANAGER, "inactive", "not-found")
+    for unit in UNITS[1:]:
+        gpu_host.bus.unit(unit, "inactive", "not-found")
     agent.run_pass()
     assert not gpu_host.exists(FILE)
 

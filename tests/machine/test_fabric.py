@@ -45,8 +45,8 @@ def answers(machine: Machine) -> list[dict[str, Any]]:
     return found
 
 
-def answer(*gpus: str, state: str, status: str) -> list[dict[str, str]]:
-    return [{"gpu": gpu, "state": state, "status": status} for gpu in gpus]
+def answer(*gpus: str, state: str, status: str, persistence: str = "Disabled") -> list[dict[str, str]]:
+    return [{"gpu": gpu, "state": state, "status": status, "persistence": persistence} for gpu in gpus]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_other_gpus_are_asked(machine: Machine) -> None:
 def test_a_driver_that_does_not_know_the_fields_is_asked_once(machine: Machine) -> None:
     machine.program(QUERY, 'Field "fabric.state" is not a valid field to query.\n', 2)
     assert [asked(machine), asked(machine)] == [True, False]
-    assert answers(machine) == answer(*GPUS, state="", status="")
+    assert answers(machine) == answer(*GPUS, state="", status="", persistence="")
     assert sum("fabric.state" in each for call in machine.calls for each in call) == 0
 
 

@@ -71,11 +71,12 @@ class _Condition(Struct, frozen=True):
 
 
 class _Fabric(Struct, frozen=True):
-    """What a GPU says of its registration with the fabric."""
+    """What a GPU says of its fabric and of persistence mode."""
 
     gpu: Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
     state: FabricWord
     status: FabricWord
+    persistence: FabricWord = ""
 
 
 class _Repairs(Struct, frozen=True):

@@ -88,7 +88,7 @@ def evaluate(
     gpus = {gpu for grant in goal.grants for gpu in grant.gpus}
     fabric = _fabric_report(_current(machine, goal, facts, report), gpus, previous)
     from_vendors = [_merge_vendors(kind, facts, goal.grants, fabric) for kind in FROM_VENDORS]
-    said = (*fabric.answers, *fabric.remembered)
+    said = tuple((each.gpu, each.state, each.status) for each in (*fabric.answers, *fabric.remembered))
     from_vendors = [
         each._replace(said=said if each.type is ConditionType.FABRIC_READY else None) for each in from_vendors
     ]

@@ -34,7 +34,7 @@ def nvidia_conditions(facts: VendorFacts, grant: Grant, fabric: FabricReport = N
         _devices_present(facts, driver, grant),
         _libraries_present(driver, grant),
         _fabric_ready(driver, grant, fabric),
-        _persistence_mode(driver.persistence),
+        _persistence_mode(driver.persistence, grant, fabric),
     )
 
 
@@ -312,9 +312,29 @@ def _inferred_fabric(fabric: Seen[str]) -> Condition:
             )
 
 
-def _persistence_mode(persistence: Seen[str]) -> Condition:
+def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> Condition:
+    """Return what the GPUs say of persistence mode or, if some do not, what the persistence daemon's unit shows."""
+    kind, inferred = ConditionType.PERSISTENCE_MODE, _inferred_persistence(daemon)
+    said = {each.gpu: each.persistence for each in report.answers if each.persistence in ("Enabled", "Disabled")}
+    off = [gpu for gpu in grant.gpus if said.get(gpu) == "Disabled"]
+    if off and inferred.status is not Status.FALSE:
+        return false(
+            kind,
+            Reason.PERSISTENCE_DISABLED,
+            f"{inferred.message}, but {', '.join(off)} {'is' if len(off) == 1 else 'are'} not in persistence mode: the "
+            "driver shuts down idle GPUs; remove --no-persistence-mode from ExecStart= of nvidia-persistenced.service "
+            "(`systemctl edit --full nvidia-persistenced`), then run `systemctl restart nvidia-persistenced`",
+        )
+    if off or not grant.gpus:
+        return inferred
+    if silent := ", ".join(sorted(set(grant.gpus) - said.keys())):
+        return inferred._replace(message=printable(f"{inferred.message}; inferred: no answer from {silent}"))
+    return true(kind, Reason.PERSISTENCE_ENABLED, f"{counted(len(grant.gpus), 'GPU')} in persistence mode")
+
+
+def _inferred_persistence(daemon: Seen[str]) -> Condition:
     kind = ConditionType.PERSISTENCE_MODE
-    match persistence:
+    match daemon:
         case "active":
             return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
         case "running":

@@ -9,7 +9,7 @@ from agent.system.files import System
 from agent.system.processes import program_runs
 from agent.system.seen import read_seen
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, RUNNING, observe_fabric, observe_fabric_service
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT, RUNNING, observe_fabric, observe_fabric_service
 from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
 
@@ -19,7 +19,6 @@ VERSION = re.compile(r"[0-9]{1,9}\.[0-9.]*[0-9]")
 """A driver's version. In PROC_VERSION, it is the first match in the first line; the text before it differs between the
 open and the proprietary module."""
 
-PERSISTENCE_UNIT = "nvidia-persistenced.service"
 PERSISTENCE_DAEMON = "nvidia-persistenced"
 SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
 MODULE_NAMES: tuple[str, ...] = ("nvidia*",)
@@ -37,7 +36,8 @@ def observe_driver(
     if isinstance(persistence, Absent | Broken) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING
     fabric = observe_fabric(sources, nodes)
-    return Driver(module, user_space, fabric, persistence, observe_fabric_service(sources, nodes, fabric))
+    started = sources.started(PERSISTENCE_UNIT) if isinstance(persistence, str) and persistence != RUNNING else 0
+    return Driver(module, user_space, fabric, persistence, started, observe_fabric_service(sources, nodes, fabric))
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:

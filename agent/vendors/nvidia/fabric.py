@@ -1,7 +1,7 @@
 """Observes NVSwitch and the Fabric Manager. GPUs of a host with NVSwitch cannot compute without the Fabric Manager."""
 
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, DeviceNode, FabricService, Seen, Unseen
+from agent.model.facts import Absent, Broken, DeviceNode, Driver, FabricService, Seen, Unseen
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
 from agent.system.processes import program_runs
@@ -12,6 +12,7 @@ from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
 
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 FABRIC_MANAGER = "nv-fabricmanager"
+PERSISTENCE_UNIT = "nvidia-persistenced.service"
 RUNNING = "running"
 """The state of a daemon that runs without its unit. This word is not one of systemd's ActiveStates."""
 ADAPTER_MODULES = ("mlx5_ib", "ib_umad")
@@ -58,15 +59,20 @@ def observe_fabric_service(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]
     return FabricService(state, sources.started(FABRIC_UNIT) if isinstance(state, str) else 0, missing)
 
 
-def fabric_cause(service: FabricService) -> str | None:
-    """Return Grant.fabric_cause: empty without a Fabric Manager, None if its state could not be observed. Pure."""
-    if isinstance(service.state, Absent):
-        return ""
-    if isinstance(service.state, Unseen) or not isinstance(service.started, int):
-        return None
-    state = service.state if isinstance(service.state, str) else "unusable"
-    without = f", without {', '.join(service.missing_modules)}" if service.missing_modules else ""
-    return f"{FABRIC_UNIT} {state}, started at {service.started}{without}"
+def fabric_cause(driver: Driver) -> str | None:
+    """Return Grant.fabric_cause: empty without daemons, None if one's state could not be observed. Pure."""
+    service, causes = driver.fabric_service, []
+    daemons = (
+        (FABRIC_UNIT, service.state, service.started),
+        (PERSISTENCE_UNIT, driver.persistence, driver.persistence_started),
+    )
+    for unit, state, started in daemons:
+        if isinstance(state, Unseen) or not isinstance(started, int):
+            return None
+        if not isinstance(state, Absent):
+            causes.append(f"{unit} {state if isinstance(state, str) else 'unusable'}, started at {started}")
+    missing = service.missing_modules if not isinstance(service.state, Absent) else ()
+    return "; ".join((*causes, *(f"without {each}" for each in missing)))
 
 
 def has_unit(service: FabricService) -> bool:

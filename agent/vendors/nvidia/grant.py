@@ -48,7 +48,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         cdi_modes=tuple(settings.cdi_modes),
         cdi_hooks=tuple(sorted(settings.cdi_hooks)) if gpus else (),
         environment=_pod_environment(settings) if gpus else (),
-        fabric_cause=fabric_cause(facts.driver.fabric_service) if facts.driver and gpus else "",
+        fabric_cause=fabric_cause(facts.driver) if facts.driver and gpus else "",
     )
 
 

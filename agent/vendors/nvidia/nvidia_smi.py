@@ -48,12 +48,12 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
 
 
 def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, ...]:
-    """Return what GPUs say of their registration with the fabric. A GPU that NVML cannot open is left out.
+    """Return what GPUs say of their fabric and of persistence mode. A GPU that NVML cannot open is left out.
 
     If the driver is too old to be asked, the answers are empty. Return nothing if nvidia-smi cannot run.
     """
     try:
-        rows = _query(system, ("fabric.state", "fabric.status"), len(gpus), FABRIC_LIMIT)
+        rows = _query(system, ("fabric.state", "fabric.status", "persistence_mode"), len(gpus), FABRIC_LIMIT)
     except ExitCodeError:
         return tuple(FabricAnswer(gpu, "", "") for gpu in gpus)
     except (AgentError, OSError):
@@ -69,8 +69,8 @@ def _fabric_word(text: str) -> str:
     return word if word in NO_FABRIC else re.sub(r"[^A-Za-z0-9 \[\]]", " ", word)
 
 
-def _query(system: System, fields: tuple[str, str], count: int, limit: float) -> dict[str, tuple[str, str]]:
-    """Return the values of two fields of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
+def _query(system: System, fields: tuple[str, ...], count: int, limit: float) -> dict[str, list[str]]:
+    """Return the values of fields of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
     If one GPU has failed, a query of all GPUs fails. Each GPU is then queried by itself. It is named by its index: to
     find a GPU by another name, nvidia-smi would also open the GPUs with lower indices.
@@ -81,17 +81,18 @@ def _query(system: System, fields: tuple[str, str], count: int, limit: float) ->
     deadline = time.monotonic() + limit
     query = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader")
     try:
-        return _parse(system.run(NVIDIA_SMI, *query, timeout=limit / 2))
+        return _parse(system.run(NVIDIA_SMI, *query, timeout=limit / 2), len(fields))
     except ExitCodeError as error:
         if error.status == INVALID:
             raise
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, list[str]] = {}
     for index in range(count):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise AgentError(f"{NVIDIA_SMI} takes more than {limit:.0f} s", "see `dmesg` on the host for the driver")
         with contextlib.suppress(AgentError, OSError):
-            found |= _parse(system.run(NVIDIA_SMI, f"--id={index}", *query, timeout=min(GPU_LIMIT, remaining)))
+            shown = system.run(NVIDIA_SMI, f"--id={index}", *query, timeout=min(GPU_LIMIT, remaining))
+            found |= _parse(shown, len(fields))
     return found
 
 
@@ -119,12 +120,12 @@ def device_ids(system: System, answers: dict[str, Answer]) -> tuple[str, ...]:
     return (*whole, *mig_devices)
 
 
-def _parse(text: str) -> dict[str, tuple[str, str]]:
+def _parse(text: str, count: int) -> dict[str, list[str]]:
     found = {}
     for row in text.splitlines():
         match [each.strip() for each in row.split(",")]:
-            case [address, first, second] if as_in_sysfs(address):
-                found[as_in_sysfs(address)] = (first, second)
+            case [address, *values] if len(values) == count and as_in_sysfs(address):
+                found[as_in_sysfs(address)] = values
             case _:
                 pass
     return found

@@ -65,6 +65,10 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "systemctl enable --now nvidia-persistenced",
         "nvidia-smi -pm 1  # instead, only until the next boot",
     ),
+    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): (
+        "systemctl edit --full nvidia-persistenced  # remove --no-persistence-mode from ExecStart=",
+        "systemctl restart nvidia-persistenced",
+    ),
 }
 
 

@@ -28,6 +28,7 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): MISMATCH,
     (ConditionType.FABRIC_READY, ""): NO_FABRIC,
     (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): "the first use of a GPU after a pause takes seconds",
+    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): "the first use of a GPU after a pause takes seconds",
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): EPERM,
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): EPERM,
     (ConditionType.LIBRARIES_LINKED, ""): NO_LIBRARY,

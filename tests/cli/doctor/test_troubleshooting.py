@@ -100,8 +100,8 @@ REPORTED = (
     (KIND.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN),
 )
 """Faults that only the machine half sees, in trees of machines in tests/machine; here it reports them."""
-ELSEWHERE = {Reason.FABRIC_MANAGER_STUCK}
-"""Needs minutes: tests/host/verify/test_flapping.py."""
+ELSEWHERE = {Reason.FABRIC_MANAGER_STUCK, Reason.PERSISTENCE_DISABLED}
+"""Needs minutes: tests/host/verify/test_flapping.py. Needs the GPUs' word: tests/vendors/nvidia/test_driver.py."""
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Driver, PciDevice, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
+from agent.model.handoff import FabricAnswer
 from agent.system.file_cache import FileCache
-from agent.vendors.host_vendor import Sources
+from agent.vendors.host_vendor import FabricReport, Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.driver import PERSISTENCE_UNIT, observe_driver, observe_module
-from agent.vendors.nvidia.fabric import FABRIC_UNIT
+from agent.vendors.nvidia.driver import observe_driver, observe_module
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.user_space.places import HOST_CACHE
 from tests.fakes.host import Host
@@ -176,6 +177,33 @@ def test_adapters_are_read_once(host: Host) -> None:
         host.failing[path] = OSError(errno.EIO, "read again", path)
     adapter(host, "mlx5_1", "")
     assert isinstance(fabric(host, {FABRIC_UNIT: "active"}, cache), Absent), "another adapter: all are read again"
+
+
+@pytest.mark.parametrize(
+    ("daemon", "said", "expected", "part"),
+    [
+        # Ubuntu's unit starts the daemon with --no-persistence-mode.
+        ("active", ("Disabled", "Disabled"), ("False", "PersistenceDisabled"), "remove --no-persistence-mode"),
+        ("active", ("Enabled", "Disabled"), ("False", "PersistenceDisabled"), "but 0000:02:00.0 is not in"),
+        (Unseen("no answer"), ("Disabled", "Disabled"), ("False", "PersistenceDisabled"), "0000:01:00.0"),
+        ("inactive", ("Disabled", "Disabled"), ("False", "DaemonNotRunning"), "is not running"),
+        # Somebody ran `nvidia-smi -pm 1`.
+        ("inactive", ("Enabled", "Enabled"), ("True", "PersistenceEnabled"), "2 GPUs in persistence mode"),
+        (Unseen("no answer"), ("Enabled", "Enabled"), ("True", "PersistenceEnabled"), "2 GPUs"),
+        ("active", ("Enabled", ""), ("True", "DaemonActive"), "; inferred: no answer from 0000:02:00.0"),
+        ("active", ("N/A", "[N/A]"), ("True", "DaemonActive"), "inferred: no answer from 0000:01:00.0, 0000:02:00.0"),
+        ("inactive", (), ("False", "DaemonNotRunning"), "; inferred: no answer from 0000:01:00.0"),
+    ],
+)
+def test_the_gpus_say_whether_they_stay_initialised(
+    daemon: Seen[str], said: tuple[str, ...], expected: tuple[str, str], part: str
+) -> None:
+    gpus = ("0000:01:00.0", "0000:02:00.0")
+    facts = VendorFacts("nvidia", driver=Driver(Absent(""), NO_FILES, persistence=daemon))
+    answers = tuple(FabricAnswer(gpu, "N/A", "N/A", word) for gpu, word in zip(gpus, said, strict=False))
+    *_, found = nvidia_conditions(facts, Grant("nvidia", gpus), FabricReport(answers))
+    assert (found.status, found.reason) == expected
+    assert part in found.message
 
 
 def test_persistence(host: Host) -> None:

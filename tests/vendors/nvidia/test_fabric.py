@@ -8,7 +8,7 @@ from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
 from agent.vendors.host_vendor import FabricReport, Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, fabric_cause
+from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT, fabric_cause
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.remedies import remedies
 from tests.fakes.host import Host
@@ -173,13 +173,19 @@ def test_the_last_word_of_a_silent_gpu_counts(fabric: Seen[str]) -> None:
     assert ready((), fabric, remembered=said("Completed", "Success")).reason == ready((), fabric).reason
 
 
-def service(host: Host, unit: Seen[str], started: Seen[int] = 4711) -> FabricService:
-    sources = Sources(
-        host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {FABRIC_UNIT: unit}, lambda _: started
-    )
+NONE = Absent("not found")
+
+
+def observed(host: Host, unit: Seen[str], started: Seen[int] = 4711, daemon: Seen[str] = NONE) -> Driver:
+    units = {FABRIC_UNIT: unit, PERSISTENCE_UNIT: daemon}
+    sources = Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units, lambda _: started)
     facts = observe_nvidia(sources).driver
     assert facts
-    return facts.fabric_service
+    return facts
+
+
+def service(host: Host, unit: Seen[str]) -> FabricService:
+    return observed(host, unit).fabric_service
 
 
 def test_the_host_says_where_to_look(host: Host) -> None:
@@ -191,20 +197,23 @@ def test_the_host_says_where_to_look(host: Host) -> None:
     assert service(host, "active").missing_modules == (), "older NVSwitches are PCI devices"
 
 
-def test_whatever_may_change_the_answer_changes_the_handoff(host: Host) -> None:
+def test_whatever_may_change_the_answer_is_published(host: Host) -> None:
     host.driver("570.1", gpus=1)
-    causes = [fabric_cause(service(host, "active")), fabric_cause(service(host, "active", 4712))]
-    causes += [fabric_cause(service(host, state)) for state in ("inactive", Broken("it is masked"))]
+    causes = [fabric_cause(observed(host, "active")), fabric_cause(observed(host, "active", 4712))]
+    causes += [fabric_cause(observed(host, state)) for state in ("inactive", Broken("it is masked"))]
     host.make_directory("/sys/module/ib_umad")
-    causes.append(fabric_cause(service(host, "active")))
+    causes.append(fabric_cause(observed(host, "active")))
+    causes += [fabric_cause(observed(host, NONE, started, "active")) for started in (4711, 4712)]
+    causes.append(fabric_cause(observed(host, NONE, daemon="inactive")))
     assert len(set(causes)) == len(causes)
-    assert fabric_cause(service(host, Absent("not installed"))) == "", "most hosts have no Fabric Manager"
+    assert fabric_cause(observed(host, NONE)) == ""
 
 
 @pytest.mark.parametrize(("unit", "started"), [(Unseen("no answer"), 0), ("active", Unseen("no answer"))])
 def test_what_could_not_be_observed_is_no_change(host: Host, unit: Seen[str], started: Seen[int]) -> None:
     host.driver("570.1", gpus=1)
-    assert fabric_cause(service(host, unit, started)) is None
+    assert fabric_cause(observed(host, unit, started)) is None
+    assert fabric_cause(observed(host, NONE, started, unit)) is None
 
 
 def test_where_the_host_has_no_unit_none_is_restarted() -> None:
