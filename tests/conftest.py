@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from agent.system import file_cache
 from tests.fakes.gpu_host import set_up
 from tests.fakes.host import Host
 
@@ -25,6 +26,17 @@ def never_wait_for_the_disk() -> Iterator[None]:
         for name in ("fsync", "fdatasync"):
             # Like the real call, this fails for a descriptor that is not open.
             patch.setattr(os, name, os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trust_files_soon() -> Iterator[None]:
+    """A search of the driver's files is reused only 2 s after their last change, and the files of tests are newer.
+
+    The kernel's clock for the times of files on ext4, xfs and tmpfs ticks at least each 10 ms.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_cache, "FRESH", 0.02)
         yield
 
 

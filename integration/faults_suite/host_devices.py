@@ -56,7 +56,7 @@ class HostDevices:
         assert isinstance(host.drm, tuple)
         for path in (f"/dev/nvidia{minor}", f"/dev/dri/card{minor + 1}", f"/dev/dri/renderD{128 + minor}"):
             host.remove_file(path)
-            del host._nodes[path]
+            del host.device_numbers[path]
         host.remove_file(f"/proc/driver/nvidia/gpus/{address}/information")
         (self.tree / f"sys/bus/pci/devices/{address}").unlink()
         host.pci = tuple(each for each in host.pci if each.address != address)

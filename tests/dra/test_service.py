@@ -204,13 +204,13 @@ def test_another_kubeconfig_ends_the_service_and_a_stopped_kubelet_does_not(
 ) -> None:
     running.put(f"/proc/{os.getpid()}/cmdline", "gone")
     time.sleep(0.3)
-    assert running._thread is not None
-    assert running._thread.is_alive()
+    assert running.thread is not None
+    assert running.thread.is_alive()
     running.put("/etc/other.conf", api.kubeconfig())
     running.put(
         f"/proc/{os.getpid()}/cmdline", f"kubelet\0--kubeconfig=/etc/other.conf\0--root-dir={running.kubelet}\0"
     )
-    until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+    until("it has ended", lambda: not (running.thread and running.thread.is_alive()))
 
 
 def test_only_the_kubelet_may_call_also_after_it_was_started_again(api: ApiServer, joined: DraMachine) -> None:
@@ -275,7 +275,7 @@ def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:
     directory = Path(running.kubelet, "plugins_registry")
     shutil.rmtree(directory)
     directory.touch()
-    until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+    until("it has ended", lambda: not (running.thread and running.thread.is_alive()))
     assert isinstance(running.failure, AgentError)
     assert running.status.reason == Reason.FAILED
     assert "plugins_registry" in running.status.message

@@ -76,7 +76,7 @@ class CardHost(Host):
         gone = [each.path for each in self.drm if each.pci_address == address]
         self.drm = tuple(each for each in self.drm if each.pci_address != address)
         for path in (*gone, *(() if keep_node else (f"/dev/nvidia{minor}",))):
-            if self._nodes.pop(path, None):
+            if self.device_numbers.pop(path, None):
                 self.remove_file(path)
         self.destroy_mig(minor)
 

@@ -55,7 +55,7 @@ class DraMachine(System):
         """Paths of files that cannot be written for lack of space."""
         super().__init__(self._run, str(tree))
         self._service: Service | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self.failure: AgentError | None = None
         """What ended the service."""
         self.put("/proc/sys/kernel/hostname", "Gpu-Node\n")
@@ -115,8 +115,8 @@ class DraMachine(System):
     def start(self) -> None:
         """Run the service in a thread."""
         self._service = Service(self)
-        self._thread = threading.Thread(target=self._run_service, args=(self._service,), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run_service, args=(self._service,), daemon=True)
+        self.thread.start()
 
     def _run_service(self, service: Service) -> None:
         try:
@@ -126,11 +126,11 @@ class DraMachine(System):
 
     def stop(self) -> None:
         """Stop the service, if it runs."""
-        if self._service is not None and self._thread is not None:
+        if self._service is not None and self.thread is not None:
             self._service.stop()
-            self._thread.join(JOIN_LIMIT)
-            assert not self._thread.is_alive(), "the service does not stop"
-        self._service = self._thread = None
+            self.thread.join(JOIN_LIMIT)
+            assert not self.thread.is_alive(), "the service does not stop"
+        self._service = self.thread = None
 
     @property
     def status(self) -> DraStatus:

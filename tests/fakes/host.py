@@ -232,7 +232,7 @@ class Host(WithDeadLinks):
         self.acls: set[str] = set()
         """Paths that have an access control list."""
         self._architecture = architecture
-        self._nodes: dict[str, DeviceNumber] = {}
+        self.device_numbers: dict[str, DeviceNumber] = {}
         self._tree = tree
 
     def architecture(self) -> str:
@@ -248,11 +248,11 @@ class Host(WithDeadLinks):
 
     def device(self, path: str) -> DeviceNumber | None:
         # mknod(2) needs root: a listed node is an empty file in the tree.
-        return self._nodes.get(path) or super().device(path)
+        return self.device_numbers.get(path) or super().device(path)
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
         self._fail(link)
-        node = self._nodes.get(self._resolve(link))
+        node = self.device_numbers.get(self._resolve(link))
         return (node.major, node.minor) if node else super().device_behind(link)
 
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
@@ -328,7 +328,7 @@ class Host(WithDeadLinks):
     def node(self, path: str, major: int, minor: int, mode: int = 0o666) -> None:
         """Add a character device."""
         self.file(path)
-        self._nodes[path] = DeviceNumber(major, minor, mode)
+        self.device_numbers[path] = DeviceNumber(major, minor, mode)
 
     def remove_file(self, path: str) -> None:
         (self._tree / path.lstrip("/")).unlink()
@@ -396,7 +396,7 @@ class Host(WithDeadLinks):
         (self._tree / directory.lstrip("/")).rmdir()
         for path in (f"/dev/nvidia{minor}", *(each.path for each in gone)):
             self.remove_file(path)
-            del self._nodes[path]
+            del self.device_numbers[path]
 
     def rebind(self, address: str, driver: str) -> None:
         """Bind a PCI device to another kernel driver."""

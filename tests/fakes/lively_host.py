@@ -158,7 +158,7 @@ class LivelyHost(FaultyHost):
         return place.read_bytes() if place.exists() else b""
 
     def numbers(self) -> dict[str, tuple[int, int]]:
-        return {path: (each.major, each.minor) for path, each in self._nodes.items()}
+        return {path: (each.major, each.minor) for path, each in self.device_numbers.items()}
 
     # ---- what happens to the host
 

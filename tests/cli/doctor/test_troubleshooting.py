@@ -65,7 +65,7 @@ def registration(status: str, state: str = "Completed") -> Callable[[Host], None
 
 def unused_node(host: Host) -> None:
     host.remove_file("/dev/nvidia1")
-    del host._nodes["/dev/nvidia1"]
+    del host.device_numbers["/dev/nvidia1"]
 
 
 KIND = ConditionType
@@ -226,7 +226,7 @@ def test_a_node_that_is_there_is_not_called_missing(running: Host) -> None:
         f"{path}: its driver is not loaded (nvidia-uvm is not in /proc/devices){command}"
     )
     running.remove_file(path)
-    del running._nodes[path]
+    del running.device_numbers[path]
     assert found(running)[0].message == f"{path} is missing{command}"
 
 

@@ -35,7 +35,7 @@ def ready(machine: MachineOutcome) -> tuple[Status, str]:
 
 def node_is_gone(host: Host) -> None:
     host.remove_file("/dev/nvidia1")
-    del host._nodes["/dev/nvidia1"]
+    del host.device_numbers["/dev/nvidia1"]
 
 
 def no_driver(host: Host) -> None:
@@ -94,7 +94,7 @@ def test_a_fault_that_all_gpus_share_takes_the_node(running: Host) -> None:
     """It is not hidden by the fault of one GPU."""
     node_is_gone(running)
     running.remove_file("/dev/nvidia-uvm")
-    del running._nodes["/dev/nvidia-uvm"]
+    del running.device_numbers["/dev/nvidia-uvm"]
     machine = evaluate(reconciler(running))
     assert ready(machine) == (Status.FALSE, "NodesMissing")
     assert "/dev/nvidia-uvm is missing" in machine.ready.message

@@ -309,7 +309,7 @@ def test_a_node_that_its_driver_does_not_have_is_refused(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.node("/dev/dri/renderD128", 195, 128)
     cards.file("/dev/dri/card0", "no node")
-    cards._nodes.pop("/dev/dri/card0")
+    cards.device_numbers.pop("/dev/dri/card0")
     vendors = cards.look()
     assert vendors[2].devices == ()
     assert len(vendors[2].problems) == 2
