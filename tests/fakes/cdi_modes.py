@@ -20,31 +20,19 @@ from tests.fakes.machine import (
 )
 
 FS = (GrantedDevice("/dev/nvidia-fs0", "nvidia-fs", 237, 0), GrantedDevice("/dev/nvidia-fs1", "nvidia-fs", 237, 1))
-
-
 INFINIBAND = (
     GrantedDevice("/dev/infiniband/rdma_cm", "infiniband", 10, 122),
     GrantedDevice("/dev/infiniband/uverbs0", "infiniband", 231, 192),
 )
-
-
 GDRDRV = GrantedDevice("/dev/gdrdrv", "gdrcopy", 236, 0)
-
-
 OTHERS = Request("other-devices", (), (GDRDRV, *INFINIBAND, *FS))
-
-
 CHANNELS = tuple(
     GrantedDevice(f"/dev/nvidia-caps-imex-channels/channel{number}", "imex-channel", 509, number) for number in (0, 1)
 )
-
-
 SWITCHES = (
     GrantedDevice("/dev/nvidia-nvswitch0", "nvswitch", 510, 0),
     GrantedDevice("/dev/nvidia-nvswitchctl", "nvswitch", 510, 255),
 )
-
-
 WANTED = REQUEST._replace(devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tuple(MODES))
 
 

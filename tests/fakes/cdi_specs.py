@@ -87,11 +87,7 @@ VERSIONS: dict[str, tuple[Spec, str]] = {
     "recorded": (recorded_spec(), "0.5.0"),
     "recorded with DRM nodes": (drm_spec(), "0.7.0"),
 }
-
-
 X86_32 = "usr/lib/i386-linux-gnu"
-
-
 COMPLETE = REQUEST._replace(
     files=tuple(
         sorted(
@@ -109,9 +105,5 @@ COMPLETE = REQUEST._replace(
         )
     ),
 )
-
-
 LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
-
-
 PRESENT = {f"{ROOT}/{file.target}" for file in COMPLETE.files}

@@ -4,11 +4,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
 DOCUMENT = REPOSITORY / "docs" / "conditions.md"
-
-
 ROW = re.compile(r"^\| `(?P<reason>\w+)` \| (?P<status>True|False|Unknown) \| (?P<meaning>.+) \| (?P<advice>.+) \|$")
 
 

@@ -18,14 +18,8 @@ from tests.fakes.host import Host
 from tests.fakes.processes import process
 
 PERMISSION = DeviceAllow("/dev/char/195:1", "rw")
-
-
 HOLDER = 4242
-
-
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
-
-
 FAST = Timing(poll=0, answer=20, report_interval=0)
 
 

@@ -43,16 +43,12 @@ def slowly(request: bytes) -> bytes:
 
 
 HELD = threading.Event()
-
-
 METHODS: dict[str, Method] = {
     ECHO: Unary(bytes),
     "/test.Example/Slow": Unary(slowly),
     "/test.Example/Hold": Unary(lambda request: request if HELD.wait(LONG) else b""),
     "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
 }
-
-
 LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
 
 

@@ -5,11 +5,7 @@ import os
 from tests.fakes.machine import Machine
 
 CONTAINER = "0123456789abcdef" * 4
-
-
 CGROUP = f"/proc/{os.getpid()}/cgroup"
-
-
 BY_SYSTEMD = (
     f"0::/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/cri-containerd-{CONTAINER}.scope\n"
 )

@@ -6,8 +6,6 @@ from agent.model.node import FoundFile, HostState, Swap
 from agent.model.typed_json import Base64
 
 NETWORK = Network((Link("lo", ""),), (Route(2, 254, 1, "", "192.0.2.1", "eth0", 16, 100),), (Rule(2, 0, 1, 255),))
-
-
 FOUND = AsFound(
     host=HostState(
         sysctls={"kernel.panic": "0", "net.bridge.bridge-nf-call-iptables": None},

@@ -16,8 +16,6 @@ from agent.vendors.nvidia.user_space.observe import observe_user_space
 from tests.fakes.host import Host
 
 X86 = "usr/lib/x86_64-linux-gnu"
-
-
 MAIN = ("libcuda", "libnvidia-ml")
 
 
@@ -52,11 +50,7 @@ def libraries(host: Host, directory: str, version: str, *names: str) -> None:
 
 
 VERSION, OLDER = "570.211.01", "535.261.03"
-
-
 I386 = "usr/lib/i386-linux-gnu"
-
-
 DRIVER_CONTAINER = "/run/nvidia/driver"
 
 
