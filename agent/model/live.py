@@ -4,19 +4,14 @@ The host half keeps this record in /run, and writes it again at each start of th
 half does not know what the machine has.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import asdict
 
 from agent.model.device_allow import DeviceAllow
-from agent.model.json_document import accept_version, strings
 from agent.model.paths import LIVE_NAME
-from agent.model.typed_json import convert, decode
+from agent.model.typed_json import Format
 
-VERSION = 1
 READ_ONLY, READ_WRITE = "ro:", "rw:"
 
 
@@ -48,15 +43,14 @@ class LiveSettings(Struct, frozen=True):
     no such permission. If several permissions lost their grant one after another, the time of the first one counts."""
 
 
+_FORMAT = Format(LiveSettings, 1)
+
+
 def render_live(live: LiveSettings) -> bytes:
     """Return the record as JSON."""
-    document = {"version": VERSION, **asdict(live), "allow": [str(entry) for entry in live.allow]}
-    return json.dumps(document, indent=1).encode() + b"\n"
+    return _FORMAT.render(live)
 
 
 def parse_live(data: bytes) -> LiveSettings:
     """Return the settings in a record. Raises DocumentError, which names the key."""
-    document = decode(LIVE_NAME, data, dict[str, Any])
-    accept_version(LIVE_NAME, document, VERSION)
-    allow = [asdict(DeviceAllow.parse(entry)) for entry in strings(LIVE_NAME, document, "allow")]
-    return convert(LIVE_NAME, {**document, "allow": allow}, LiveSettings)
+    return _FORMAT.parse(LIVE_NAME, data)

@@ -3,16 +3,17 @@
 The input is not trusted. Invalid input raises DocumentError, which names the document and, if one is wrong, the key.
 """
 
+import json
 import re
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from agent.model.errors import DocumentError
-from agent.model.json_document import NAME_SHOWN
+from agent.model.json_document import NAME_SHOWN, accept_version
 
 T = TypeVar("T")
 TYPES = {
@@ -31,6 +32,34 @@ STEP = r"\.(\w+)|\[([0-9]{1,9})\]"
 """A step of a path: the name of a field, or an index."""
 ANY_KEY = "[...]"
 """msgspec's step to a value of a dict."""
+
+
+class Format(Generic[T]):
+    """The format of a JSON document that has an object of type T."""
+
+    def __init__(self, kind: type[T], version: int | None = None, *, advice: str = "") -> None:
+        """Define the format.
+
+        `kind` is T. Without a version, the document has no key `version`. `advice` is added to messages about a damaged
+        document.
+        """
+        self._kind, self._version, self._advice = kind, version, advice
+
+    def render(self, value: T) -> bytes:
+        """Return the document for a value."""
+        version = {"version": self._version} if self._version else {}
+        return json.dumps({**version, **to_builtins(value)}, indent=1).encode() + b"\n"
+
+    def parse(self, where: str, data: bytes) -> T:
+        """Return the value in a document. Raises DocumentError, which names the key if one is wrong."""
+        try:
+            document = decode(where, data, dict[str, Any])
+            if self._version:
+                accept_version(where, document, self._version)
+                del document["version"]
+            return convert(where, document, self._kind)
+        except DocumentError as error:
+            raise DocumentError(error.message, self._advice or error.hint) from error
 
 
 class Base64(bytes):
