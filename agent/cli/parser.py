@@ -21,7 +21,12 @@ WIDTH = 78
 """Columns of descriptions. This module wraps descriptions itself: argparse would wrap the list of exit codes too."""
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands of `gpus` whose address is optional."""
-FILES = (CONFIG_FILE, f"{CONFIG_DIRECTORY}/*.toml", f"{CONFIG_FILE}.sample  all settings (Debian package)")
+FILES = (
+    CONFIG_FILE,
+    f"{CONFIG_DIRECTORY}/*.toml",
+    f"{CONFIG_FILE}.sample  all settings (Debian package)",
+    "/usr/share/doc/unbounded-agent/docs/  the docs/ that texts name (package)",
+)
 CODES = {
     0: "done, or nothing to do",
     1: "failed",

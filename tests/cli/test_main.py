@@ -238,6 +238,7 @@ def test_the_configuration_may_be_named_after_the_command(
 
 def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys)
+    assert "/usr/share/doc/unbounded-agent/docs/" in text, "only a checkout has docs/json.md"
     codes = {code for command in COMMANDS.values() for code in command.codes}
     assert [code for code in codes if f"\n  {code:<3} " not in text] == []
     assert "/etc/unbounded-agent/config.toml.sample" in text
