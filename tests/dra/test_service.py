@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,9 @@ from agent.dra import api as api_module
 from agent.dra import service as module
 from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.evictions import EXTENDED
+from agent.dra.service import blocked_message, plugin_resources
 from agent.model.errors import AgentError
+from agent.model.extended_resources import is_zero
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_STATUS
 from agent.model.reasons import Reason
@@ -413,3 +416,33 @@ def test_a_watch_without_a_thread_is_reported(
     until("the service has ended", lambda: joined.failure)
     assert joined.status.reason == Reason.FAILED
     assert "cannot watch /apis/" in joined.status.message
+
+
+PREFIX, HARMLESS = "vendor.com/", ("vendor.com/net*",)
+
+
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        ({}, {}),
+        ({"capacity": {"cpu": "4", "vendor.com/gpu": "0"}, "allocatable": {"vendor.com/gpu": "0"}}, {}),
+        ({"capacity": {"vendor.com/gpu": "8"}, "allocatable": {"vendor.com/gpu": "0"}}, {"vendor.com/gpu": "8"}),
+        ({"allocatable": {"vendor.com/mig-1g.10gb": "1k"}}, {"vendor.com/mig-1g.10gb": "1k"}),
+        ({"allocatable": {"vendor.com/net1": "8", "other.com/gpu": "8", "vendor.community/gpu": "1"}}, {}),
+        ({"allocatable": None, "capacity": []}, {}),
+        ({"allocatable": {"vendor.com/gpu": 2}}, {"vendor.com/gpu": "2"}),
+    ],
+)
+def test_counts_that_are_not_zero_are_found(status: dict[str, Any], found: dict[str, str]) -> None:
+    assert plugin_resources({"status": status}, PREFIX, HARMLESS) == found
+
+
+@pytest.mark.parametrize(("count", "zero"), [("0", True), ("0k", True), ("0.0", True), ("1", False), ("10", False)])
+def test_zero_has_many_forms(count: str, zero: bool) -> None:
+    assert is_zero(count) is zero
+
+
+def test_the_reason_has_the_steps() -> None:
+    text = blocked_message({"vendor.com/gpu": "8"})
+    assert "vendor.com/gpu: 8" in text
+    assert "unbounded-agent kube allocation dra" in text

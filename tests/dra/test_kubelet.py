@@ -1,4 +1,4 @@
-"""The driver and a kubelet: registration, claims and health, over real sockets, by grpcio as client."""
+"""What the kubelet meets: who may connect, the messages of its APIs, and the driver as a process."""
 
 import contextlib
 import functools
@@ -17,18 +17,293 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.inventory import Device, Health
-from agent.dra.kubelet import METHODS, DriverPlugin, HealthService
-from agent.model.errors import AgentError
+from agent.dra.kubelet import (
+    HEALTH_MESSAGE_LIMIT,
+    METHODS,
+    DeviceHealth,
+    DriverPlugin,
+    HealthService,
+    KubeletPeer,
+    RegistrationStatus,
+    decode_claims,
+    decode_registration_status,
+    encode_health,
+    encode_plugin_info,
+    encode_prepared,
+    encode_unprepared,
+)
+from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
-from tests.fakes.grpc_serving import this_process
+from tests.fakes.grpc_serving import serve, this_process
 from tests.fakes.kubelet_api import make, read
 from tests.fakes.waiting import wait_for
 
+pytestmark = pytest.mark.processes
+CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(60);"
+LAST_ID = Path("/proc/sys/kernel/ns_last_pid")
+"""The id that the kernel gave to the last process of this PID namespace; the next one gets the next id (proc(5))."""
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{tmp_path}/sock")
+        listening.listen()
+        listening.settimeout(LONG)
+        yield listening
+
+
+@contextlib.contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_only_the_kubelet_may_connect(listener: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX) as client, sleeping() as other:
+        client.connect(listener.getsockname())
+        connection = listener.accept()[0]
+        peer = this_process()
+        assert peer.refusal(connection) == ""
+        peer.follow(other.pid)
+        refusal = peer.refusal(connection)
+        assert refusal == f"it is from process {os.getpid()}, and only the kubelet, process {other.pid}, may connect"
+        other.kill()
+        other.wait()
+        assert not peer.runs
+        assert peer.refusal(connection).endswith("and no kubelet runs as a service of this machine")
+        peer.follow(os.getpid())
+        assert peer.refusal(connection) == ""
+        peer.close()
+        assert peer.refusal(connection)
+        connection.close()
+
+
+def test_a_process_that_does_not_run_is_not_followed() -> None:
+    peer = KubeletPeer()
+    with sleeping() as ended:
+        pass
+    peer.follow(ended.pid)
+    assert not peer.runs
+    assert not peer.is_followed(ended.pid)
+
+
+def test_root_in_a_pod_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It passes every check of users and modes. Refusals are logged, but not every one."""
+    server = serve(f"{tmp_path}/sock", {})
+    for _ in range(3):
+        argv = [sys.executable, "-c", f"{CONNECT} print(s.recv(100))", f"{tmp_path}/sock"]
+        assert subprocess.run(argv, capture_output=True, text=True).stdout == "b''\n"
+    assert caplog.text.count("refused a connection") == 1
+    assert f"only the kubelet, process {os.getpid()}, may connect" in caplog.text
+    with grpc.insecure_channel(f"unix:{tmp_path}/sock") as channel:
+        grpc.channel_ready_future(channel).result(LONG)
+    server.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose the next process id")
+def test_a_process_whose_id_the_kubelet_gets_is_refused(listener: socket.socket) -> None:
+    """The process connects and ends, another process keeps its connection open, and a new kubelet gets its id."""
+    path = listener.getsockname()
+    peer = KubeletPeer()
+    for _ in range(200):
+        first = subprocess.Popen([sys.executable, "-c", f"{CONNECT} s.recv(1)", path])
+        connection = listener.accept()[0]
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        LAST_ID.write_text(str(first.pid - 1))
+        with sleeping() as kubelet:
+            if kubelet.pid == first.pid:
+                peer.follow(kubelet.pid)
+                wait_for(lambda: peer.is_followed(kubelet.pid))
+                refusal = peer.refusal(connection)
+                connection.close()
+                assert refusal.startswith("it is from process 0")
+                peer.close()
+                return
+        connection.close()
+    pytest.fail("no process got the id")
+
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+TEXTS = some.text(max_size=40)
+FILLED = some.text(min_size=1, max_size=40)
+
+
+@given(some.lists(some.tuples(FILLED, FILLED, FILLED), max_size=5))
+def test_claims_are_read_as_the_library_writes_them(claims: list[tuple[str, str, str]]) -> None:
+    request = make(
+        "NodePrepareResourcesRequest",
+        claims=[{"namespace": namespace, "name": name, "uid": uid} for namespace, name, uid in claims],
+    )
+    assert decode_claims(request) == tuple(ClaimReference(*each) for each in claims)
+
+
+@given(some.booleans(), TEXTS)
+def test_a_registration_status_is_read(registered: bool, error: str) -> None:
+    data = make("RegistrationStatus", plugin_registered=registered, error=error)
+    assert decode_registration_status(data) == RegistrationStatus(registered, error)
+
+
+@given(TEXTS, TEXTS, TEXTS, some.lists(TEXTS, max_size=4))
+def test_plugin_info_is_written(kind: str, name: str, endpoint: str, services: list[str]) -> None:
+    info = read("PluginInfo", encode_plugin_info(kind, name, endpoint, tuple(services)))
+    assert (info.type, info.name, info.endpoint, list(info.supported_versions)) == (kind, name, endpoint, services)
+
+
+NAMES = some.lists(TEXTS, max_size=3).map(tuple)
+DEVICES = some.builds(PreparedDevice, requests=NAMES, pool=TEXTS, device=TEXTS, cdi_names=NAMES)
+
+
+@given(some.dictionaries(TEXTS, some.lists(DEVICES, max_size=3).map(tuple)))
+def test_prepared_claims_are_written(claims: dict[str, tuple[PreparedDevice, ...]]) -> None:
+    found = read("NodePrepareResourcesResponse", encode_prepared(claims)).claims
+    assert {
+        uid: tuple(
+            PreparedDevice(tuple(each.request_names), each.pool_name, each.device_name, tuple(each.cdi_device_ids))
+            for each in result.devices
+        )
+        for uid, result in found.items()
+    } == claims
+
+
+def test_errors_and_shares_of_prepared_claims() -> None:
+    device = PreparedDevice(("gpu",), "node", "gpu-0", ("a/b=c",), share="s1", admin=True)
+    plain = PreparedDevice(("gpu",), "node", "gpu-1", ("a/b=d",))
+    found = read("NodePrepareResourcesResponse", encode_prepared({"u1": "no", "u2": (device, plain), "u3": ()})).claims
+    assert (found["u1"].error, list(found["u1"].devices), set(found)) == ("no", [], {"u1", "u2", "u3"})
+    assert [(each.HasField("share_id"), each.share_id) for each in found["u2"].devices] == [(True, "s1"), (False, "")]
+
+
+@given(some.dictionaries(TEXTS, TEXTS, max_size=5))
+def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
+    found = read("NodeUnprepareResourcesResponse", encode_unprepared(results)).claims
+    assert {uid: result.error for uid, result in found.items()} == results
+
+
+@given(some.lists(some.tuples(TEXTS, some.sampled_from(Health), TEXTS)), some.integers(0, 1 << 40))
+def test_health_is_written(devices: list[tuple[str, Health, str]], now: int) -> None:
+    data = encode_health([DeviceHealth("node", *each) for each in devices], now, 30)
+    answer = read("NodeWatchResourcesResponse", data).devices
+    found = [
+        (each.device.device_name, each.health, each.message, each.device.pool_name, each.last_updated_time)
+        for each in answer
+    ]
+    assert found == [(*each, "node", now) for each in devices]
+    assert all(each.health_check_timeout_seconds == 30 for each in answer)
+
+
+def test_a_long_health_message_is_cut_between_characters() -> None:
+    """The kubelet would cut it after 1021 bytes, and a pod's status cannot have half a character."""
+    data = encode_health([DeviceHealth("node", "gpu", Health.UNHEALTHY, "€" * 400)], 1, 1)
+    message = read("NodeWatchResourcesResponse", data).devices[0].message
+    assert len(message.encode()) <= HEALTH_MESSAGE_LIMIT
+    assert message == "€" * 340 + "..."
+
+
+@given(some.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for read_message in (decode_claims, decode_registration_status):
+        with contextlib.suppress(DocumentError):
+            read_message(data)
+
+
+@given(some.lists(some.tuples(FILLED, FILLED, FILLED), min_size=1, max_size=3), some.data())
+def test_damaged_messages_are_read_or_refused(claims: list[tuple[str, str, str]], data: some.DataObject) -> None:
+    request = bytearray(
+        make(
+            "NodePrepareResourcesRequest",
+            claims=[dict(zip(("namespace", "name", "uid"), each, strict=True)) for each in claims],
+        )
+    )
+    place = data.draw(some.integers(0, len(request) - 1))
+    request[place] = data.draw(some.integers(0, 255))
+    with contextlib.suppress(DocumentError):
+        decode_claims(bytes(request))
+
+
+def test_unknown_fields_are_skipped() -> None:
+    """A newer kubelet may send more: an integer, a text, and numbers of 32 and 64 bits."""
+    newer = (
+        make("Claim", namespace="n", name="c", uid="u") + b"\x50\x05" + b"\x4a\x03new" + b"\x5d1234" + b"\x6112345678"
+    )
+    assert decode_claims(b"\x18\x01\x0a" + bytes([len(newer)]) + newer) == (ClaimReference("n", "c", "u"),)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x0a\x00",
+        b"\x0f",
+        b"\x0a\x05abc",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x08" + b"\x80" * 10 + b"\x01",
+        b"\x08\x80",
+        b"\x0d\x01",
+    ],
+    ids=("field 0", "wire type 7", "cut off", "huge length", "endless integer", "cut integer", "cut number"),
+)
+def test_malformed_messages_are_refused(data: bytes) -> None:
+    for read_message in (decode_claims, decode_registration_status):
+        with pytest.raises(DocumentError):
+            read_message(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (b"\x08\x01" + b"\x12\x01u" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x12\x01\xff" + b"\x1a\x01c", "."),
+        (b"\x12\x01u" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x1a\x01c", "no namespace, uid or name"),
+        (b"\x0a\x01n" + b"\x12\x01u" + b"\x1a\x00", "no namespace, uid or name"),
+    ],
+    ids=("an integer for a text", "not UTF-8", "no namespace", "no uid", "empty name"),
+)
+def test_claims_of_the_wrong_form_are_refused(fields: bytes, why: str) -> None:
+    good = b"\x0a\x01n" + b"\x12\x01u" + b"\x1a\x01c"
+    assert decode_claims(b"\x0a" + bytes([len(good)]) + good) == (ClaimReference("n", "c", "u"),)
+    with pytest.raises(DocumentError, match=why):
+        decode_claims(b"\x0a" + bytes([len(fields)]) + fields)
+
+
+def test_texts_that_are_not_unicode_are_sent_with_a_question_mark() -> None:
+    """The name of a file or a text in JSON may have a surrogate, and must not fail the other claims of the pod."""
+    device = PreparedDevice(("gpu\udc80",), "node", "gpu-0", ("a/b=\udc80",))
+    found = read("NodePrepareResourcesResponse", encode_prepared({"u": (device,), "v": "/a\udc80"})).claims
+    assert (list(found["u"].devices[0].request_names), found["v"].error) == (["gpu?"], "/a?")
+    unprepared = read("NodeUnprepareResourcesResponse", encode_unprepared({"u": "/a\udc80"}))
+    assert unprepared.claims["u"].error == "/a?"
+
+
+def test_a_request_with_too_many_claims_is_refused() -> None:
+    claim = {"namespace": "n", "name": "c", "uid": "u"}
+    with pytest.raises(DocumentError, match="2000 claims"):
+        decode_claims(make("NodePrepareResourcesRequest", claims=[claim] * 2000))
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("protoc") is None, reason="needs protoc: Debian's protobuf-compiler")
+def test_the_generated_module_is_that_of_the_proto_file(tmp_path: Path) -> None:
+    """`make proto` writes it. Other releases of protoc than 3.21 write modules that Debian's runtime refuses."""
+    proto = "agent/dra/kubelet.proto"
+    version = subprocess.run(("protoc", "--version"), capture_output=True, text=True, check=True).stdout
+    assert version.startswith("libprotoc 3.21.")
+    argv = ("protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", proto)
+    subprocess.run(argv, cwd=REPOSITORY, check=True)
+    for suffix in ("_pb2.py", "_pb2.pyi"):
+        name = proto.replace(".proto", suffix)
+        assert (tmp_path / name).read_text() == (REPOSITORY / name).read_text(), "run `make proto`"
+
+
 PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
 UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
 LONG = 60.0
@@ -59,14 +334,14 @@ def kubelet() -> Iterator[Path]:
         yield Path(directory)
 
 
-def serve(kubelet: Path, health: HealthService) -> DriverPlugin:
+def serve_driver(kubelet: Path, health: HealthService) -> DriverPlugin:
     """Serve the driver in a kubelet's directory. This process is the kubelet."""
     return DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet), this_process().refusal)
 
 
 @pytest.fixture
 def plugin(kubelet: Path) -> Iterator[DriverPlugin]:
-    running = serve(kubelet, HealthService(repeat=0.1))
+    running = serve_driver(kubelet, HealthService(repeat=0.1))
     yield running
     running.stop()
 
@@ -143,7 +418,7 @@ def test_a_malformed_request_is_an_error(plugin: DriverPlugin, kubelet: Path) ->
 @pytest.mark.parametrize("method", METHODS)
 def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, method: str) -> None:
     health = HealthService(repeat=0.1)
-    plugin = serve(kubelet, health)
+    plugin = serve_driver(kubelet, health)
     gpu = Device("gpu-0", "vendor", (), "", health=Health.HEALTHY)
     lost = Device("gpu-0", "vendor", (), "", health=Health.UNHEALTHY, health_message="Xid 79: fallen off the bus")
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
@@ -166,7 +441,7 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
 def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
     """Not even if it comes while nothing is sent."""
     health = HealthService(repeat=10 * LONG)
-    plugin = serve(kubelet, health)
+    plugin = serve_driver(kubelet, health)
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
         for state in (Health.HEALTHY, Health.UNHEALTHY):
@@ -228,7 +503,7 @@ def test_what_is_in_a_sockets_place_is_put_aside(
     path.parent.mkdir(parents=True)
     kept = make_foreign(path)
     inode = path.lstat().st_ino
-    plugin = serve(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService())
     register(kubelet)
     assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
     (aside,) = (each for each in path.parent.iterdir() if each != path)
@@ -247,7 +522,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
     path = sockets(kubelet)[1].parent
     path.parent.mkdir()
     path.symlink_to(tmp_path)
-    plugin = serve(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService())
     register(kubelet)
     assert not path.is_symlink()
     assert f"{path} is not from this service: renamed" in caplog.text
@@ -257,7 +532,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
 
 def test_a_socket_that_was_moved_behind_a_link_is_removed_and_nothing_else(kubelet: Path, tmp_path: Path) -> None:
     """Somebody replaces the driver's directory by a link while the service runs."""
-    plugin = serve(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService())
     path = sockets(kubelet)[1].parent
     path.rename(kubelet / "moved")
     path.symlink_to(tmp_path)
@@ -283,7 +558,7 @@ def test_a_driver_that_another_process_calls_is_not_registered(plugin: DriverPlu
 def test_a_failed_start_leaves_nothing(kubelet: Path) -> None:
     sockets(kubelet)[0].parent.touch()
     with pytest.raises(AgentError, match=r"reg\.sock: cannot listen"):
-        serve(kubelet, HealthService())
+        serve_driver(kubelet, HealthService())
     assert not sockets(kubelet)[1].exists()
 
 
