@@ -24,7 +24,7 @@ from agent.host.plan.started import with_live
 from agent.host.state.condition_history import read_history, write_history
 from agent.host.state.file_ages import write_ages
 from agent.host.state.locks import pass_lock
-from agent.host.state.remains import clear_remains, clear_report
+from agent.host.state.remains import clear_remains, clear_report, machines_with_state
 from agent.host.state.starts import has_started, mark_starts
 from agent.host.verify import answers, readiness
 from agent.host.verify.changed_files import with_changed_files
@@ -152,11 +152,12 @@ class Reconciler(Struct):
         with pass_lock(self.system, self.progress, self.wait_until):
             if self.in_force:
                 self.in_force.check()
-            clear_remains(self.system, tuple(self.config.machines))
+            with_state, not_listed = machines_with_state(self.system)
+            clear_remains(self.system, {*self.config.machines, *with_state})
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
             # call below tries again and reports them.
-            self._publish_documents(facts, planned)
+            published = not self._publish_documents(facts, planned, with_state)
             applied = self._apply(facts, planned, difference)
             if applied.done or applied.failures:
                 facts, planned, difference = self.preview()
@@ -164,10 +165,11 @@ class Reconciler(Struct):
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             write_ages(self.system, self.memory.ages)
             ready = {each.name: each.ready for each in machines if self.config.machines[each.name].node_condition}
-            failures += publish_host_status(self.system, ready, time.time())
+            failures += not_listed + publish_host_status(self.system, ready, with_state, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
-            failures += self._publish_documents(facts, planned)
+            if applied.done or applied.failures or not published:
+                failures += self._publish_documents(facts, planned, with_state)
         problems, faults = tuple(each.why for each in self.failed_cleanups.values()), self._log_faults(machines)
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
@@ -275,7 +277,7 @@ class Reconciler(Struct):
             return (str(error),)
         return ()
 
-    def _publish_documents(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
+    def _publish_documents(self, facts: Facts, planned: Plan, with_state: Collection[str]) -> tuple[str, ...]:
         """Publish the states of GPUs, and what their fabric depends on. What could not be observed is no change."""
         states, fabric, held = dict[str, bytes](), dict[str, bytes](), set(planned.held)
         unseen = {goal.name for goal in planned.goal.machines if any(each.fabric_cause is None for each in goal.grants)}
@@ -286,8 +288,8 @@ class Reconciler(Struct):
                 states[goal.name] = render_gpu_states(found)
             if causes := [each.fabric_cause for each in goal.grants if each.fabric_cause]:
                 fabric[goal.name] = "; ".join(causes).encode()
-        failures = publish_documents(self.system, gpu_states_file, states, held)
-        return failures + publish_documents(self.system, fabric_file, fabric, held | unseen)
+        failures = publish_documents(self.system, gpu_states_file, states, with_state, held)
+        return failures + publish_documents(self.system, fabric_file, fabric, with_state, held | unseen)
 
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
         """Make the directories of machines, then perform the steps, except removals that failed recently."""

@@ -66,7 +66,7 @@ class FileCache(Struct):
 
         result = observe(system.noting(note))
         if complete(result) and None not in files.values() and self._unchanged(name, files):
-            self._kept[name] = _Kept(key, files, result)
+            self._kept[name] = _Kept(key, _without_repeated(files), result)
         return result
 
     def _unchanged(self, name: str, files: Files) -> bool:
@@ -79,6 +79,16 @@ class FileCache(Struct):
             return call_device(f"the files of {name}", compare, self.limit)
         except OSError:
             return False
+
+
+def _without_repeated(files: Files) -> Files:
+    """Leave out accesses that another one to the same path includes: stat(2) said the same of both, or more of it."""
+    kept, said = Files(), dict[str, State | None]()
+    for access, state in sorted(files.items(), key=lambda item: (not item[0].inside, item[0].follow)):
+        other = said.setdefault(access.path, None)
+        if state is None or other is None or other[: len(state)] != state:
+            kept[access] = said[access.path] = state
+    return kept
 
 
 def _state(access: Access, now: float = math.inf) -> State | None:

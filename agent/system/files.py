@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 OWN_DIRECTORIES = (f"{STATE}/", f"{RUNTIME}/")
 """Prefixes of paths at which only the agent's files belong."""
 READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read, unless the caller gives a limit. A limit of 4 MiB would be too large for
-/proc/sys, where the kernel refuses to read that much at once (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read, unless the caller gives a limit."""
 NEW = ".unbounded-agent-new"
 """Suffix of a temporary file's name. Content is first written to this file, which then replaces the real file."""
 BUS_LIMIT = 10.0

@@ -11,6 +11,8 @@ import io
 import os
 import stat
 
+PART = 64 << 10
+"""Bytes that are read at once of a file whose size is unknown. For larger parts, Python would map new memory."""
 LEASED = "another process holds a lease on it"
 
 
@@ -33,14 +35,17 @@ def sync_directory(place: str) -> None:
 
 def regular(probe: int, path: str) -> io.BufferedReader:
     """Open, for reading, the file behind a descriptor from `open_probe`. Raises OSError unless the file is regular."""
-    mode = os.fstat(probe).st_mode
+    return open(_regular(probe, os.fstat(probe).st_mode, path), "rb")
+
+
+def _regular(probe: int, mode: int, path: str) -> int:
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "a symbolic link", path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     try:
         # This opens the file that `open_probe` found, even if its name belongs to another file now.
-        return open(stream(f"/proc/self/fd/{probe}"), "rb")
+        return stream(f"/proc/self/fd/{probe}")
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, LEASED, path) from None
 
@@ -61,14 +66,29 @@ def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[b
     Callers take a file's age from its change time, because its writer can set the modification time. Closes `probe`.
     """
     try:
-        with regular(probe, path) as file:
-            found = file.read(limit + 1)
-            changed = os.fstat(probe).st_ctime
+        status = os.fstat(probe)
+        descriptor = _regular(probe, status.st_mode, path)
     finally:
         os.close(probe)
+    try:
+        found = _beginning(descriptor, status.st_size, limit + 1)
+    finally:
+        os.close(descriptor)
     if whole and len(found) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
-    return found[:limit], changed
+    return found[:limit], status.st_ctime
+
+
+def _beginning(descriptor: int, size: int, limit: int) -> bytes:
+    """Return at most `limit` bytes of a file whose size is `size`, or is unknown: procfs says 0, and sysfs 4096."""
+    found = os.read(descriptor, min(size + 1 if size else PART, limit))
+    if 0 < len(found) == size:
+        return found
+    parts, missing = [found], limit - len(found)
+    while parts[-1] and missing:
+        parts.append(os.read(descriptor, min(PART, missing)))
+        missing -= len(parts[-1])
+    return b"".join(parts)
 
 
 def stream(place: str) -> int:

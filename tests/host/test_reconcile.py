@@ -23,6 +23,7 @@ from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
+    MACHINES_STATE,
     OWNED,
     RELOAD_PENDING,
     REMEMBERED_GPUS,
@@ -44,6 +45,7 @@ from agent.model.paths import (
 from agent.model.reasons import Reason
 from agent.system.clearing import DOOR
 from agent.system.copy import Copies
+from agent.system.files import NEW
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.reports import OPENED, condition, report
@@ -680,3 +682,28 @@ def test_half_a_driver_is_not_ready_and_says_what_to_do(
     assert machine.conditions[-1].status is Status.FALSE
     message = next(each.message for each in machine.conditions if each.type is kind)
     assert any(word in message for word in ("run `", "install", "reload"))
+
+
+def test_a_pass_with_nothing_to_do_removes_only_leftovers_and_lists_machines_once(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = reconciler(gpu_host)
+    for _ in range(2):
+        agent.reconcile()
+    removed, listed, unlink, listdir = list[str](), list[str](), os.unlink, os.listdir
+
+    def noted_unlink(path: str, *, dir_fd: int | None = None) -> None:
+        removed.append(path)
+        unlink(path, dir_fd=dir_fd)
+
+    def noted_listdir(path: str) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "unlink", noted_unlink)
+    monkeypatch.setattr(os, "listdir", noted_listdir)
+    agent.reconcile()
+    assert [path for path in removed if not path.endswith((NEW, "before-start"))] == [], (
+        "what is missing is not removed"
+    )
+    assert [path for path in listed if path.endswith(MACHINES_STATE)] == [gpu_host.full_path(MACHINES_STATE)]

@@ -241,3 +241,22 @@ def test_files_that_do_not_answer_are_observed_again(
         assert observation.count == 2
     finally:
         released.set()
+
+
+def test_each_path_is_looked_at_once(
+    system: System, observation: Observation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = cache()
+    get(kept, system, observation)
+    looked, status = list[str](), os.stat
+
+    def noted(path: str, *, follow_symlinks: bool = True) -> os.stat_result:
+        looked.append(path)
+        return status(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(os, "stat", noted)
+    get(kept, system, observation)
+    assert observation.count == 1
+    places = [each for each in looked if each != str(tmp_path / "current")]
+    assert len(places) > 3
+    assert sorted(places) == sorted({*places}), "of the link itself and of what is behind it"

@@ -253,3 +253,27 @@ def test_a_directory_keeps_its_time_of_birth(tmp_path: Path) -> None:
     assert system.birth(str(link)) > born
     with pytest.raises(FileNotFoundError):
         system.birth(str(place))
+
+
+def test_a_small_file_is_read_with_one_call(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of the largest size allowed would be mapped, and unmapped again, for each file of a pass."""
+    system.write("/small", b"small")
+    sizes, read = list[int](), os.read
+
+    def noted(descriptor: int, size: int) -> bytes:
+        sizes.append(size)
+        return read(descriptor, size)
+
+    monkeypatch.setattr(os, "read", noted)
+    assert system.read("/small") == b"small"
+    assert sizes == [6], "one byte more shows whether the file has grown"
+
+
+def test_a_file_of_the_kernel_is_read_in_parts_to_its_end() -> None:
+    """Its size is 0, and one read(2) returns at most a few pages."""
+    found = System(no_process).read("/proc/kallsyms", 64 << 20)
+    assert len(found) > 1 << 17
+    assert found.endswith(b"\n")
+    with pytest.raises(OSError, match="larger than 100000 bytes"):
+        System(no_process).read("/proc/kallsyms", 100_000)
+    assert System(no_process).head("/proc/kallsyms", 100_000) == found[:100_000]

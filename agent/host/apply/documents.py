@@ -6,24 +6,23 @@ from agent.host.apply.driver_roots import make_way
 from agent.model.errors import reason
 from agent.model.faults import in_words
 from agent.model.gpu_states import SIZE_LIMIT
-from agent.model.paths import MACHINES_STATE, handoff_directory
+from agent.model.paths import handoff_directory
 from agent.system.files import System
 
 
 def publish_documents(
-    system: System, file_of: Callable[[str], str], documents: Mapping[str, bytes], unchanged: Collection[str]
+    system: System,
+    file_of: Callable[[str], str],
+    documents: Mapping[str, bytes],
+    with_state: Collection[str],
+    unchanged: Collection[str],
 ) -> tuple[str, ...]:
     """Write the document of each machine in `documents`; remove that of any other machine that is not in `unchanged`.
 
-    Return failures, one sentence each. No document contains the time of the pass, so it is written, and wakes the
-    machine's service, only if its content has changed.
+    `with_state` are the machines that may have one. Return failures, one sentence each. No document contains the time
+    of the pass, so it is written, and wakes the machine's service, only if its content has changed.
     """
     failures = []
-    try:
-        with_state = system.entries(MACHINES_STATE)
-    except OSError:
-        # publish_host_status reports this failure.
-        with_state = ()
     for name in sorted({*with_state, *documents} - set(unchanged)):
         path = file_of(name)
         try:
@@ -40,8 +39,9 @@ def publish_documents(
 def _update(system: System, path: str, content: bytes | None) -> None:
     """Write the content if the file has another one; remove the file if `content` is None."""
     if content is None:
-        make_way(path, system)
-        system.remove(path)
+        if system.exists(path):
+            make_way(path, system)
+            system.remove(path)
         return
     try:
         # A link is not followed: root in the machine can remount the directory writable and put one there.

@@ -1,5 +1,6 @@
 """Removes what earlier runs left: temporary files of killed writers, and a machine's old report."""
 
+from collections.abc import Collection
 from contextlib import suppress
 
 from agent.model.paths import (
@@ -30,15 +31,25 @@ record of what the service read in the kernel log, are left out, because somebod
 The next writer of such a file removes its leftovers."""
 
 
-def clear_remains(system: System, configured: tuple[str, ...]) -> None:
+def machines_with_state(system: System) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the machines that the agent has files for, also those no longer configured, and failures in sentences."""
+    try:
+        return system.entries(MACHINES_STATE), ()
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: {error.strerror}",)
+
+
+def clear_remains(system: System, machines: Collection[str]) -> None:
     """Remove temporary files next to the agent's files. Ignores failures, because leftovers do no harm."""
     # The files are removed by name, because the agent never lists a directory in which a machine can write.
-    for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
+    for path in (*HOST_FILES, *(path for name in machines for path in _state_files(name))):
         with suppress(OSError):
             system.remove_temporary(path)
     # The shell in the machine's unit writes this file under the pass lock, or without the lock if it could not get the
     # lock within some seconds. This pass holds the lock, so the file is very probably a leftover.
-    for name in _machines(system, configured):
+    for name in machines:
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))
     with suppress(OSError):
@@ -55,14 +66,6 @@ def clear_report(system: System, machine: str) -> None:
     for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
         with suppress(OSError):
             system.remove(path)
-
-
-def _machines(system: System, configured: tuple[str, ...]) -> set[str]:
-    """Return the names of the configured machines, and of those that are no longer configured but still have state."""
-    try:
-        return {*configured, *system.entries(MACHINES_STATE)}
-    except OSError:
-        return {*configured}
 
 
 def _state_files(name: str) -> tuple[str, ...]:

@@ -200,9 +200,9 @@ def test_a_machine_that_cannot_be_planned_keeps_its_document(host: Host) -> None
     assert MACHINE in agent.preview()[1].held
     agent.reconcile()
     assert host.read(FILE) == before
-    assert publish_documents(host, gpu_states_file, {}, unchanged={MACHINE}) == ()
+    assert publish_documents(host, gpu_states_file, {}, (MACHINE,), unchanged={MACHINE}) == ()
     assert host.read(FILE) == before
-    assert publish_documents(host, gpu_states_file, {}, unchanged=()) == ()
+    assert publish_documents(host, gpu_states_file, {}, (MACHINE,), unchanged=()) == ()
     assert not host.exists(FILE)
 
 
