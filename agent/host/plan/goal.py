@@ -178,17 +178,7 @@ def _machine_goal(
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
-    handoff = Handoff(
-        name,
-        facts.architecture,
-        tuple(_request(grant) for grant in grants if grant.vendor != OTHER_DEVICES or grant.nodes),
-        default_runtime=settings.default_runtime,
-        restart_device_plugin=settings.restart_device_plugin,
-        containerd_drop_in=settings.containerd_drop_in,
-        validation_markers=settings.validation_markers,
-        withdrawn=withdrawn_nodes(name, facts, {node.path for node in nodes}),
-        allocation=DRA if settings.allocation == DRA else "",
-    )
+    handoff = _handoff(name, settings, facts, grants)
     return MachineGoal(
         name=name,
         grants=grants,
@@ -196,14 +186,7 @@ def _machine_goal(
         drop_in=OwnedFile(unit_drop_in(name), drop_in),
         handoff=handoff,
         handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
-        granted=Granted(
-            handoff.generation,
-            (
-                *(gpu for grant in grants for gpu in grant.gpus),
-                *(gpu for grant in grants for gpu in grant.detached if gpu in facts.draining),
-            ),
-            {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
-        ),
+        granted=_granted(handoff.generation, grants, facts),
         live=LiveSettings(
             fixed=_fixed_digest(name, settings, template),
             allow=allow,
@@ -217,6 +200,28 @@ def _machine_goal(
         ),
         missing=mounts.missing,
     )
+
+
+def _handoff(name: str, settings: MachineSettings, facts: Facts, grants: tuple[Grant, ...]) -> Handoff:
+    return Handoff(
+        name,
+        facts.architecture,
+        tuple(_request(grant) for grant in grants if grant.vendor != OTHER_DEVICES or grant.nodes),
+        default_runtime=settings.default_runtime,
+        restart_device_plugin=settings.restart_device_plugin,
+        containerd_drop_in=settings.containerd_drop_in,
+        validation_markers=settings.validation_markers,
+        withdrawn=withdrawn_nodes(name, facts, {node.path for grant in grants for node in grant.nodes}),
+        allocation=DRA if settings.allocation == DRA else "",
+    )
+
+
+def _granted(generation: str, grants: tuple[Grant, ...], facts: Facts) -> Granted:
+    """Return the record of what the machine has. It still has a GPU that is being drained."""
+    gpus = (gpu for grant in grants for gpu in grant.gpus)
+    draining = (gpu for grant in grants for gpu in grant.detached if gpu in facts.draining)
+    roots = {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root}
+    return Granted(generation, (*gpus, *draining), roots)
 
 
 def _knows_families(name: str, facts: Facts) -> bool:
