@@ -31,6 +31,9 @@ def wait_for(bed: Bed, reason: str, seconds: float = 300, *, reload: bool = True
 def test_gpus_that_are_not_registered_with_their_fabric_are_not_ready(ready: Bed) -> None:
     """The Fabric Manager is active or not: only what the GPUs say counts, and the machine half asks again by itself."""
     assert ready.conditions()["FabricReady"]["message"] == "the GPUs have no NVLink fabric (fabric.state N/A)"
+    persistence = ready.conditions()["PersistenceMode"]
+    assert persistence["reason"] == "DaemonNotRunning"
+    assert "inferred" not in persistence["message"], "the same query asks for persistence_mode"
     set_fabric(ready, IN_PROGRESS)
     ready.guest.write(f"/run/systemd/system/{MANAGER}", UNIT)
     ready.run("systemctl", "daemon-reload")
