@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from agent.system import file_cache
 from tests.fakes.gpu_host import set_up
 from tests.fakes.host import Host
 
@@ -36,7 +35,7 @@ def trust_files_soon() -> Iterator[None]:
     The kernel's clock for the times of files on ext4, xfs and tmpfs ticks at least each 10 ms.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_cache, "FRESH", 0.02)
+        patch.setattr("agent.system.file_cache.FRESH", 0.02)
         yield
 
 

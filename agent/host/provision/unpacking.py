@@ -134,7 +134,7 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
     index = f"{partial}/image/index.json"
     (digest,) = objects(index, parse_object(index, system.read(index)), "manifests", _digest_of)
     manifest = parse_object(index, system.read(_blob(partial, digest), MANIFEST_LIMIT))
-    free, files = system.free_bytes(partial) - MARGIN, system.free_files(partial) // 2
+    free, inodes = system.free_bytes(partial) - MARGIN, system.free_files(partial) // 2
     until = time.monotonic() + UNPACK_LIMIT
     for layer, kind in objects(index, manifest, "layers", _layer_of):
         try:
@@ -142,10 +142,10 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
                 # As umoci, do not look at the content: the same bytes may be a tar archive, and compressed.
                 content = gzip.GzipFile(fileobj=file) if kind.endswith("+gzip") else file
                 for name, size in _entries(cast(BinaryIO, content)):
-                    free, files = free - BLOCK - size, files - 1
+                    free, inodes = free - BLOCK - size, inodes - 1
                     if why := _refusal(name, until):
                         raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
-                    if free < 0 or files < 0:
+                    if free < 0 or inodes < 0:
                         raise ApplyError(
                             f"{image.name} unpacks to more bytes or files than the file system has room for",
                             "free up space on that file system, or use another image",

@@ -20,7 +20,7 @@ from agent.model.handoff import GrantedDevice, Request
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.amd.machine import AmdMachine
-from agent.vendors.drm import cdi
+from agent.vendors.drm import cdi as drm
 from agent.vendors.drm.machine import parse_groups
 from agent.vendors.intel.machine import IntelMachine
 from tests.fakes import machine as machine_root
@@ -544,13 +544,13 @@ def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) ->
 
 def problems(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    return cdi.verify("intel.com/gpu", document, request, live, ()).problems
+    return drm.verify("intel.com/gpu", document, request, live, ()).problems
 
 
 def document() -> dict[str, Any]:
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    state = cdi.MachineState(live, {"render": RENDER}, ())
-    rendered = cdi.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, state)
+    state = drm.MachineState(live, {"render": RENDER}, ())
+    rendered = drm.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, state)
     copied: dict[str, Any] = json.loads(json.dumps(rendered))
     return copied
 
@@ -606,8 +606,8 @@ def test_a_spec_of_another_format_is_refused() -> None:
 def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
     one = INTEL._replace(gpus=(FIRST,))
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    rendered = cdi.render("intel.com/gpu", {}, one, cdi.MachineState(live, {}, ()))
-    verdict = cdi.verify("intel.com/gpu", rendered, INTEL, live, ())
+    rendered = drm.render("intel.com/gpu", {}, one, drm.MachineState(live, {}, ()))
+    verdict = drm.verify("intel.com/gpu", rendered, INTEL, live, ())
     assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
 
 
