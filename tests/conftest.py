@@ -35,7 +35,7 @@ def trust_files_soon() -> Iterator[None]:
     The kernel's clock for the times of files on ext4, xfs and tmpfs ticks at least each 10 ms.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agent.system.file_cache.FRESH", 0.02)
+        patch.setattr("agent.system.trust.FRESH", 0.02)
         yield
 
 

@@ -3,17 +3,15 @@
 import argparse
 import os
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS, full_name
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, UNIT_COMMANDS, full_name
 from agent.cli.printing import progress
-from agent.config.last_good import last_good_identity
-from agent.config.load import Loaded, load_config, load_or_last_good
+from agent.config.load import Loaded, last_good_identity, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import ConfigError, NoMachinesError, UnsupportedError
 from agent.model.paths import CONFIG_FILE
-from agent.system.dbus import SystemBus
+from agent.system.bus import SystemBus
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.process import Runner
+from agent.system.process import Runner, host_runner
 
 MAKES_PASSES = (
     *("apply", "up", "start", "restart", "reset"),

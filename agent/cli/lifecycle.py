@@ -4,15 +4,15 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agent.cli.node import Watch
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
-from agent.cli.waiting import Watch
 from agent.cli.wiring import reconciler_for
 from agent.host.provision.apply import STOP_LIMIT
-from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
-from agent.host.state.starts import mark_start
+from agent.host.state.records import mark_start
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import cordoned_file, machine_unit

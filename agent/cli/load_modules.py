@@ -6,10 +6,10 @@ from collections.abc import Callable
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress
 from agent.config.settings import Config
-from agent.host.state.detached_gpus import observe_detached
+from agent.host.state.gpus import observe_detached
 from agent.host.vendors import LOADERS
+from agent.system.devices import DeviceSource, Sysfs
 from agent.system.files import System
-from agent.system.sysfs import DeviceSource, Sysfs
 
 KEY = "driver.load_modules"
 

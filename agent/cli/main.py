@@ -1,36 +1,38 @@
 """The program `unbounded-agent`: parses its arguments, runs the command that they name, and sets the exit code."""
 
+import gc
+import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from agent.cli.commands import UNIT_COMMANDS, full_name
-from agent.cli.parser import VERSION, make_parser
-from agent.cli.printing import ignore_broken_pipe, report, say
+from agent.cli.parser import UNIT_COMMANDS, VERSION, full_name, make_parser
+from agent.cli.printing import STDOUT, ignore_broken_pipe, report, say
 from agent.model.errors import AgentError, ConfigError
 
 FUNCTIONS = {
-    "apply": ("agent.cli.apply", "run_apply"),
-    "doctor": ("agent.cli.doctor.command", "run_doctor"),
-    "gpus attach": ("agent.cli.attach", "run_attach"),
-    "gpus detach": ("agent.cli.detach", "run_detach"),
-    "gpus forget": ("agent.cli.forget", "run_forget"),
-    "gpus holders": ("agent.cli.holders", "run_holders"),
-    "gpus list": ("agent.cli.gpu_list", "run_gpus_list"),
-    "kube allocation": ("agent.cli.allocation", "run_allocation"),
+    "apply": ("agent.cli.status", "run_apply"),
+    "doctor": ("agent.cli.doctor.bundle", "run_doctor"),
+    "gpus attach": ("agent.cli.gpus", "run_attach"),
+    "gpus detach": ("agent.cli.gpus", "run_detach"),
+    "gpus forget": ("agent.cli.gpus", "run_forget"),
+    "gpus holders": ("agent.cli.gpus", "run_holders"),
+    "gpus list": ("agent.cli.gpus", "run_gpus_list"),
+    "kube allocation": ("agent.cli.kube", "run_allocation"),
     "kube manifests": ("agent.cli.kube", "run_manifests"),
     "load-modules": ("agent.cli.load_modules", "run_load_modules"),
-    "plan": ("agent.cli.plan", "run_plan"),
-    "preflight": ("agent.cli.preflight", "run_preflight"),
+    "plan": ("agent.cli.status", "run_plan"),
+    "preflight": ("agent.cli.node", "run_preflight"),
     "prepare": ("agent.cli.prepare", "run_prepare"),
-    "reset": ("agent.cli.reset", "run_reset"),
+    "reset": ("agent.cli.node", "run_reset"),
     "restart": ("agent.cli.lifecycle", "run_lifecycle"),
     "run": ("agent.cli.service", "run_service"),
     "start": ("agent.cli.lifecycle", "run_lifecycle"),
     "status": ("agent.cli.status", "run_status"),
     "stop": ("agent.cli.lifecycle", "run_lifecycle"),
-    "up": ("agent.cli.up", "run_up"),
+    "up": ("agent.cli.node", "run_up"),
 }
 """The module of each command, and the function there that takes the parsed options and returns the exit code. Only this
 module is loaded: to load all of them takes up to 0.18 s, for which help, scripts that poll `status`, and every start of
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupt the command as Ctrl-C does, unless the command is one of UNIT_COMMANDS.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
-    agent.cli.commands has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
+    agent.cli.parser has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = make_parser(*words[:1]).parse_args(words)
@@ -84,5 +86,42 @@ def _interrupt_at_hangup() -> None:
             signal.signal(number, signal.default_int_handler)
 
 
+# The entry point of the command: prepares the process, and reports what keeps the output from being written.
+
+
+def run() -> int:
+    """Run the command that this process was started with. Return its exit code, even if nothing can be printed."""
+    if sys.stdout is None:
+        # The user closed standard output (`>&-`).
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        try:
+            return _run_command()
+        finally:
+            # Write what is still in the buffer: argparse leaves the help there.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        ignore_broken_pipe()
+        return 0
+    except OSError as error:
+        ignore_broken_pipe()
+        report(f"{error.filename or STDOUT}: {error.strerror}")
+        return 1
+
+
+def _run_command() -> int:
+    # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
+    # plugins. That is slow, and root must not load code in that way.
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    # Escape what cannot be encoded, as standard error does: names of files may not be UTF-8, and the terminal's
+    # encoding may lack characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = main()
+    # Otherwise Python would search all objects for garbage three times while it exits. The kernel frees the memory.
+    gc.freeze()
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

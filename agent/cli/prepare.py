@@ -7,19 +7,15 @@ from contextlib import suppress
 from agent.cli.printing import report_failures
 from agent.cli.wiring import reconciler_for
 from agent.config.load import load_or_last_good
-from agent.host.outcome import Outcome
 from agent.host.plan.goal import Plan
-from agent.host.reconcile import Reconciler
-from agent.host.state.driver_roots import render_handed
+from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.locks import pass_lock
-from agent.host.state.remains import clear_report
-from agent.host.state.starts import mark_start
+from agent.host.state.records import clear_report, mark_start, render_handed
 from agent.model.errors import ConfigChangedError, ConfigError
-from agent.model.facts import Absent, Facts, Unseen
-from agent.model.live import LiveSettings, render_live
+from agent.model.facts import Absent, Facts, LiveSettings, Unseen, render_live
 from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
-from agent.system.damage import write_record
 from agent.system.files import System
+from agent.system.trust import write_record
 
 POLL = 1.0
 """Seconds between two checks for a driver that loads late, or of the unit's state."""

@@ -11,10 +11,9 @@ from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import Config
 from agent.host.daemon import loop
-from agent.host.daemon.http.view import Fixes
-from agent.host.observe.joined import observe_joined
-from agent.host.outcome import Outcome
-from agent.host.reconcile import Reconciler
+from agent.host.daemon.health import Fixes
+from agent.host.observe.machine import observe_joined
+from agent.host.reconcile import Outcome, Reconciler
 from agent.model.handoff import DRA
 from agent.system.files import System
 

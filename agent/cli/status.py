@@ -4,26 +4,38 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.cli.doctor.host import faults_in_brief
-from agent.cli.documents import document
 from agent.cli.host import load
-from agent.cli.output import print_machines, print_tables, report_problems, style
-from agent.cli.printing import report, say
-from agent.cli.summary import causes, summaries
+from agent.cli.output import (
+    causes,
+    document,
+    print_machines,
+    print_no_machines,
+    print_tables,
+    report_problems,
+    started_and_stopped,
+    style,
+    summaries,
+)
+from agent.cli.output import difference as file_difference
+from agent.cli.printing import progress, report, report_failures, say
 from agent.cli.wiring import reconciler_for
 from agent.config.settings import Config
-from agent.host.outcome import NO_MACHINES, MachineOutcome
-from agent.host.reconcile import Reconciler
-from agent.host.state.condition_history import read_history
-from agent.model.conditions import Status
+from agent.host.plan.diff import Difference
+from agent.host.plan.goal import Plan
+from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, Reconciler
+from agent.host.state.locks import COMMAND_WAIT, machine_locks
+from agent.host.state.records import read_history
+from agent.model.conditions import Reason, Status
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Facts
-from agent.model.reasons import Reason
+from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.goal import Action
 from agent.model.text import rfc3339
 from agent.system.files import System
 
@@ -188,3 +200,150 @@ def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str
         for machine in machines
     }
     return document("status", now, {"machines": states, "problems": facts.all_problems()})
+
+
+# `unbounded-agent plan`: prints what `apply` would do.
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run `plan` with these options."""
+    return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
+
+
+def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
+    """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
+
+    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read; 2 if
+    a machine does not exist and `up` does not make it: its name may be wrong.
+    """
+    facts, planned, difference = reconciler.preview()
+    stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
+    exceptions = tuple(_exceptions(planned, difference, facts))
+    if for_programs:
+        _print_json(difference, stopped, exceptions, facts)
+    else:
+        say(f"{name}: {why}" for name, why in exceptions)
+        if difference.actions or stopped or not any(isinstance(each.root, Absent) for each in facts.machines):
+            say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
+        print_no_machines(reconciler)
+        report_problems(facts)
+    return _plan_code(reconciler.config, difference, facts)
+
+
+def _plan_code(config: Config, difference: Difference, facts: Facts) -> int:
+    configured = [each for each in facts.machines if each.name in config.machines]
+    broken = any(isinstance(each.root, Broken) for each in configured)
+    if broken or difference.refused or not isinstance(facts.template_device_allow, tuple):
+        return 1
+    missing = (each.name for each in configured if isinstance(each.root, Absent))
+    return 0 if all(config.machines[name].node for name in missing) else 2
+
+
+def _steps(
+    actions: tuple[Action, ...], stopped: list[str], reconciler: Reconciler, *, with_differences: bool
+) -> Iterator[str]:
+    if not actions and not stopped:
+        yield "nothing to do"
+    for action in actions:
+        yield f"would {action.describe()}"
+        if with_differences:
+            yield from file_difference(action, reconciler.system)
+    for name in stopped:
+        yield f"would start machine {name}"
+
+
+def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
+    for machine in facts.machines:
+        if isinstance(machine.root, Unseen):
+            yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"
+    for name, why in planned.skipped.items():
+        yield name, f"{why}: nothing is set up"
+    for name, why in planned.held.items():
+        yield name, f"left unchanged: {why}"
+    for name, refused in difference.refused.items():
+        yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
+
+
+def _print_json(
+    difference: Difference, stopped: list[str], exceptions: tuple[tuple[str, str], ...], facts: Facts
+) -> None:
+    steps = [{"kind": each.kind, "sentence": each.describe()} for each in difference.actions]
+    steps += [{"kind": "start", "sentence": f"start machine {name}"} for name in stopped]
+    others = [{"machine": name, "message": why} for name, why in exceptions]
+    content = {"steps": steps, "exceptions": others, "problems": facts.all_problems()}
+    say([document("plan", time.time(), content)])
+
+
+# `unbounded-agent apply`: makes one pass, starts stopped machines, and waits for their reports.
+
+
+ANSWER_LIMIT = 180.0
+"""Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
+PROGRESS_INTERVAL = 15.0
+"""Seconds between two progress messages."""
+
+
+def run_apply(options: argparse.Namespace) -> int:
+    """Run `apply` with these options."""
+    return apply(reconciler_for(options))
+
+
+def apply(reconciler: Reconciler) -> int:
+    """Make a pass, start stopped machines, wait until every machine has reported, and print the conditions.
+
+    Stopped machines whose units are masked are neither started nor awaited. A stopped machine on which another command
+    works is not started either, which counts as a failure. A failed step ends the wait. Return the exit code: 1 if a
+    step failed or a machine is not ready.
+    """
+    outcome, failures = _run_pass(reconciler)
+    limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
+    started, next_report = time.monotonic(), 0.0
+    while not failures and (waiting := _waiting(outcome)):
+        waited = time.monotonic() - started
+        if waited > limit:
+            failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
+            break
+        if waited >= next_report:
+            for machine in waiting:
+                progress(f"{machine.name}: waiting: {machine.awaited}")
+            next_report = waited + PROGRESS_INTERVAL
+        time.sleep(1)
+        outcome = reconciler.reconcile()
+        ended = {each.name for each in outcome.facts.machines if each.stays_ended}
+        failures += outcome.failures
+        failures += tuple(started_and_stopped(each.name) for each in _waiting(outcome) if each.name in ended)
+    print_machines(outcome.machines, reconciler)
+    report_problems(outcome.facts)
+    ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)
+    return report_failures(failures) or (0 if ready else 1)
+
+
+def _run_pass(reconciler: Reconciler) -> tuple[Outcome, tuple[str, ...]]:
+    """Make a pass, and start the stopped machines on which no other command works. Return what failed, too.
+
+    The machines' locks are held only until the starts: from then on, other commands may stop the machines again.
+    """
+    busy: dict[str, str] = {}
+    # For all machines together, because `up` may work on all of them.
+    until = time.monotonic() + COMMAND_WAIT
+    with ExitStack() as locks:
+        for name in sorted(reconciler.config.machines):
+            try:
+                wait = max(until - time.monotonic(), 0.0)
+                locks.enter_context(machine_locks(reconciler.system, (name,), "apply", wait))
+            except AgentError as error:
+                busy[name] = error.message
+        outcome = reconciler.run_pass(by_hand=reconciler.config.machines.keys() - busy.keys())
+    # A busy machine that has not run since the host booted was started: the service would have started it as well.
+    left = (each.name for each in outcome.machines if each.stopped and each.has_run and each.name in busy)
+    return outcome, outcome.failures + tuple(f"machine {name} was not started: {busy[name]}" for name in left)
+
+
+def _waiting(outcome: Outcome) -> list[MachineOutcome]:
+    """Return the machines whose reports are awaited.
+
+    A machine that does not run, and whose unit is masked, is not one of them: it can neither start nor report.
+    """
+    masked = {each.name for each in outcome.facts.machines if each.masked and each.ended}
+    return [machine for machine in outcome.machines if machine.pending and machine.name not in masked]

@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress
-from agent.config.last_good import InForce
-from agent.config.load import Loaded
-from agent.host.observe.memory import Memory
+from agent.config.load import InForce, Loaded
+from agent.host.observe.host import Memory
 from agent.host.reconcile import Reconciler
-from agent.host.state.file_ages import read_ages
+from agent.host.state.records import read_ages
+from agent.system.devices import Sysfs
 from agent.system.files import System
 from agent.system.process import Runner
-from agent.system.sysfs import Sysfs
 
 
 def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None] = progress) -> Reconciler:

@@ -3,17 +3,566 @@
 docs/configuration.md is generated from these classes and their docstrings (`make docs`).
 """
 
+import posixpath
 import re
-from typing import Annotated, Literal
+from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
-from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, DeviceClasses, ExtraDevices
-from agent.config.mounts import ExtraMounts
-from agent.config.node import NodeSettings
-from agent.config.nspawn_settings import NspawnSettings, OneLine
-from agent.config.pod_environment import PodEnvironment
-from agent.config.table import Check, Range, Table, text
-from agent.config.values import AbsolutePath, host_name
-from agent.model.pci_address import as_in_sysfs
+from msgspec import field
+
+from agent.config.checks import (
+    AbsolutePath,
+    Check,
+    IpAddress,
+    LabelKey,
+    LabelValue,
+    NodeAddresses,
+    NodeName,
+    Range,
+    StartupTaint,
+    Table,
+    Taint,
+    absolute,
+    host_name,
+    is_below,
+    once,
+    plain,
+    text,
+    usable_url,
+)
+from agent.model.device import as_in_sysfs
+from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
+
+# Settings for devices other than GPUs, and for further CDI specifications and hooks. Pure.
+
+
+DeviceClassName = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+
+CdiMode = Literal["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
+
+CdiHook = Literal[
+    "enable-cuda-compat", "disable-device-node-modification", "update-application-profile", "apply-cuda-memory-limits"
+]
+
+GPU_PREFIX, GPU_PATHS = "/dev/nvidia", ("/dev/dri", "/dev/kfd")
+NSPAWN_PATHS = (
+    *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
+    *(f"/dev/{name}" for name in ("pts", "shm", "mqueue", "char", "block", "fd", "stdin", "stdout", "stderr", "core")),
+)
+"""Nodes, directories and links that nspawn creates in each machine (src/nspawn/nspawn.c: copy_devnodes, setup_pts,
+setup_dev_console)."""
+KMSG = "/dev/kmsg"
+
+
+def _allowed_path(value: str) -> str:
+    if not value.startswith("/dev/"):
+        raise ValueError(f"{value!r} is not below /dev")
+    if value.startswith(GPU_PREFIX) or is_below(value, GPU_PATHS):
+        raise ValueError(f"{value} belongs to GPUs or their driver: use `gpus` or `devices`")
+    if is_below(value, NSPAWN_PATHS):
+        raise ValueError(f"{value} cannot be given: each machine has its own")
+    if value == KMSG:
+        raise ValueError(f"{value} cannot be given here: use `nspawn.kmsg`")
+    return value
+
+
+class ExtraDevice(Table, frozen=True, kw_only=True):
+    """One character device of the host. It has the same path in the machine."""
+
+    path: Annotated[str, Check(absolute), Check(plain), Check(_allowed_path)]
+    """Below `/dev`. A symbolic link is not followed."""
+    mode: Literal["r", "rw", "rwm"] = "rw"
+    """What the machine's cgroup permits: reading (`r`), writing (`w`), mknod (`m`)."""
+
+
+CDI_MODES = {
+    "gds": ("devices", "nvidia-fs"),
+    "mofed": ("devices", "infiniband"),
+    "gdrcopy": ("devices", "gdrcopy"),
+    "imex": ("imex_channels", ""),
+    "nvswitch": ("", ""),
+    "management": ("", ""),
+}
+"""By mode, the setting that grants the mode's device nodes, and the value that this setting's list must contain. If the
+setting is not a list, the value is empty. If the mode needs no other setting, both are empty."""
+
+
+CdiModes = Annotated[list[CdiMode], once("mode", str)]
+CdiHooks = Annotated[list[CdiHook], once("hook", str)]
+DeviceClasses = Annotated[list[DeviceClassName], once("device", str)]
+ExtraDevices = Annotated[list[ExtraDevice], once("device", attrgetter("path"))]
+
+
+# Settings for extra bind mounts, and which paths are refused. Pure.
+#
+# nspawn's own `Bind=` and `BindReadOnly=` accept any path. The paths that are refused here would keep a machine from
+# starting, hide what the agent and systemd need in it, or let the machine take control of the host.
+
+
+REFUSED_SOURCES = {
+    "each machine has its own": ("/proc", "/sys"),
+    "for device nodes use `devices` or `extra_devices`": ("/dev",),
+    "unbounded-agent.service cannot see the host's files there": (
+        "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
+    ),
+}  # fmt: skip
+"""By reason, the paths that cannot be a source. No path below them can be a source either."""
+SETTINGS_PLACES = ("/etc", "/run", "/usr/lib", "/lib", "/usr/local/lib", "/usr/share", "/usr/local/share")
+"""Where programs look for the directories in SETTINGS, one place after the other."""
+SETTINGS = (
+    # systemd's own, and what it and udevd run or set as root.
+    *("systemd", "modprobe.d", "modules-load.d", "depmod.d", "tmpfiles.d", "sysctl.d", "sysusers.d", "binfmt.d"),
+    *("environment.d", "credstore", "credstore.encrypted", "kernel"),
+    # Who may do what, and what runs when.
+    *("dbus-1", "polkit-1", "pam.d", "security", "ssh", "sudoers.d", "cron.d", "init.d", "profile.d"),
+    # What packages, the initramfs, the network and container runtimes run.
+    *("apt", "dpkg", "initramfs-tools", "dracut", "network", "NetworkManager", "networkd-dispatcher"),
+    *("containers", "containerd", "docker", "cdi"),
+)
+"""Directories of settings, by their name in each of SETTINGS_PLACES, that make root's programs run a program, load a
+library or change any file."""
+CONTROL_PATHS = (
+    *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
+    *(f"{place}/{name}" for place in SETTINGS_PLACES for name in SETTINGS),
+    # udevd's, except /run/udev/data. Its control socket serves any root user, even root in a machine.
+    *("/etc/udev", "/usr/lib/udev", "/lib/udev", "/usr/local/lib/udev", "/run/udev/control", "/run/udev/rules.d"),
+    # The agent itself, directories with programs, and the kernel. Mounted read-only, they are not protected: root in
+    # the machine can remount them writable. Directories of libraries are not here: they may be mounted read-only, and
+    # docs/security.md warns of that.
+    *("/opt/unbounded-agent", "/usr/lib/unbounded-agent", "/boot", "/efi", "/usr/src", "/var/lib/dkms"),
+    *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/games"),
+    # Further files that decide who becomes root, what is mounted, and what root's programs run.
+    *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "subuid", "subgid", "sudoers", "sudo.conf")),
+    *(
+        f"/etc/{name}"
+        for name in ("fstab", "crypttab", "inittab", "exports", "nsswitch.conf", "login.defs", "rc.local")
+    ),
+    *(f"/etc/{name}" for name in ("crontab", "anacrontab", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
+    *(
+        f"/etc/{name}"
+        for name in ("ld.so.preload", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "bash.bashrc")
+    ),
+    *(
+        f"/etc/{name}"
+        for name in ("logrotate.d", "logrotate.conf", "sysctl.conf", "modules", "default", "alternatives")
+    ),
+    *(f"/etc/{name}" for name in ("apparmor.d", "grub.d", "kubernetes", "nftables.conf", "rc.d", "acpi")),
+    *("/var/spool/cron", "/var/spool/anacron", "/var/lib/dpkg", "/var/lib/systemd", "/var/lib/polkit-1"),
+    # Sockets through which a program starts containers, and their files.
+    *("/run/docker.sock", "/run/crio", "/run/podman", "/var/lib/docker", "/var/lib/containerd", "/var/lib/containers"),
+)
+"""Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
+TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
+"""Directories with files that the host's root executes or reads. Machines may mount them, but only read-only."""
+REFUSED_TARGETS = {
+    "each machine has its own": ("/proc", "/sys", "/dev"),
+    "the machine's systemd-tmpfiles removes old files there": ("/tmp", "/var/tmp"),
+    "systemd in the machine has files there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
+    "systemd-nspawn has files there": ("/run/host",),
+    "the agent has files there": (
+        MACHINE_HOST_NVIDIA, RUNTIME, STATE, *CDI_DIRECTORIES, "/run/cdi", "/lib/modules", "/usr/lib/modules",
+        "/usr/lib/unbounded-agent", "/etc/containerd", "/etc/nvidia-container-runtime",
+    ),
+    "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
+}  # fmt: skip
+"""By reason, the paths that cannot be a target. No path below them can be a target either."""
+LINK_DIRECTORIES = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
+"""Directories in which the machine half makes links. They cannot be targets themselves, but paths below them can."""
+
+
+def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = CONTROL_PATHS) -> str:
+    """Return the path. Raises ValueError if it must not be the source of a mount.
+
+    Some of CONTROL_PATHS may be links on the host. A caller that can read the host passes as `control_paths` both
+    CONTROL_PATHS and the paths to which they lead.
+    """
+    for why, paths in REFUSED_SOURCES.items():
+        if is_below(value, paths):
+            raise ValueError(f"{value} cannot be mounted into a machine: {why}")
+    if is_below(value, control_paths) or _is_above(value, control_paths):
+        raise ValueError(
+            f"{value} is, contains or lies below a path that controls the host or other machines: choose another source"
+        )
+    if not read_only and is_below(value, TRUSTED):
+        raise ValueError(f"{value} is where the host keeps its own programs and settings: set read_only = true")
+    return value
+
+
+def _allowed_target(value: str) -> str:
+    for why, paths in REFUSED_TARGETS.items():
+        if is_below(value, paths):
+            raise ValueError(f"nothing can be mounted at {value}: {why}")
+    needed = (*(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES)
+    if value in LINK_DIRECTORIES or _is_above(value, needed):
+        raise ValueError(
+            f"a mount at {value} would hide files that the machine needs: choose a path inside that directory"
+        )
+    return value
+
+
+def _is_above(path: str, paths: Iterable[str]) -> bool:
+    """Return whether one of `paths` lies below the path."""
+    return any(each.startswith(f"{path.rstrip('/')}/") for each in paths)
+
+
+class ExtraMount(Table, frozen=True, kw_only=True):
+    """A directory or file of the host, with everything mounted below it, at a path in the machine."""
+
+    source: Annotated[str, Check(absolute), Check(plain)]
+    """Absolute path on the host."""
+    target: Annotated[str, Check(absolute), Check(plain), Check(_allowed_target)]
+    """Absolute path in the machine."""
+    read_only: bool = True
+    """Mount it read-only. This guards only against mistakes: root in the machine can remount it writable."""
+
+    def __post_init__(self) -> None:
+        mountable(self.source, read_only=self.read_only)
+
+
+ExtraMounts = Annotated[list[ExtraMount], once("a mount at", attrgetter("target"))]
+
+
+# Settings of the Kubernetes node in a machine, for `unbounded-agent up`. Pure.
+
+
+# Names become parts of URLs and paths: no part of one is `.` or `..`.
+NO_DOTS = r"(?!.*/\.{1,2}(?:[/:@]|$))"
+ImageName = Annotated[
+    str,
+    text(
+        rf"{NO_DOTS}(docker://[^\s@]+(@sha256:[0-9a-f]{{64}})?|(oci|docker-archive):/[^\s]+)",
+        "an image: docker://REGISTRY/NAME:TAG, oci:/DIRECTORY:TAG or docker-archive:/FILE:TAG",
+        longest=512,
+    ),
+]
+"""An image in a transport of containers-transports(5): a registry, an OCI layout, or an archive."""
+Repository = Annotated[
+    str,
+    text(
+        rf"{NO_DOTS}docker://[^\s@]+[^\s@/:]", "a repository, such as docker://registry.example.com/nodes", longest=400
+    ),
+]
+Tag = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "a tag of an image")]
+"""A tag as in the grammar of the OCI distribution specification."""
+Version = Annotated[str, text(r"[0-9]+\.[0-9]+\.[0-9]+", "a version, such as 1.36.3")]
+Sha256 = Annotated[str, text(r"[0-9a-f]{64}", "a SHA-256 digest: 64 hexadecimal digits in lower case")]
+Url = Annotated[
+    str,
+    text(
+        r"https?://[^\s/@]+(/[^\s]*)?", "a URL with http or https, and without a user name", longest=1024, secret=True
+    ),
+    Check(usable_url),
+]
+"""Without a user name and password, because the configuration must not contain secrets."""
+ServerUrl = Annotated[
+    str,
+    Check(lambda value: value.rstrip("/")),
+    text(r"https://[^\s/@]+", "an API server without a path, such as https://10.0.0.1:6443", longest=300),
+    Check(usable_url),
+]
+Registry = Annotated[
+    str,
+    text(
+        r"(_default|[A-Za-z0-9]([A-Za-z0-9-]|\.(?=[A-Za-z0-9]))*(:[0-9]{1,5})?)",
+        "a registry, such as docker.io or registry.example.com:5000",
+        longest=253,
+    ),
+]
+"""A registry's host name with its port, or `_default` for every registry without mirrors of its own."""
+SysctlName = Annotated[
+    str, text(r"[a-z0-9_]+([./][A-Za-z0-9_-]+)+", "the name of a kernel parameter, such as vm.overcommit_memory")
+]
+SysctlValue = Annotated[str, text(r"[\x21-\x7e]+([ \t][\x21-\x7e]+)*", "one line of text", longest=1024)]
+KernelModule = Annotated[str, text(r"[A-Za-z0-9_][A-Za-z0-9_-]*", "the name of a kernel module", longest=63)]
+SecretFile = Annotated[
+    str,
+    text(
+        r"(/[^\s]+|credential:[A-Za-z0-9_-][A-Za-z0-9_.-]*)",
+        "an absolute path, or credential:NAME; the secret itself must not be here",
+        longest=1024,
+        secret=True,
+    ),
+]
+"""Where a secret is: a file that only root may read, or `credential:NAME`, a systemd credential (systemd.exec(5),
+LoadCredential=). The secret itself is never in the configuration."""
+
+
+ARCHIVES: tuple[Literal["crictl", "cni_plugins"], ...] = ("crictl", "cni_plugins")
+"""Programs whose projects publish them in archives, not as single files."""
+
+
+class ImageSettings(Table, frozen=True, kw_only=True):
+    """The OCI image from which the machine's root file system is made."""
+
+    name: ImageName | Literal[""] = ""
+    """An image: `docker://REGISTRY/NAME:TAG` (with `@sha256:...` to pin it), `oci:/DIRECTORY:TAG` or
+    `docker-archive:/FILE:TAG`. Either `name` or `repository` is required; `name` overrides `repository`."""
+    repository: Repository | Literal[""] = ""
+    """A repository such as `docker://registry.example.com/nodes`. If the machine gets an NVIDIA GPU, its image is
+    `agent-ubuntu2404-nvidia` in this repository; otherwise, it is `agent-ubuntu2404`."""
+    tag: Tag = "latest"
+    """The tag of the image in `repository`."""
+    credentials: SecretFile | Literal[""] = ""
+    """The registry's user names and passwords, in the format of containers-auth.json(5): the path of a file that only
+    root may read, or `credential:NAME` (docs/bootstrap.md#secrets)."""
+    ca_directory: AbsolutePath | Literal[""] = ""
+    """A directory with the registry's CA certificates, in files `*.crt`. It may also have a client's certificate in
+    `*.cert` with its key in `*.key` (containers-certs.d(5))."""
+    mirror: Repository | Literal[""] = ""
+    """Where to pull the image from instead of its own registry: with `docker://mirror.example.com/nodes`, the image
+    `docker://REGISTRY/PATH/NAME:TAG` is pulled from `docker://mirror.example.com/nodes/NAME`, by its digest. If the
+    image's name contains no digest, the agent asks the image's own registry for it."""
+    signature_policy: AbsolutePath | Literal[""] = ""
+    """A signature policy, containers-policy.json(5). Without one, the host's `/etc/containers/policy.json` applies. If
+    that is missing too, only the digest is verified."""
+
+    def __post_init__(self) -> None:
+        if not self.name and not self.repository:
+            raise ValueError("name or repository is missing: which image is the machine made from?")
+
+
+class BinariesSettings(Table, frozen=True, kw_only=True):
+    """Programs of a node, if the image does not contain them."""
+
+    version: Version | Literal[""] = ""
+    """Kubernetes' version, such as `1.36.3`, for the kubelet and `kubectl`."""
+    mirror: Url = "https://dl.k8s.io"
+    """The URL below which `release/vVERSION/bin/linux/ARCHITECTURE/kubelet` is."""
+    crictl_version: Version | Literal[""] = ""
+    """The version of `crictl`, from cri-tools."""
+    cni_plugins_version: Version | Literal[""] = ""
+    """The version of the standard CNI plugins. They replace the image's plugins in `containerd.cni_binaries`."""
+    github_mirror: Url = "https://github.com"
+    """The URL below which `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their
+    releases, for `crictl` and the CNI plugins."""
+    bundle: AbsolutePath | Literal[""] = ""
+    """A directory on the host that contains the same files under their base names. It is used instead of the mirrors,
+    for hosts without a network (docs/fleet.md#a-node-from-files)."""
+    sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
+    """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
+    `crictl` and `cni_plugins`. Only files with a digest are fetched."""
+
+    def __post_init__(self) -> None:
+        for name in self.sha256:
+            key = f"{name}_version" if name in ARCHIVES else "version"
+            if not getattr(self, key):
+                raise ValueError(f"{key} is missing: set the version of the file that has the digest sha256.{name}")
+        for name in ARCHIVES:
+            if getattr(self, f"{name}_version") and name not in self.sha256:
+                raise ValueError(f"sha256.{name} is missing: set the digest of the archive, or remove {name}_version")
+
+
+class KubeletSettings(Table, frozen=True, kw_only=True):
+    """The kubelet of the node."""
+
+    labels: dict[LabelKey, LabelValue] = {}
+    """Labels that the node has from its registration on."""
+    gpu_labels: bool = False
+    """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
+    `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
+    versions are those at the node's registration: after that, only GPU Feature Discovery or an administrator changes
+    them (docs/bootstrap.md#startup-taint)."""
+    taints: list[Taint] = []
+    """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
+    startup_taint: StartupTaint = ""
+    """A further taint, in the same form, that somebody else removes when the node's GPUs are ready
+    (docs/bootstrap.md#startup-taint)."""
+    node_ip: NodeAddresses = ""
+    """The node's address. Empty means the host's address on the default route. If the machine has a network of its own,
+    empty means the address that the kubelet finds in the machine."""
+    cluster_dns: list[IpAddress] = field(default_factory=lambda: ["10.96.0.10"])
+    """Addresses of the cluster's DNS service."""
+    cluster_domain: NodeName = "cluster.local"
+    """The cluster's DNS domain."""
+    configuration: dict[str, Any] = {}
+    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), which override the agent's. Tables are merged;
+    other values replace the agent's."""
+
+
+class ContainerdSettings(Table, frozen=True, kw_only=True):
+    """containerd in the node."""
+
+    sandbox_image: str = ""
+    """The image of pods' sandboxes. Empty means containerd's default."""
+    mirrors: dict[Registry, list[Url]] = {}
+    """Mirrors by registry, such as `{ "docker.io" = ["https://mirror.example.com"] }`."""
+    cni_binaries: AbsolutePath = "/usr/lib/cni"
+    """The directory with the CNI plugins, in the machine."""
+
+
+class HostNodeSettings(Table, frozen=True, kw_only=True):
+    """Settings of the host that a node needs."""
+
+    sysctls: dict[SysctlName, SysctlValue] = {}
+    """Kernel parameters, in addition to those that the kubelet and CNI need (docs/bootstrap.md#host-settings)."""
+    kernel_modules: list[KernelModule] = field(default_factory=lambda: ["overlay", "br_netfilter", "nf_conntrack"])
+    """Kernel modules that are loaded now and at each boot."""
+    swap: Literal["off", "keep"] = "off"
+    """Whether swap is turned off, as the kubelet requires by default. `"keep"` leaves swap as it is. If an earlier `up`
+    has turned swap off, the next `up` says how to turn it on again."""
+
+
+class NodeSettings(Table, frozen=True, kw_only=True):
+    """The Kubernetes node in the machine. Only `unbounded-agent up` uses these settings (docs/bootstrap.md)."""
+
+    name: NodeName | Literal[""] = ""
+    """The name of the Node object. Empty means the host's name, which only one node on a host can have."""
+    server: ServerUrl
+    """The API server, such as `https://10.0.0.1:6443`."""
+    ca_file: AbsolutePath
+    """A file with the CA certificate of the API server, in PEM format."""
+    bootstrap_token: SecretFile | Literal[""] = ""
+    """The path of a file with the bootstrap token (`ID.SECRET`) that only root may read, or `credential:NAME`
+    (docs/bootstrap.md#secrets). After the node has joined, the token is removed from the machine. Required, except with
+    `exec_credential`."""
+    exec_credential: list[str] = []
+    """Instead of a bootstrap token: a program that prints an ExecCredential, as an absolute path in the machine, and
+    its arguments."""
+    image: ImageSettings
+    """What the machine's root file system is made from."""
+    binaries: BinariesSettings | None = None
+    """Kubernetes' programs to put into the machine, if the image does not contain them."""
+    kubelet: KubeletSettings = KubeletSettings()
+    """Settings of the kubelet."""
+    containerd: ContainerdSettings = ContainerdSettings()
+    """Settings of containerd."""
+    host: HostNodeSettings = HostNodeSettings()
+    """Settings of the host."""
+
+    def __post_init__(self) -> None:
+        if bool(self.bootstrap_token) == bool(self.exec_credential):
+            raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
+        if self.exec_credential and not self.exec_credential[0].startswith("/"):
+            raise ValueError(f"exec_credential: {self.exec_credential[0]!r} is not an absolute path in the machine")
+
+
+# Environment variables that the configuration gives to pods. Pure.
+#
+# They go into the CDI specification, whose variables override those of a pod's manifest and image (container-edits.go
+# of CDI's Go library). Therefore variables that other programs depend on are refused.
+
+
+VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
+VariableValue = Annotated[
+    str,
+    text(
+        r"[^\x00-\x1f\x7f]*",
+        "one line of text",
+        longest=1024,
+        secret=True,
+    ),
+]
+"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
+NUMBER_LIMIT = 32
+"""The largest number of variables that may be set. The drivers know far fewer. More could slow down the start of
+containers."""
+
+REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),
+    (re.compile("LD_.*|GLIBC_TUNABLES"), "the loader would obey it in each program of each image"),
+    (re.compile("PATH"), "it would replace the image's own, with which its programs are found"),
+    (re.compile("HOME|HOSTNAME|KUBERNETES_.*"), "each pod has its own"),
+)
+"""Patterns of names that are refused, and why."""
+
+
+def _acceptable(variables: dict[str, str]) -> dict[str, str]:
+    if len(variables) > NUMBER_LIMIT:
+        raise ValueError(f"{len(variables)} variables are too many: the limit is {NUMBER_LIMIT}")
+    for name in variables:
+        for pattern, why in REFUSED:
+            if pattern.fullmatch(name):
+                raise ValueError(f"{name} may not be set for all pods: {why}")
+    return variables
+
+
+Variables = Annotated[dict[VariableName, VariableValue], Check(_acceptable)]
+PodEnvironment = dict[Literal["nvidia"], Variables]
+"""Variables by vendor. A pod gets only those of its device's vendor: another vendor's driver may misread them."""
+
+
+# Settings for systemd-nspawn, with the defaults that a Kubernetes node needs (systemd.nspawn(5)). Pure.
+
+
+OneLine = Annotated[
+    str,
+    text(r"([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?", "one line of text that does not end in a backslash", secret=True),
+]
+"""Text for one line of a unit file. A line break would start another setting; a backslash at the end would join the
+next line."""
+SectionName = Annotated[str, text(r"[A-Z][A-Za-z]*", "the name of a section, such as Files")]
+KeyName = Annotated[str, text(r"[A-Z][A-Za-z0-9]*", "the name of a setting, such as Bind")]
+
+MOUNT_PART = re.compile(r"(?:^|:)((?:\\.|[^:\\])*)")
+"""Matches one part of a mount setting's value. Parts end at a colon, but not at `\\:`, an escaped colon
+(systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
+
+NO_USER_NAMESPACE = (
+    "a machine cannot have a user namespace: systemd could bind no device into it while it runs; the "
+    "kubelet could not open /dev/kmsg; CNI could not create interfaces in the host's network; remove private_users and "
+    "PrivateUsers (docs/security.md)"
+)
+
+
+class NspawnSettings(Table, frozen=True, kw_only=True):
+    """Settings of systemd-nspawn, systemd.nspawn(5). Where a default weakens the machine's isolation, its description
+    says why."""
+
+    capability: OneLine = "CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG"
+    """Capabilities in addition to systemd-nspawn's own set (`--capability=` in systemd-nspawn(1)), which contains
+    CAP_SYS_ADMIN and CAP_MKNOD. `"all"` gives every capability.
+
+    CAP_NET_ADMIN is for CNI and kube-proxy, CAP_SYSLOG for the kubelet, which reads `/dev/kmsg`, and CAP_IPC_LOCK for
+    pods that pin memory; pods may ask for the others. The default does not contain CAP_SYS_MODULE, CAP_SYS_RAWIO and
+    CAP_SYS_TIME, which change the host's kernel, I/O ports and clock (docs/security.md).
+    """
+    private_users: bool = False
+    """Always `false`: a machine cannot have a user namespace (docs/security.md)."""
+    system_call_filter: OneLine = "@keyring bpf"
+    """System calls to allow in addition to nspawn's own. runc joins a session keyring and loads BPF device programs;
+    nspawn's own filter forbids both."""
+    virtual_ethernet: bool = False
+    """Give the machine a network of its own. By default the machine uses the host's network."""
+    kmsg: bool = True
+    """Bind `/dev/kmsg`. The kubelet watches it for out-of-memory kills and does not start without it."""
+    modules: bool = True
+    """Bind `/lib/modules` read-only. kube-proxy and CNI plugins read it."""
+    environment: dict[VariableName, OneLine] = field(
+        default_factory=lambda: {
+            "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+            "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
+        }
+    )
+    """Environment variables of systemd-nspawn itself. The defaults give the machine cgroup v2, and make `/proc/sys/net`
+    writable for CNI."""
+    extra: dict[SectionName, dict[KeyName, OneLine | list[OneLine]]] = {}
+    """Any other settings of systemd.nspawn(5), by section, such as `extra.Files.Bind = ["/srv/data"]`. They are
+    appended unchanged."""
+
+    def __post_init__(self) -> None:
+        if self.private_users or "PrivateUsers" in self.extra.get("Exec", {}):
+            raise ValueError(NO_USER_NAMESPACE)
+
+    def mounted_paths(self) -> Iterator[str]:
+        """Yield the host paths in `extra` in which root in the machine can write. The paths have no escapes.
+
+        Paths of BindReadOnly= are among them, because root in the machine can remount them writable. Of an overlay's
+        paths, only the one that takes the overlay's changes is among them: the last path before the target. If Overlay=
+        has only two paths, the second one takes the changes, and is the target too. OverlayReadOnly= has no path that
+        takes changes.
+        """
+        files = self.extra.get("Files", {})
+        for key in ("Bind", "BindReadOnly", "Overlay"):
+            lines = files.get(key, [])
+            for line in [lines] if isinstance(lines, str) else lines:
+                # systemd removes blanks at the start.
+                parts = [re.sub(r"\\(.)", r"\1", part) for part in MOUNT_PART.findall(line.strip())]
+                path = parts[-2 if len(parts) > 2 else -1] if key == "Overlay" else parts[0].removeprefix("-")
+                # Leave out empty paths, and paths that start with "+", which lie below the machine's own root.
+                if path.startswith("/"):
+                    yield path
+
 
 GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

@@ -8,9 +8,9 @@ from msgspec.structs import fields
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from agent.config.document import Document
+from agent.config.checks import Table
+from agent.config.load import Document
 from agent.config.settings import GPUS_EXPECTED, Config
-from agent.config.table import Table
 from agent.model.errors import ConfigError, NoMachinesError
 
 

@@ -8,8 +8,8 @@ import sys
 from agent.dra.service import Service
 from agent.model.errors import AgentError
 from agent.system.files import System
-from agent.system.host_runner import host_runner
 from agent.system.journal import ERROR, INFO, WARNING, say
+from agent.system.process import host_runner
 
 
 class Journal(logging.Handler):

@@ -29,14 +29,14 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from agent.model.conditions import Reason
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import in_json, parse_object
-from agent.model.reasons import Reason
 from agent.model.text import one_line
 from agent.system.deadlines import bounded
 from agent.system.files import System
-from agent.system.tls import client_context
+from agent.system.http import client_context
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,14 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
-from agent.model import allocatable, gpu_states
-from agent.model.allocatable import AllocatableDevice, AllocatableVendor
+from agent.model import contract
+from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
-from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.files import System
-from agent.vendors.amd.dra import AmdDra
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor
-from agent.vendors.intel.dra import IntelDra
+from agent.vendors.drm.dra import AmdDra, IntelDra
 from agent.vendors.nvidia.dra import NvidiaDra
 
 log = logging.getLogger(__name__)
@@ -324,8 +322,8 @@ class Inventory:
             return
         before, self._seen = self._documents, seen
         problems: dict[str, str] = {}
-        vendors = self._read(ALLOCATABLE, allocatable.SIZE_LIMIT, allocatable.parse_allocatable, problems)
-        states = self._read(GPU_STATES, gpu_states.SIZE_LIMIT, gpu_states.parse_gpu_states, problems)
+        vendors = self._read(ALLOCATABLE, contract.ALLOCATABLE_SIZE_LIMIT, contract.parse_allocatable, problems)
+        states = self._read(GPU_STATES, contract.GPU_STATES_SIZE_LIMIT, contract.parse_gpu_states, problems)
         documents = replace(before, problems=problems)
         if ALLOCATABLE not in problems:
             documents = replace(documents, vendors=vendors or ())

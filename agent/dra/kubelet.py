@@ -36,7 +36,7 @@ from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
 from agent.dra.inventory import Device, Health
 from agent.model.errors import AgentError, DocumentError
 from agent.model.text import one_line
-from agent.system import opening
+from agent.system import files
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _peer_process(connection: socket.socket) -> int:
         process: int = CREDENTIALS.unpack(raw)[0]
         return process
     try:
-        lines = opening.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
+        lines = files.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
     finally:
         os.close(pidfd)
     # -1 for a process that has ended (proc(5)).

@@ -27,12 +27,11 @@ from agent.dra.grpc_server import start_thread
 from agent.dra.inventory import DRA_VENDORS, Device, Inventory, dra_vendor
 from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
 from agent.dra.slices import COLLECTION, SELECTOR, Node, Published, Publisher
-from agent.model.conditions import Condition, ConditionType, false
-from agent.model.dra_status import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
+from agent.model.conditions import Condition, ConditionType, Reason, false
+from agent.model.contract import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
+from agent.model.device import gives_gpus, is_zero
 from agent.model.errors import AgentError
-from agent.model.extended_resources import gives_gpus, is_zero
 from agent.model.paths import DRA_DRIVER, DRA_STATUS
-from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.kubelet_identity import Identity, Kubelet
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from agent.dra.api import ApiClient, ConflictError, NotFoundError
 from agent.dra.inventory import Device, Taint
-from agent.model.digest import sha256
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
-from agent.model.text import rfc3339
+from agent.model.text import rfc3339, sha256
 from agent.vendors.dra_vendor import Attribute, Version
 
 API = "resource.k8s.io/v1"

@@ -2,45 +2,47 @@
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agent.config.last_good import InForce
+from agent.config.load import InForce
 from agent.config.settings import Config
-from agent.host.apply.bootstrap_token import remove_used_tokens
-from agent.host.apply.documents import publish_documents
-from agent.host.apply.host_status import publish_host_status
-from agent.host.apply.steps import Applied, apply
-from agent.host.observe.host import observe
-from agent.host.observe.machine_report import Report, read_report
-from agent.host.observe.memory import Memory
-from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.apply.steps import Applied, apply, publish_documents, publish_host_status, remove_used_tokens
+from agent.host.observe.host import Memory, observe
+from agent.host.observe.machine import Report, read_report
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
-from agent.host.plan.goal import Plan, plan
-from agent.host.plan.started import with_live
-from agent.host.state.condition_history import read_history, write_history
-from agent.host.state.file_ages import write_ages
+from agent.host.plan.goal import Plan, plan, with_live
 from agent.host.state.locks import pass_lock
-from agent.host.state.remains import clear_remains, clear_report, machines_with_state
-from agent.host.state.starts import has_started, mark_starts
+from agent.host.state.records import (
+    clear_remains,
+    clear_report,
+    has_started,
+    machines_with_state,
+    mark_starts,
+    read_history,
+    write_ages,
+    write_history,
+)
 from agent.host.verify import answers, readiness
-from agent.host.verify.changed_files import with_changed_files
-from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
-from agent.host.verify.ignored_conditions import with_ignored
-from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
-from agent.host.verify.unseen_machine import with_unseen_machine
-from agent.model.actions import Cleanup, Done, RemoveStaleStaging
-from agent.model.conditions import Condition, with_transitions
+from agent.host.verify.readiness import (
+    expected_gpus,
+    lost_gpus,
+    with_changed_files,
+    with_ignored,
+    with_lost_gpus,
+    with_time,
+    with_unseen_machine,
+)
+from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
+from agent.model.contract import render_gpu_states
 from agent.model.errors import CommandError, UnsupportedError
-from agent.model.facts import Broken, Facts, MachineFacts
-from agent.model.faults import fault
-from agent.model.goal import MachineGoal
-from agent.model.gpu_states import render_gpu_states
-from agent.model.handoff import DRA
+from agent.model.facts import Broken, Facts, LiveSettings, MachineFacts
+from agent.model.goal import Cleanup, Done, Fault, MachineGoal, RemoveStaleStaging, fault
+from agent.model.handoff import DRA, Repair
 from agent.model.paths import (
     HOST_NVIDIA,
     fabric_file,
@@ -49,9 +51,119 @@ from agent.model.paths import (
     machine_unit,
     report_directory,
 )
-from agent.model.reasons import Reason
+from agent.system.devices import DeviceSource
 from agent.system.files import System
-from agent.system.sysfs import DeviceSource
+
+# The result of a pass, for commands, logs, metrics and pages. Pure.
+
+
+NO_MACHINES = "no machine is configured"
+"""What commands and pages show instead of outcomes."""
+NO_METRICS = "no metrics: "
+"""Begins the service's line in `systemctl status` while it cannot serve its pages. The reason follows."""
+PASS_FAILED = "the last pass failed: "
+"""Begins the service's line if its last pass did not finish. The reason follows."""
+STEP_FAILED = "the last pass had a failure: "
+"""Begins the service's line if its last pass finished, but a step failed. The first failure follows."""
+NO_ANSWER = "it does not run, or has not answered the latest handoff yet"
+
+
+class MachineOutcome(Struct, frozen=True):
+    """One machine after a pass."""
+
+    name: str
+    conditions: tuple[Condition, ...]
+    """All conditions with the times of their last changes, Ready last; empty before the machine's first pass."""
+    gpus: tuple[str, ...] = ()
+    """PCI addresses of the granted GPUs that are not lost. If the machine has no goal, it keeps the GPUs that it was
+    granted last, and these are meant."""
+    pending: bool = False
+    """Another pass is needed soon, for one of these reasons: the machine was just started; its report does not answer
+    the latest handoff yet; the next pass will change its devices or publish its handoff; in its report, a condition
+    that Ready needs is Unknown; Ready has not settled yet."""
+    stopped: bool = False
+    """The machine exists and the agent may write its settings, but the machine neither runs nor starts. Its unit is not
+    masked."""
+    startable: bool = False
+    """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
+    has_run: bool = False
+    """The machine does not run now, and one of these is true: since the host booted, it has stopped, failed to start,
+    or had a start cancelled; or its unit is masked."""
+    expected: int = 0
+    """How many GPUs the settings ask for. If they ask for all: the number of GPUs that the machine has or has lost."""
+    advertised: int | None = None
+    """How many of the granted GPUs the node offers to pods, according to the machine; None if that is unknown."""
+    agent_version: str = ""
+    """The machine half's version, from its report; empty without a report."""
+    reported: float = 0.0
+    """When the machine half last reported, in seconds since the epoch; 0 without a report."""
+    lost: tuple[str, ...] = ()
+    """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """Repairs by the machine half since the machine's boot, from its report; empty without a report."""
+    start_settings: LiveSettings | None = None
+    """The settings that a start would use now; None if those on disk are not the goal's, or if there is no goal."""
+    fault: Fault | None = None
+    """An unexpected error while working on this machine."""
+
+    def condition(self, kind: ConditionType) -> Condition:
+        """Return the condition of this type; Unknown before the machine's first pass."""
+        found = next((each for each in self.conditions if each.type is kind), None)
+        return found or unknown(kind, Reason.NOT_EVALUATED, "this condition was not evaluated")
+
+    @property
+    def ready(self) -> Condition:
+        """The condition that sums up all others."""
+        return self.condition(ConditionType.READY)
+
+    @property
+    def awaited(self) -> str:
+        """What the machine still needs, in words, for a command that waits for the machine.
+
+        If Ready is not True, the text is Ready's message. If Ready is True, the text is the message of the first
+        needed condition that is not True, or NO_ANSWER if there is none. Only a machine
+        without a GPU can be Ready and have such a condition.
+        """
+        needed = (each for each in self.conditions if each.needed_for_ready)
+        missing = next((each.message for each in needed if each.status is not Status.TRUE), NO_ANSWER)
+        return missing if self.ready.status is Status.TRUE else self.ready.message
+
+
+def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ...]]:
+    """Return the names of the machines that have each GPU, by the GPU's PCI address."""
+    granted: dict[str, tuple[str, ...]] = {}
+    for machine in machines:
+        for address in machine.gpus:
+            granted[address] = (*granted.get(address, ()), machine.name)
+    return granted
+
+
+class Outcome(Struct, frozen=True):
+    """The result of one pass."""
+
+    facts: Facts
+    machines: tuple[MachineOutcome, ...]
+    actions: tuple[Done, ...] = ()
+    failures: tuple[str, ...] = ()
+    """Steps that failed and unexpected errors, one sentence each."""
+    concerned: Mapping[str, str] = field(default_factory=dict)
+    """The machine's name for each failure that concerns only one machine, by the failure's sentence. All other failures
+    may concern any machine."""
+    duration: float = 0.0
+    """Seconds that the pass took."""
+    finished: float = 0.0
+    """When the pass ended, in seconds since the epoch."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The actions as sentences."""
+        return tuple(action.sentence for action in self.actions)
+
+    def failures_of(self, machines: Iterable[str]) -> tuple[str, ...]:
+        """Return the failures, without those that concern only other machines."""
+        may_concern = {None, *machines}
+        return tuple(each for each in self.failures if self.concerned.get(each) in may_concern)
+
 
 CLEANUP_INTERVAL = 600.0
 """Seconds between a failed attempt to remove a driver root and the next one. An attempt may take a minute."""
@@ -135,7 +247,7 @@ class Reconciler(Struct):
         for machine in outcome.machines:
             wanted = machine.name in by_hand
             may_start = machine.stopped and machine.startable and (wanted or not machine.has_run)
-            # Read the machine's mark (agent.host.state.starts) again: `stop` may have made it during the pass.
+            # Read the machine's mark (agent.host.state.records) again: `stop` may have made it during the pass.
             if may_start and (wanted or not has_started(machine.name, self.system)):
                 failures += self.start(machine.name)
                 machine = replace(machine, pending=True)

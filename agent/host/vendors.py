@@ -4,12 +4,11 @@ from collections.abc import Callable, Set
 
 from agent.model.facts import PciDevice, Seen
 from agent.system.files import System
-from agent.vendors.amd.host import AMD
+from agent.vendors.drm.host import AMD, INTEL
 from agent.vendors.host_vendor import HostVendor
-from agent.vendors.intel.host import INTEL
-from agent.vendors.nvidia.devices.kernel_modules import load
+from agent.vendors.nvidia.driver import load
 from agent.vendors.nvidia.host import NVIDIA
-from agent.vendors.other_devices.host import OTHER
+from agent.vendors.other_devices import OTHER
 
 HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL, OTHER)
 

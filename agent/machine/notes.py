@@ -8,16 +8,27 @@ agent writes into /etc outlive a boot.
 import contextlib
 import json
 import stat
-from collections.abc import Iterator, Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from agent.model.digest import json_digest
-from agent.model.errors import ApplyError
-from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, NODE_NAME, OWNED
-from agent.system.ages import Ages, Observation
-from agent.system.errnos import UNUSABLE
-from agent.system.files import NEW, System
-from agent.system.journal import WARNING, say
+from agent import __version__
+from agent.model.conditions import Condition, ConditionType, Reason, false
+from agent.model.errors import AgentError, ApplyError
+from agent.model.handoff import Handoff, Repair, with_remark
+from agent.model.paths import (
+    DRA_STATUS_NAME,
+    GPU_STATES_NAME,
+    HANDOFF_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_STATE,
+    NODE_NAME,
+    OWNED,
+)
+from agent.model.text import json_digest, one_line
+from agent.system.files import NEW, UNUSABLE, System
+from agent.system.journal import WARNING, Ages, Observation, say
 
 VERSION = 1
 """Version of all notes, and of the ownership record."""
@@ -208,3 +219,229 @@ def _parse(content: bytes) -> object:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
+
+
+# The context that is passed to all steps that settle one handoff.
+
+
+T = TypeVar("T")
+
+
+class Once:
+    """Results that are computed once and used by several steps, some of which run in threads."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, threading.Lock] = {}
+        self._results: dict[str, Any] = {}
+
+    def get(self, name: str, compute: Callable[[], T]) -> T:
+        """Return the result with this name. The first caller computes it; if `compute` raises, the next one does."""
+        # A lock for each name: who waits for one result must not wait for another.
+        with self._locks.setdefault(name, threading.Lock()):
+            if name not in self._results:
+                self._results[name] = compute()
+            result: T = self._results[name]
+            return result
+
+
+class Context(NamedTuple):
+    """The machine, the agent's notes and files in it, and the handoff, which says what the host wants."""
+
+    system: System
+    notes: Notes
+    owned: Owned
+    handoff: Handoff
+    generation: str
+    """The handoff's generation, a digest of its content. It is computed only once."""
+    once: Once
+    """Results that are computed only once for this handoff."""
+    unsynced: list[str]
+    """Files that a crash of the kernel may still damage. They are synced only after the report has been written,
+    because the report must not wait for that."""
+
+    @classmethod
+    def of(cls, system: System, handoff: Handoff) -> "Context":
+        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once(), [])
+
+
+# Runs steps so that a failure affects only the step's own condition: other steps run, and a report is written.
+
+
+ERROR_SHOWN = 200
+"""The largest number of characters of an error that a condition or a remark shows."""
+
+
+def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
+    """Run a step and return its condition. An exception becomes a condition of type `kind` that is False."""
+    try:
+        return step()
+    except (AgentError, OSError) as error:
+        return false(kind, Reason.FAILED, str(error))
+    # Any exception: unexpected content of a file that a pod can write must not keep the report from being written. The
+    # condition's message is also logged.
+    except Exception as error:
+        return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
+
+
+class InBackground(Generic[T]):
+    """A step that runs in a thread, in parallel with others. A thread suffices: steps mostly wait for programs.
+
+    The step must not raise an exception.
+    """
+
+    def __init__(self, step: Callable[[], T]) -> None:
+        self._results: list[T] = []
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(step,))
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # A pod may have used up the machine's processes and threads: run the step here and now.
+            self._thread = None
+            self._run(step)
+
+    def _run(self, step: Callable[[], T]) -> None:
+        self._results.append(step())
+
+    def result(self) -> T:
+        """Wait until the step is done, and return its result."""
+        if self._thread:
+            self._thread.join()
+        return self._results[0]
+
+
+def with_remark_from(
+    conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
+) -> tuple[Condition, ...]:
+    """Run a step that adds a remark to conditions, and return the conditions.
+
+    If the step raises an exception, the condition `kind` gets the remark "cannot tell `what`". The report must be
+    written even if files of pods or processes have unexpected content.
+    """
+    try:
+        return step()
+    except Exception as error:
+        remark = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}"
+        return with_remark(conditions, kind, remark)
+
+
+# Remembers that a costly step failed, so that its next attempt may wait.
+#
+# An attempt to make a CDI specification opens every GPU, several times if one has failed. A GPU whose driver has failed
+# often hangs, writes to the kernel log, or leaves processes that cannot be killed. So there must not be an attempt each
+# minute. Neither should ldconfig write the loader cache each minute.
+
+
+LONGEST = 600.0
+"""The longest time in seconds between two attempts. Most recoveries need no time at all, because they change what a
+failure depends on. But no event shows, for example, that somebody reset a GPU on the host: until `gpus attach`, nothing
+changes here."""
+EARLY = 30.0
+"""Seconds by which a run may come too early for the next attempt. Otherwise it would wait for one more run."""
+
+
+class Failure(NamedTuple):
+    """What a failed attempt depended on. The failure holds, for a time, until any of that changes."""
+
+    context: Context
+    note: str
+    """The name of the note about the failure."""
+    state: str
+
+    @classmethod
+    def of(cls, context: Context, note: str, *inputs: object) -> "Failure":
+        """Return the failure that an attempt with these inputs, which are JSON data, may have.
+
+        It also depends on what the host publishes.
+        """
+        # Another release of the agent may succeed.
+        return cls(context, note, json_digest([__version__, publications(context), *inputs]))
+
+    def noted(self) -> Mapping[str, Any]:
+        """Return the details of the last attempt if it failed and the next attempt has to wait; otherwise nothing."""
+        noted = self.context.notes.load(self.note)
+        if noted.get("state") != self.state or time.monotonic() >= noted["until"]:
+            return {}
+        details: Mapping[str, Any] = noted["details"]
+        return details
+
+    def save(self, **details: str | tuple[str, ...]) -> None:
+        """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted.
+
+        If that cannot be noted, the next run tries again.
+        """
+        notes, now = self.context.notes, time.monotonic()
+        with contextlib.suppress(OSError):
+            noted = notes.load(self.note)
+            first = noted.get("since") if noted.get("state") == self.state else None
+            since, until = next_attempt(first, now)
+            notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Note that the attempt failed if the block raises AgentError or OSError, which is raised again."""
+        try:
+            yield
+        except (AgentError, OSError) as error:
+            self.save(message=str(error))
+            raise
+
+
+def next_attempt(first: object, now: float) -> tuple[float, float]:
+    """Return when the first of several failed attempts was, and when to try again, both by CLOCK_MONOTONIC.
+
+    `first` is the noted time of the first one; any other type if the attempt that fails now is the first.
+    """
+    since = first if isinstance(first, float) else now
+    return since, now + min(now - since, LONGEST) - EARLY
+
+
+def publications(context: Context) -> list[list[int]]:
+    """Return a value that changes whenever the host publishes the handoff or the GPU states.
+
+    It publishes an unchanged handoff again after it has bound missing nodes, and after `gpus attach`, which says that a
+    GPU was reset.
+    """
+    return [_publication(context, name) for name in (HANDOFF_NAME, GPU_STATES_NAME)]
+
+
+def _publication(context: Context, name: str) -> list[int]:
+    """Return what changes whenever the host publishes this file; empty if there is none."""
+    try:
+        identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{name}")
+    except FileNotFoundError:
+        return []
+    return [identity.inode, identity.mtime_ns]
+
+
+def forget(context: Context, note: str) -> None:
+    """Forget a failure, so that the next attempt does not wait. Raises OSError."""
+    if context.notes.load(note):
+        context.notes.save(note, {})
+
+
+# Logs and counts repairs: changes that somebody made in the machine, and that the agent has undone.
+
+
+NOTE = "repairs"
+
+
+def record_repair(notes: Notes, repair: Repair, problem: str) -> None:
+    """Log and count a repair. `problem` says what was wrong."""
+    say(WARNING, f"repaired: {problem}")
+    # A count that cannot be written does not matter.
+    with contextlib.suppress(OSError):
+        counts = _counts(notes)
+        notes.save(NOTE, {**counts, repair: counts[repair] + 1})
+
+
+def repair_counts(notes: Notes) -> dict[str, int]:
+    """Return the counts since the machine's boot; all 0 if they cannot be read, because the report must be written."""
+    try:
+        return _counts(notes)
+    except OSError:
+        return {each.value: 0 for each in Repair}
+
+
+def _counts(notes: Notes) -> dict[str, int]:
+    counts = notes.load(NOTE)
+    return {each.value: counts.get(each, 0) for each in Repair}

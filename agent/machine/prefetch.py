@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from threading import Lock
 
+from agent.model.handoff import HANDOFF_VERSION
 from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
-from agent.model.versions import HANDOFF_VERSION
-from agent.system import opening
+from agent.system import files
 from agent.system.deadlines import bounded
-from agent.system.host_runner import KILL_MARGIN, Program, host_runner
-from agent.system.process import Completed, TimeLimitError
-from agent.vendors.nvidia.cdi.command import generate_command
+from agent.system.process import KILL_MARGIN, Completed, Program, TimeLimitError, host_runner
+from agent.vendors.nvidia.command import generate_command
 
 GENERATORS: Mapping[str, Callable[[str, str, Iterable[str]], tuple[str, ...]]] = {"nvidia": generate_command}
 """By vendor, a function that returns the generator's command for a driver root, an output directory and hooks."""
@@ -123,7 +122,7 @@ def _claim(generation: str, root: str) -> bool:
             return False
         os.unlink(mark)
     os.makedirs(f"{root}{MACHINE_STATE}", exist_ok=True)
-    with opening.new_file(mark) as file:
+    with files.new_file(mark) as file:
         file.write(generation.encode())
     return True
 
@@ -138,4 +137,4 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _content(path: str) -> bytes:
-    return opening.content(opening.open_probe(path), path, LIMIT)[0]
+    return files.content(files.open_probe(path), path, LIMIT)[0]

@@ -26,11 +26,11 @@ def machine_vendor(name: str) -> MachineVendor | None:
 
             return NvidiaMachine()
         case "amd":
-            from agent.vendors.amd.machine import AmdMachine
+            from agent.vendors.drm.machine import AmdMachine
 
             return AmdMachine()
         case "intel":
-            from agent.vendors.intel.machine import IntelMachine
+            from agent.vendors.drm.machine import IntelMachine
 
             return IntelMachine()
         case _:

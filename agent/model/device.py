@@ -4,6 +4,9 @@ The other facts are in agent.model.facts. The machine half cannot import that mo
 which machines do not have.
 """
 
+import fnmatch
+import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -63,3 +66,40 @@ class DeviceNumber(NamedTuple):
     mode: int = 0o666
     uid: int = 0
     gid: int = 0
+
+
+# PCI addresses: domain:bus:device.function, as sysfs names devices (PCI_DEVID and pci_setup_device in the kernel).
+
+
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""An address as sysfs writes it."""
+
+
+def as_in_sysfs(text: str) -> str:
+    """Return the address as sysfs writes it; empty if the text is not a PCI address.
+
+    Some tools print upper-case letters and domains of eight digits. lspci leaves out domain 0.
+    """
+    text = text.lower()
+    if text.count(":") == 1:
+        text = f"0000:{text}"
+    if not PCI_ADDRESS.fullmatch(text):
+        return ""
+    domain, _, rest = text.partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+# Tells which extended resources of a node give pods GPUs, and which counts are zero. Pure.
+
+
+def gives_gpus(name: str, prefix: str, harmless: Sequence[str]) -> bool:
+    """Return whether a resource has a vendor's prefix, and matches none of the patterns (fnmatch) in `harmless`."""
+    return name.startswith(prefix) and not any(fnmatch.fnmatchcase(name, each) for each in harmless)
+
+
+def is_zero(count: str) -> bool:
+    """Return whether a quantity such as `0`, `0k` or `8` is zero: whether it has no digit other than 0.
+
+    A thousand is `1k`: the API server writes a quantity with the largest suffix that leaves a whole number.
+    """
+    return not any(each in "123456789" for each in count)

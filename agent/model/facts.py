@@ -1,19 +1,275 @@
 """What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
+import json
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field, to_builtins
 
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.device_allow import DeviceAllow
-from agent.model.driver_root import Library, StagedRoot
-from agent.model.gpu_facts import GpuFacts
-from agent.model.granted import Granted
+from agent.model.errors import DocumentError
 from agent.model.handoff import Publication
-from agent.model.live import LiveSettings
-from agent.model.mount_source import MountSource
-from agent.model.remembered import Remembered
+from agent.model.json_document import accept_version, get
+from agent.model.paths import LIVE_NAME
+from agent.model.text import sha256
+from agent.model.typed_json import Format, convert, decode
+
+# The source of a mount, as the host observes it. Pure.
+
+
+class MountSource(Struct, frozen=True):
+    """The source of a mount in the settings, with symbolic links resolved."""
+
+    path: str
+    components: tuple[str, ...]
+    """Each directory and symbolic link that the configured path leads through, and the source itself."""
+
+
+# An entry of a unit's DeviceAllow= list, systemd.resource-control(5).
+
+
+class DeviceAllow(Struct, frozen=True):
+    """What a unit may do with a device or a group of devices, written as `/dev/char/195:0 rw`."""
+
+    node: str
+    """A path in /dev, or a group such as `char-pts`."""
+    permissions: str = ""
+    """Some of the letters `rwm`; empty means all of them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "DeviceAllow":
+        """Return the entry that `str()` turns back into this text. Any text is accepted: systemd validates it."""
+        node, _, permissions = text.partition(" ")
+        return cls(node, permissions)
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.permissions}" if self.permissions else self.node
+
+
+# A driver root, and the files in it.
+
+
+class Library(Struct, frozen=True, order=True):
+    """One driver library or companion file, with its path on the host and its path below a driver root."""
+
+    target: str
+    """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
+    source: str
+    """Absolute real path on the host (no symbolic link in it); empty for a link."""
+    link: str = ""
+    """For a symbolic link: what it points to, relative to its own directory."""
+    size: int = 0
+    mtime_ns: int = 0
+    executable: bool = False
+    text: str = ""
+    """If the source's text names paths that exist only on the host: the text that the copy gets instead. Otherwise
+    empty."""
+
+
+UNSTAGED = -1
+"""Index of a driver root that is not on disk yet, until the plan gives it an index of its own."""
+
+
+class StagedRoot(Struct, frozen=True, eq=False):
+    """One driver root. In facts, it is complete and on disk; in a goal, it may still have to be staged.
+
+    Comparisons of roots ignore `place` and `hidden`.
+    """
+
+    index: int
+    vendor: str
+    version: str
+    files: tuple[Library, ...]
+    place: str = ""
+    """Name of the place on the host from which the files were copied; empty if that was not recorded."""
+    hidden: bool = False
+    """The root is not mounted, so machines do not see it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StagedRoot) and self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    def __lt__(self, other: "StagedRoot") -> bool:
+        return self._compared < other._compared
+
+    @property
+    def _compared(self) -> tuple[int, str, str, tuple[Library, ...]]:
+        return self.index, self.vendor, self.version, self.files
+
+
+# Facts that decide how GPUs are offered by Dynamic Resource Allocation. Grants do not depend on them.
+
+
+class GpuFault(Struct, frozen=True):
+    """A fatal error of a GPU, which the driver wrote into the kernel log."""
+
+    reason: str
+    """One word, such as `Xid79`."""
+    meaning: str
+    """What happened, what it means, and what to do."""
+    since: float
+    """When the service read the error, in seconds since the epoch. The error is older if the service was down.
+
+    The time in the log's record is not used: the kernel log's clock drifts, and stops during suspend. `since` is also
+    `timeAdded` of the GPU's taint: if `since` were earlier than the taint, pods with `tolerationSeconds` would be
+    evicted too early.
+    """
+
+
+class Placement(Struct, frozen=True):
+    """Where in the host a GPU is attached."""
+
+    numa_node: int = -1
+    """-1 if the platform does not say."""
+    pcie_root: str = ""
+    """The root complex, such as `pci0000:00`; empty if it is unknown."""
+
+
+class Tainted(Struct, frozen=True):
+    """A GPU that is detached or being detached. New pods must not get it."""
+
+    evict: bool
+    """Whether pods that have the GPU are evicted."""
+    since: float
+    """When `gpus detach` tainted the GPU, in seconds since the epoch."""
+
+
+class GpuFacts(Struct, frozen=True):
+    """What is known about GPUs, by PCI address."""
+
+    faults: Mapping[str, GpuFault] = field(default_factory=dict)
+    """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
+    tainted: Mapping[str, Tainted] = field(default_factory=dict)
+    """GPUs that are detached or being detached. Machines still have the GPUs that are being detached."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Observed only if a machine uses Dynamic Resource Allocation."""
+
+
+# The last grant published to a machine, recorded where no machine can write.
+#
+# Root in a machine can rewrite its handoff, so the host half never reads a handoff to decide anything.
+
+
+class Granted(Struct, frozen=True):
+    """The grant in one generation of the handoff."""
+
+    generation: str
+    gpus: tuple[str, ...]
+    """PCI addresses of the granted GPUs, and of detached GPUs that the machine's processes may use until they exit. The
+    handoff does not have these detached GPUs."""
+    driver_roots: Mapping[str, int]
+    """Indices of the driver roots, by vendor."""
+
+
+# The settings that a running machine has: those it started with, and later changes.
+#
+# The host half keeps this record in /run, and writes it again at each start of the machine. Without the record, the
+# host half does not know what the machine has.
+
+
+READ_ONLY, READ_WRITE = "ro:", "rw:"
+
+
+class LiveSettings(Struct, frozen=True):
+    """In a goal, the settings that a machine should have; in facts, the settings that it has."""
+
+    fixed: str
+    """Digest of the settings that only a restart can change. It is empty if only one thing is known about these
+    settings: that they differ from the goal's."""
+    allow: tuple[DeviceAllow, ...]
+    """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
+    nodes: Mapping[str, str]
+    """By path, the nodes and directories that are bound. The value of a node is `major:minor`; that of a directory is
+    READ_ONLY or READ_WRITE, followed by the inode number. A bound node is the same inode as on the host, so its mode
+    and owner need not be recorded."""
+    rebound: str = ""
+    """The generation of the handoff for which all nodes were bound again, because the machine reported some missing."""
+    unsure: bool = False
+    """The last change to `allow` may have failed and must be repeated. `allow` has every entry that may be in force."""
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """The owner of each device in `allow` when it was permitted: a GPU's PCI address, or the path of a shared node."""
+    mounts: tuple[str, ...] = ()
+    """Targets of the configured mounts that the machine has: those whose sources existed when the machine started."""
+    withdrawn: tuple[str, ...] = ()
+    """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes these
+    nodes, but they stay in this list, because the host half does not learn that they are gone."""
+    kept_since: float = 0.0
+    """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_MONOTONIC; 0 if it has
+    no such permission. If several permissions lost their grant one after another, the time of the first one counts."""
+
+
+_FORMAT = Format(LiveSettings, 1)
+
+
+def render_live(live: LiveSettings) -> bytes:
+    """Return the record as JSON."""
+    return _FORMAT.render(live)
+
+
+def parse_live(data: bytes) -> LiveSettings:
+    """Return the settings in a record. Raises DocumentError, which names the key."""
+    return _FORMAT.parse(LIVE_NAME, data)
+
+
+# The record of the GPUs that machines were last granted. GPUs in it that are no longer on the PCI bus are lost.
+#
+# Because this record is the only evidence of a lost GPU, there are two synced copies of it, each with a digest. A good
+# copy replaces a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges
+# it, as for a lost GPU.
+
+
+VERSION = 1
+
+
+class RememberedGpu(Struct, frozen=True, order=True):
+    """One GPU that machines were granted."""
+
+    pci_address: str
+    vendor: str
+    model: str = ""
+    uuid: str = ""
+    """Empty if the UUID was never known. The agent cannot recognise such a GPU in another slot."""
+    machines: tuple[str, ...] = ()
+    """Machines that have the GPU, or had it when it disappeared."""
+    lost: Annotated[float, Meta(ge=0, lt=1 << 36)] = 0.0
+    """When the GPU was first missing, in seconds since the epoch; 0 while it is present."""
+
+    def describe(self) -> str:
+        names = " ".join(name for name in (self.model, self.uuid) if name)
+        return f"{self.pci_address} ({names or self.vendor})"
+
+
+class Remembered(Struct, frozen=True):
+    """The whole record."""
+
+    gpus: tuple[RememberedGpu, ...] = ()
+    damage: str = ""
+    """Why an earlier record could not be read; empty if there is no such damage. GPUs that were lost before the damage
+    are unknown."""
+
+
+def render_remembered(remembered: Remembered) -> bytes:
+    """Return the record as JSON."""
+    content = to_builtins(remembered)
+    document = {"version": VERSION, "digest": _digest(content), **content}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def parse_remembered(where: str, data: bytes) -> Remembered:
+    """Return the record in a document. Raises DocumentError, which names the key."""
+    document = decode(where, data, dict[str, Any])
+    accept_version(where, document, VERSION)
+    remembered = convert(where, document, Remembered)
+    if get(where, document, "digest", str) != _digest({key: document.get(key) for key in ("gpus", "damage")}):
+        raise DocumentError(f"{where}: the content does not match its digest")
+    return remembered
+
+
+def _digest(content: object) -> str:
+    """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
+    return sha256(json.dumps(content).encode())
 
 
 class Absent(Struct, frozen=True):
@@ -319,3 +575,17 @@ class Facts(Struct, frozen=True):
     def all_problems(self) -> tuple[str, ...]:
         """Return everything that was refused, discarded or not understood in this pass, a sentence each."""
         return (*(each for vendor in self.vendors for each in vendor.problems), *self.staged_problems, *self.problems)
+
+
+# Classes of PCI devices (pci_ids.h in the kernel): base class, subclass and programming interface have 8 bits each.
+
+
+DISPLAY = 0x03
+"""Base class of display controllers. Their subclass varies: GPUs in processors are VGA controllers; those for data
+centres are 3D controllers or other display controllers."""
+ACCELERATOR = 0x12
+"""Base class of processing accelerators."""
+BRIDGE_OTHER = 0x0680
+"""Base class and subclass of NVSwitches."""
+ENCRYPTION = 0x1080
+"""Base class and subclass of encryption controllers, such as the security processor of AMD's processors."""

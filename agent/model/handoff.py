@@ -21,12 +21,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from agent.model.conditions import Condition, ConditionType
-from agent.model.digest import json_digest
 from agent.model.errors import DocumentError
 from agent.model.json_document import HOST, IMAGE, accept_version, decode, get, parse_object, plain
 from agent.model.paths import HANDOFF_NAME
-from agent.model.text import MESSAGE_LIMIT, one_line, printable
-from agent.model.versions import HANDOFF_VERSION, REPORT_VERSION
+from agent.model.text import MESSAGE_LIMIT, json_digest, one_line, printable
+
+# Versions of the handoff's and the report's format. Pure, and without imports, because it is loaded early.
+
+
+HANDOFF_VERSION = 1
+REPORT_VERSION = 1
+
 
 SIZE_LIMIT = 1 << 20
 """Bytes of the largest handoff or report that is read. Real ones are far smaller."""

@@ -9,7 +9,7 @@ STATE = "/var/lib/unbounded-agent"
 HOST_NVIDIA = f"{STATE}/host-nvidia"
 """Parent of the published driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA.
 
-See agent.host.apply.publishing.
+See agent.host.apply.driver_roots.
 """
 TREES = f"{STATE}/trees"
 """Has the files of each driver root in `<index>/`. Machines see them only through mounts in HOST_NVIDIA."""
@@ -26,15 +26,15 @@ MANIFESTS = f"{STATE}/driver-roots"
 OWNED = f"{STATE}/owned.json"
 MACHINES_STATE = f"{STATE}/machines"
 LAST_GOOD_CONFIG = f"{STATE}/last-good-config.json"
-"""The last valid configuration, see agent.config.last_good."""
+"""The last valid configuration, see agent.config.load."""
 REMEMBERED_GPUS = (f"{STATE}/granted-gpus.json", f"{STATE}/granted-gpus.copy.json")
-"""Two copies of the record of the last granted GPUs, in the order of writing (agent.model.remembered)."""
+"""Two copies of the record of the last granted GPUs, in the order of writing (agent.model.facts)."""
 AS_FOUND = (f"{STATE}/as-found.json", f"{STATE}/as-found.copy.json")
 """Two copies of the record of the host as it was before `up` first changed it, in the order of writing."""
 NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
 NODE_FILES = f"{STATE}/node-files.json"
-"""In a machine: what `up` put into its root file system (agent.model.node_files)."""
+"""In a machine: what `up` put into its root file system (agent.model.contract)."""
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
@@ -103,19 +103,19 @@ TOKEN_NAME = "bootstrap-token"
 JOINED_NAME = "joined"
 """A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
 GPU_STATES_NAME = "gpus.json"
-"""A file next to the handoff: the states of the granted GPUs (agent.model.gpu_states)."""
+"""A file next to the handoff: the states of the granted GPUs (agent.model.contract)."""
 FABRIC_NAME = "fabric"
 """A file next to the handoff: what the GPUs' registration with their fabric depends on, in words of the host half
 (Grant.fabric_cause). Whenever it changes, the machine half asks the GPUs again. It is no part of the handoff, because
 nothing that was set up depends on it."""
 ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
-"""The devices in the machine that pods may be given by claims (agent.model.allocatable)."""
+"""The devices in the machine that pods may be given by claims (agent.model.contract)."""
 NODE_NAME = "node.json"
 """A file in MACHINE_STATE: the Node object that the machine half sends to replace the Node's status."""
 DRA_STATUS_NAME = "dra-status.json"
 DRA_STATUS = f"{MACHINE_STATE}/{DRA_STATUS_NAME}"
-"""What agent.dra offers to the cluster (agent.model.dra_status)."""
+"""What agent.dra offers to the cluster (agent.model.contract)."""
 DRA_STATE = f"{STATE}/dra"
 """A directory in the machine, on disk: which claims agent.dra has prepared."""
 DRA_DRIVER = "gpu.unbounded-agent.io"
@@ -238,7 +238,7 @@ def handed_roots_file(machine: str) -> str:
 
 
 def granted_file(machine: str) -> str:
-    """Return the record of the last grant, outside the directory that the machine sees; see agent.model.granted."""
+    """Return the record of the last grant, outside the directory that the machine sees; see agent.model.facts."""
     return f"{MACHINES_STATE}/{machine}/{GRANTED_NAME}"
 
 
@@ -287,7 +287,7 @@ def joined_file(machine: str) -> str:
 
 
 def live_file(machine: str) -> str:
-    """Return the record of the running machine's settings, see agent.model.live."""
+    """Return the record of the running machine's settings, see agent.model.facts."""
     return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
 
 

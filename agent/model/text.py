@@ -1,5 +1,7 @@
 """Formats text for people and for the API server: single lines without invisible characters, numbers and times."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from unicodedata import category
 
@@ -84,3 +86,29 @@ def rfc3339(seconds: float) -> str:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# Parses numbers in text that the kernel and programs write.
+
+
+DIGITS = 18
+"""Digits of the longest number that is accepted. Without a limit, int() would raise ValueError at 4,301 digits
+(sys.set_int_max_str_digits)."""
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number; None unless the text is 1 to DIGITS ASCII digits. int() would accept other scripts' digits."""
+    return int(text) if len(text) <= DIGITS and text.isascii() and text.isdecimal() else None
+
+
+# Digests by which the agent recognises content.
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 digest in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def json_digest(value: object) -> str:
+    """Return the digest of a value in JSON, whatever the order of its keys."""
+    return sha256(json.dumps(value, sort_keys=True).encode())

@@ -4,20 +4,378 @@ Every path is below a root prefix, so that tests can observe recorded hosts.
 """
 
 import contextlib
+import errno
 import hashlib
+import io
 import os
+import re
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
 from agent.model.paths import RUNTIME, STATE
-from agent.system import opening
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
-from agent.system.rooted import Rooted
+
+# Observes paths below a root prefix, so that tests can observe recorded hosts.
+#
+# A failed observation raises OSError. It is never taken for "no" or "absent".
+
+
+LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
+"""Matches the start of the path of a link below the directory of a process, such as /proc/1/root (proc(5))."""
+LINK_LIMIT = 40
+"""Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
+
+NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""errno values of stat(2) for a path where nothing exists or can exist."""
+
+
+class Access(NamedTuple):
+    """An access to a path."""
+
+    path: str
+    """The whole path, with the root prefix."""
+    follow: bool
+    """Whether a link in the last component is followed."""
+    inside: bool
+    """Whether the content or the ACL of a directory is read. Otherwise, only its type, mode and owner matter."""
+
+
+class Rooted:
+    """The file system below `root`: absolute paths, also those in links, are relative to it."""
+
+    _note: Callable[[Access], None] | None = None
+    """Called with each access; see `noting`."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = root.rstrip("/") or "/"
+
+    def below(self, directory: str) -> Self:
+        """Return a copy of this object with `directory` as its root. No link leads out of that root. Raises OSError."""
+        # Imported here: the machine half never needs it.
+        import copy
+
+        root = self._noted(self._below_root(self._resolve(directory)), follow=False)
+        os.lstat(root)
+        inner = copy.copy(self)
+        inner.root = root.rstrip("/") or "/"
+        return inner
+
+    def noting(self, note: Callable[[Access], None]) -> Self:
+        """Return a copy of this object that calls `note` before each access."""
+        # Imported here: the machine half never needs it.
+        import copy
+
+        inner = copy.copy(self)
+        inner._note = note
+        return inner
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists. A dangling link exists."""
+        return self._status(path, follow=False) is not None
+
+    def is_directory(self, path: str, *, follow: bool = True) -> bool:
+        """Return whether the path is a directory or, with `follow`, a link to one."""
+        found = self._status(path, follow=follow)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def is_file(self, path: str) -> bool:
+        """Return whether the path is a regular file, or a link to one."""
+        found = self._status(path)
+        return found is not None and stat.S_ISREG(found.st_mode)
+
+    def is_mount(self, path: str) -> bool:
+        """Return whether a file system, or a file of another file system, is mounted at the path."""
+        found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
+        if found is None or above is None or stat.S_ISLNK(found.st_mode):
+            return False
+        # `/` is always a mount, and is the only directory that is its own parent.
+        return found.st_dev != above.st_dev or found.st_ino == above.st_ino
+
+    def read_link(self, path: str) -> str | None:
+        """Return a symbolic link's text; None if the path is not a link or does not exist."""
+        return _link_text(self._at(path, follow=False))
+
+    def links(self, path: str) -> dict[str, str | None]:
+        """Return what `read_link` returns for each entry of a directory, by name.
+
+        Each link takes one system call; other entries take none.
+        """
+        with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
+            return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
+
+    def real_path(self, path: str) -> str:
+        """Return the path with its links resolved below the root. Raises OSError if it does not exist.
+
+        Raises OSError (EXDEV) if a link such as /proc/PID/root is on the path: it leads to what that process sees.
+        """
+        resolved = self._resolve(path, of_processes=False)
+        os.lstat(self._noted(self._below_root(resolved), follow=False))
+        return resolved
+
+    def leads_to_something(self, path: str) -> bool:
+        """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
+
+        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers. So
+        a path through such a link counts as leading to nothing. Raises OSError if the answer is unknown.
+        """
+        try:
+            return bool(self.real_path(path))
+        except ValueError:
+            # The path contains a null character.
+            return False
+        except OSError as error:
+            if error.errno in (*NONEXISTENT, errno.EXDEV):
+                return False
+            raise
+
+    def link_inode(self, path: str) -> int | None:
+        """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""
+        try:
+            return os.lstat(self._at(path, follow=False)).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def birth(self, path: str) -> int:
+        """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
+
+        Links are not followed. A rename does not change that time. Raises OSError.
+        """
+        # Imported here: few runs need it, and ctypes slows the machine half's start.
+        from agent.system.statx import birth
+
+        return birth(self._at(path, follow=False))
+
+    def link_count(self, path: str) -> int:
+        """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
+        return os.lstat(self._at(path, follow=False)).st_nlink
+
+    def owner(self, path: str) -> tuple[int, int, int]:
+        """Return mode (with the file type), user id and group id. Links are not followed. Raises OSError."""
+        status = os.lstat(self._at(path, follow=False))
+        return status.st_mode, status.st_uid, status.st_gid
+
+    def has_acl(self, path: str) -> bool:
+        """Return whether the file has an ACL (acl(5)).
+
+        If so, the group's bits in the file's mode are the mask of the ACL, and do not say what the group may do.
+        """
+        try:
+            place = self._noted(self._at(path, follow=False), follow=False, inside=True)
+            os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        """Open a world-readable file without following links (agent.system.statx)."""
+        # Imported here: the machine half seldom needs it.
+        from agent.system.statx import open_public
+
+        return open_public(self._below_root(real_path))
+
+    def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
+        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
+        try:
+            return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
+        except ValueError:
+            # A path from a configuration or a document may contain a null character, which no file name has.
+            return None
+        except OSError as error:
+            if error.errno in NONEXISTENT:
+                return None
+            raise
+
+    def _below_root(self, path: str) -> str:
+        return path if self.root == "/" else self.root + path
+
+    def _at(self, path: str, *, follow: bool = True) -> str:
+        """Return the path with the root prefix, and with links resolved below the root.
+
+        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
+        """
+        if self.root == "/":
+            return self._noted(path, follow=follow)
+        if follow:
+            return self._noted(self._below_root(self._resolve(path)), follow=False)
+        place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
+        return self._noted(self._below_root(place), follow=False)
+
+    def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
+        if self._note:
+            self._note(Access(place, follow, inside))
+        return place
+
+    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
+        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
+
+        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
+        """
+        # This is the innermost loop of each pass, so readlink is its only system call for a component.
+        prefix, note = "" if self.root == "/" else self.root, self._note
+        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
+        while remaining:
+            part = remaining.pop()
+            if part in (".", ".."):
+                done = done.rpartition("/")[0] if part == ".." else done
+                continue
+            here = f"{done}/{part}"
+            if note:
+                note(Access(prefix + here, follow=False, inside=False))
+            try:
+                target = os.readlink(prefix + here)
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if not of_processes and LINK_OF_PROCESS.match(here):
+                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            remaining += [each for each in reversed(target.split("/")) if each]
+            done = "" if target.startswith("/") else done
+        return done or "/"
+
+
+def _link_text(place: str) -> str | None:
+    try:
+        return os.readlink(place)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+# Opens files without blocking. Only `stream` may open a device.
+#
+# DOORS in tests/project/test_layers.py lists the few other modules that may open files.
+#
+# Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a
+# watchdog starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
+
+
+PART = 64 << 10
+"""Bytes that are read at once of a file whose size is unknown. For larger parts, Python would map new memory."""
+LEASED = "another process holds a lease on it"
+
+
+def open_probe(place: str, *, follow: bool = True) -> int:
+    """Return a descriptor with which a file can be inspected, but not read (O_PATH).
+
+    This breaks no lease and starts no device.
+    """
+    return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+
+
+def sync_directory(place: str) -> None:
+    """Make renames, new names and removals in a directory durable."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def regular(probe: int, path: str) -> io.BufferedReader:
+    """Open, for reading, the file behind a descriptor from `open_probe`. Raises OSError unless the file is regular."""
+    return open(_regular(probe, os.fstat(probe).st_mode, path), "rb")
+
+
+def _regular(probe: int, mode: int, path: str) -> int:
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "a symbolic link", path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    try:
+        # This opens the file that `open_probe` found, even if its name belongs to another file now.
+        return stream(f"/proc/self/fd/{probe}")
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, LEASED, path) from None
+
+
+def plain(place: str) -> io.BufferedReader:
+    """Open, for reading, a regular file that only the kernel, the agent or an administrator writes. Raises OSError."""
+    probe = open_probe(place)
+    try:
+        return regular(probe, place)
+    finally:
+        os.close(probe)
+
+
+def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
+    """Return the content and the change time (seconds since the epoch) of the file behind an O_PATH descriptor.
+
+    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first `limit` bytes.
+    Callers take a file's age from its change time, because its writer can set the modification time. Closes `probe`.
+    """
+    try:
+        status = os.fstat(probe)
+        descriptor = _regular(probe, status.st_mode, path)
+    finally:
+        os.close(probe)
+    try:
+        found = _beginning(descriptor, status.st_size, limit + 1)
+    finally:
+        os.close(descriptor)
+    if whole and len(found) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
+    return found[:limit], status.st_ctime
+
+
+def _beginning(descriptor: int, size: int, limit: int) -> bytes:
+    """Return at most `limit` bytes of a file whose size is `size`, or is unknown: procfs says 0, and sysfs 4096."""
+    found = os.read(descriptor, min(size + 1 if size else PART, limit))
+    if 0 < len(found) == size:
+        return found
+    parts, missing = [found], limit - len(found)
+    while parts[-1] and missing:
+        parts.append(os.read(descriptor, min(PART, missing)))
+        missing -= len(parts[-1])
+    return b"".join(parts)
+
+
+def stream(place: str) -> int:
+    """Open a file for reading or polling. Neither the open nor a later read(2) blocks."""
+    return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def attribute(place: str) -> bytes:
+    """Return the first 4096 bytes of a file in sysfs or procfs."""
+    descriptor = stream(place)
+    try:
+        return os.read(descriptor, 4096)
+    except OSError as error:
+        # An error of read(2) has no path.
+        raise OSError(error.errno, error.strerror, place) from None
+    finally:
+        os.close(descriptor)
+
+
+def new_file(place: str) -> io.BufferedWriter:
+    """Create a file for writing, which only its owner may read whatever the umask. Raises FileExistsError."""
+    return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
+
+
+def write_existing(place: str, content: bytes) -> None:
+    """Write into an existing file of the kernel, in one system call: procfs takes each call as a whole value."""
+    descriptor = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(place: str) -> int:
+    """Open a lock file, which no other user may open. Create it if it is missing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    return os.open(place, flags, 0o600)
+
 
 if TYPE_CHECKING:
     # Not imported at run time, because the machine half copies nothing.
@@ -68,20 +426,20 @@ class System(Rooted):
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         """Return the content of a regular file, also in /proc or /sys. Never opens a FIFO or device."""
-        return opening.content(opening.open_probe(self._at(path)), path, limit)[0]
+        return content(open_probe(self._at(path)), path, limit)[0]
 
     def head(self, path: str, size: int) -> bytes:
         """Return the first bytes of a regular file of any size."""
-        return opening.content(opening.open_probe(self._at(path)), path, size, whole=False)[0]
+        return content(open_probe(self._at(path)), path, size, whole=False)[0]
 
     def digest(self, path: str) -> str:
         """Return the SHA-256 digest of a regular file of any size, in hexadecimal."""
-        with opening.plain(self._at(path)) as file:
+        with plain(self._at(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
-        return opening.content(opening.open_probe(self._at(path, follow=False), follow=False), path, limit)
+        return content(open_probe(self._at(path, follow=False), follow=False), path, limit)
 
     def read_text(self, path: str) -> str:
         """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
@@ -93,11 +451,11 @@ class System(Rooted):
         The file's type is not checked, because only the kernel can make files there. For a file that a driver provides,
         use `deadlines.read_device_text`: reading it may block.
         """
-        return opening.attribute(self._at(path)).decode(errors="surrogateescape")
+        return attribute(self._at(path)).decode(errors="surrogateescape")
 
     def lines(self, path: str) -> Iterator[bytes]:
         """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""
-        with opening.plain(self._at(path)) as file:
+        with plain(self._at(path)) as file:
             for line in file:
                 yield line.removesuffix(b"\n")
 
@@ -155,9 +513,9 @@ class System(Rooted):
         return character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
-        """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.sockets)."""
+        """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.network)."""
         # Imported here: few runs need it, and it takes a twentieth of the machine half's start.
-        from agent.system.sockets import listening_process
+        from agent.system.network import listening_process
 
         return listening_process(self._at(path, follow=False))
 
@@ -194,7 +552,7 @@ class System(Rooted):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
                 os.chmod(directory, 0o755)
-                opening.sync_directory(os.path.dirname(directory))
+                sync_directory(os.path.dirname(directory))
 
     def make_private(self, path: str) -> None:
         """Make a directory, or change it, so that only root may enter it.
@@ -215,7 +573,7 @@ class System(Rooted):
 
     def _write(self, path: str, content: bytes, mode: int, *, durable: bool) -> None:
         self.make_directory(os.path.dirname(path))
-        with self._named(path), self._replacing(path) as temporary, opening.new_file(temporary) as file:
+        with self._named(path), self._replacing(path) as temporary, new_file(temporary) as file:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
@@ -226,13 +584,13 @@ class System(Rooted):
 
     def sync(self, path: str) -> None:
         """Make what `write_quickly` wrote durable."""
-        with opening.plain(self._at(path)) as file:
+        with plain(self._at(path)) as file:
             os.fsync(file.fileno())
         self.sync_directory(os.path.dirname(path))
 
     def write_kernel(self, path: str, value: str) -> None:
         """Write to an existing file of the kernel, such as one in /proc/sys."""
-        opening.write_existing(self._at(path), value.encode())
+        write_existing(self._at(path), value.encode())
 
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
@@ -245,7 +603,7 @@ class System(Rooted):
         place = self._at(path, follow=False)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(place)
-            opening.sync_directory(os.path.dirname(place))
+            sync_directory(os.path.dirname(place))
 
     def remove_tree(self, path: str) -> None:
         """Remove a directory of the agent with its content, or a file or link in its place. Follows no links.
@@ -274,11 +632,11 @@ class System(Rooted):
 
     def copy(self, reading: BinaryIO, target: str, mode: int, copies: "Copies") -> None:
         """Copy the data of an open file to a new one, as one of `copies`. The caller syncs the directory."""
-        copies.add(reading, opening.new_file(self._at(target, follow=False)), mode)
+        copies.add(reading, new_file(self._at(target, follow=False)), mode)
 
     def open_lock(self, path: str) -> int:
         """Return a descriptor of a lock file, which is made if it is missing. The caller closes the descriptor."""
-        return opening.lock_file(self._at(path, follow=False))
+        return lock_file(self._at(path, follow=False))
 
     def put_aside(self, path: str) -> str:
         """Rename whatever is in the place of one of the agent's files, and return its new path."""
@@ -288,7 +646,7 @@ class System(Rooted):
 
     def sync_directory(self, path: str) -> None:
         """Make renames in a directory durable."""
-        opening.sync_directory(self._at(path))
+        sync_directory(self._at(path))
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[str]:
@@ -335,3 +693,30 @@ def temporary_path(path: str) -> str:
     """Return the path of the temporary file that `write` and `link` use. If they are killed, it stays."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"
+
+
+# Groups errno values (errno(3)) by what they mean when a file is observed.
+
+
+NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO})
+"""ENODEV: a sysfs or procfs file whose device disappeared between open(2) and read(2)."""
+UNUSABLE = frozenset({errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG})
+"""The file exists, but has the wrong type or size; or its path is too long, or has too many links."""
+
+
+# Lists mounts, from /proc/self/mountinfo (proc_pid_mountinfo(5)).
+
+
+MOUNTS = "/proc/self/mountinfo"
+
+
+def mounted(system: System, file_system: str) -> frozenset[str]:
+    """Return the mount points of file systems of the type `file_system`, with the kernel's escapes. Raises OSError."""
+    found = set()
+    for line in system.lines(MOUNTS):
+        # The mount point is followed by optional fields, a hyphen, and the type.
+        before, _, after = line.decode(errors="surrogateescape").partition(" - ")
+        fields = before.split(" ")
+        if after.split(" ")[0] == file_system and len(fields) > 4:
+            found.add(fields[4])
+    return frozenset(found)

@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agent.model.conditions import Condition, ConditionType, false
+from agent.model.conditions import Condition, ConditionType, Reason, false
 from agent.model.errors import CommandError
-from agent.model.reasons import Reason
 from agent.system.files import System
 
 COMMAND_LINE_LIMIT = 1 << 20

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
 import socket
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from agent.model.network import Link, Network, Route, Rule
+from agent.model.errors import ObservationError
+from agent.model.node import Link, Network, Route, Rule
+from agent.system import files
 
 if TYPE_CHECKING:
     # At run time, pyroute2 is imported where it is used: importing it takes as long as all other imports of a command.
@@ -160,3 +166,191 @@ def _rule_arguments(rule: Rule) -> dict[str, object]:
     }
     chosen = {name: value for name, value in values.items() if value}
     return {"family": rule.family, "priority": rule.priority, "action": rule.action, "table": rule.table, **chosen}
+
+
+# Finds the host's address on its default route, by netlink. Raises OSError.
+
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+    from pyroute2.netlink import nlmsg
+
+MAIN_TABLE = 254
+UNICAST = 1
+"""RTN_UNICAST of rtnetlink(7): a route that forwards packets. Other types block destinations, for example."""
+UNIVERSE = 0
+"""RT_SCOPE_UNIVERSE of rtnetlink(7): the scope of an address that other hosts can reach."""
+FAR: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that no host has (RFC 5737, RFC 3849). Packets to them take the default route."""
+IPV6_ADDR_PREFERENCES, IPV6_PREFER_SRC_PUBLIC = 72, 2
+"""linux/in6.h: choose no temporary address."""
+UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40
+"""Flags of addresses that cannot be a node's address (linux/if_addr.h): IFA_F_SECONDARY, which temporary addresses have
+too, IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
+
+
+def default_address() -> str:
+    """Return the source address of packets that take the default route. IPv4 is preferred to IPv6.
+
+    Raises ObservationError if there is no such address.
+    """
+    with connected() as netlink:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            # The library's own filter by table lets routes of other tables pass (pyroute2 0.9.7).
+            routes = (each for each in netlink.get_default_routes(family=family) if _is_main(each))
+            for route in sorted(routes, key=lambda each: each.get("priority") or 0):
+                if address := _source(netlink, route, family) or _chosen(family):
+                    return address
+    raise ObservationError(
+        "the host has no default route with an address, so the node's address is unknown",
+        "set node.kubelet.node_ip, or configure the host's network",
+    )
+
+
+def _chosen(family: int) -> str:
+    """Return the address that the kernel itself chooses; empty if other hosts cannot reach it.
+
+    If the interface of the default route has none, as on hosts whose address is on `lo` and is announced by BGP, the
+    kernel takes one of another interface.
+    """
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, IPV6_ADDR_PREFERENCES, IPV6_PREFER_SRC_PUBLIC)
+        try:
+            # This sends nothing.
+            found.connect((FAR[family], 9))
+        except OSError:
+            return ""
+        address = ipaddress.ip_address(found.getsockname()[0].partition("%")[0])
+    return "" if address.is_link_local or address.is_loopback else str(address)
+
+
+def has_address(address: str) -> bool:
+    """Return whether an address is one of this host's, without the netlink library, which takes long to load.
+
+    With net.ipv4.ip_nonlocal_bind = 1, every address counts as the host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        try:
+            found.bind((address, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+    return True
+
+
+def _is_main(route: nlmsg) -> bool:
+    return bool(route.get("table") == MAIN_TABLE and route["type"] == UNICAST)
+
+
+def _source(netlink: IPRoute, route: nlmsg, family: int) -> str:
+    """Return the source address of packets on a route; empty if there is none."""
+    if preferred := route.get("prefsrc"):
+        return str(preferred)
+    index = route.get("oif") or next((hop["oif"] for hop in route.get("multipath") or ()), 0)
+    for address in netlink.get_addr(family=family, index=index) if index else ():
+        if address["scope"] == UNIVERSE and not (address.get("flags") or address["flags"]) & UNUSABLE:
+            # On a point-to-point link, `address` is the other side's.
+            return str(address.get("local") or address.get("address"))
+    return ""
+
+
+# Finds the process that listens on a socket, and the user at the other end of a connection.
+
+
+NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
+"""Errors of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full
+(EAGAIN); or the socket has another type (EPROTOTYPE)."""
+TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+LISTEN = "0A"
+"""TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
+UCRED_SIZE = 12
+"""Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
+SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
+"""The netlink family, its one message type, and the flag of a request (linux/netlink.h, linux/sock_diag.h)."""
+DIAG_REQUEST = "=LHHLL BBxxL"
+"""struct nlmsghdr, and struct inet_diag_req_v2 without its last field (linux/inet_diag.h)."""
+DIAG_SOCKET = "!HH16s16s"
+"""struct inet_diag_sockid without the interface and the cookie: ports and addresses of both ends."""
+DIAG_USER = 80
+"""Where the user's id is in the answer: after nlmsghdr (16 bytes), four bytes, inet_diag_sockid (48), three numbers."""
+
+
+def listening_process(place: str) -> int | None:
+    """Return the id of the process that listens on a Unix socket; None if there is none, or it accepts no connections.
+
+    The result is also None if the file is not a stream socket. The id is 0 for a process outside this PID namespace.
+    This connects and disconnects at once, sends nothing, and follows no link. Raises OSError.
+    """
+    try:
+        probe = files.open_probe(place, follow=False)
+    except FileNotFoundError:
+        return None
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            # With this, connect(2) returns EAGAIN instead of blocking if the listener no longer accepts connections.
+            client.setblocking(False)
+            # By descriptor: a path may be too long for sun_path (107 bytes), or lead to another file by now.
+            client.connect(f"/proc/self/fd/{probe}")
+            # unix(7): these are the credentials with which the listener called listen(2).
+            credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_SIZE)
+    except OSError as error:
+        if error.errno in NOT_LISTENING:
+            return None
+        raise
+    finally:
+        os.close(probe)
+    return int.from_bytes(credentials[:4], sys.byteorder)
+
+
+def listening_user(port: int) -> int | None:
+    """Return the user id of the process that listens on a TCP port of any local address; None if none is found.
+
+    Only processes in this network namespace are found. The process id is not returned, because finding it would need
+    CAP_SYS_PTRACE.
+    """
+    for table in TCP_TABLES:
+        with contextlib.suppress(OSError), files.plain(table) as lines:
+            for line in lines:
+                # The fields are number, local address (hexadecimal, a colon before the port), remote address, state,
+                # queues, timer, retransmissions and user (proc(5)).
+                fields = line.decode(errors="replace").split()
+                if len(fields) > 7 and fields[3] == LISTEN and fields[1].endswith(f":{port:04X}"):
+                    return int(fields[7])
+    return None
+
+
+def peer_user(connection: socket.socket) -> int | str:
+    """Return the id of the user at the other end of a stream connection; the address if that is not known.
+
+    It is not known of another host or network namespace, or if the kernel lacks the module tcp_diag.
+    """
+    if connection.family == socket.AF_UNIX:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_SIZE)
+        return int.from_bytes(credentials[4:8], sys.byteorder)
+    address = ""
+    with contextlib.suppress(OSError):
+        address, port = connection.getpeername()[:2]
+        return _user_of(connection.family, (address, port), connection.getsockname()[:2])
+    return address
+
+
+def _user_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int:
+    """Return the user of the TCP socket of this network namespace that has these addresses. Raises OSError."""
+    ports = local[1], remote[1]
+    addresses = [socket.inet_pton(family, each.partition("%")[0]) for each in (local[0], remote[0])]
+    cookie = bytes(4) + b"\xff" * 8
+    wanted = struct.pack(DIAG_SOCKET, *ports, *addresses) + cookie
+    size = struct.calcsize(DIAG_REQUEST) + len(wanted)
+    head = struct.pack(
+        DIAG_REQUEST, size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0, family, socket.IPPROTO_TCP, 0xFFFFFFFF
+    )
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, SOCK_DIAG) as kernel:
+        kernel.send(head + wanted)
+        # The kernel answers before send(2) returns.
+        answer = kernel.recv(4096)
+    if len(answer) < DIAG_USER + 4 or int.from_bytes(answer[4:6], sys.byteorder) != SOCK_DIAG_BY_FAMILY:
+        raise OSError(errno.ENOENT, "the kernel knows no such socket")
+    return int.from_bytes(answer[DIAG_USER : DIAG_USER + 4], sys.byteorder)

@@ -2,11 +2,17 @@
 
 import errno
 import os
+import resource
+import select
+import signal
+import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from signal import SIGKILL, SIGXFSZ
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from agent.model.errors import CommandError, ExitCodeError
+from agent.system.deadlines import bounded
 
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a program may print. One more byte is read, to detect that there were more."""
@@ -98,3 +104,134 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     if len(completed.stdout) > OUTPUT_LIMIT:
         raise CommandError(argv, f"printed more than {OUTPUT_LIMIT} bytes")
     return completed.stdout.decode(errors="surrogateescape")
+
+
+# Runs programs for both halves: the backend of `agent.system.process`, but for the host's tools (tool_runner).
+
+
+KILL_MARGIN = 3.0
+"""Seconds that a killed program gets to exit."""
+
+
+class Program:
+    """A running program, in a new session without a controlling terminal. Its caller asks for `result`, or kills it."""
+
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        """Start the program, or raise OSError."""
+        program = find_program(argv[0])
+        with ExitStack() as files:
+            # Output goes to memory: pipes would need threads, and stay open while a program's children run.
+            self._stdout, self._stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
+            self._process = _start(program, argv, self._stdout, self._stderr)
+            self._files = files.pop_all()
+        self.pid = self._process.pid
+        _limit_files(self.pid)
+
+    def result(self, timeout: float) -> Completed:
+        """Wait until the program ends.
+
+        At the time limit, kill it and what it started, except processes with a session or process group of their own,
+        and raise TimeLimitError.
+        """
+        with self._files:
+            in_time = False
+            try:
+                in_time = ends_within(self.pid, timeout)
+            finally:
+                if not in_time:
+                    kill_group(self.pid)
+                status = self._process.wait()
+            if not in_time:
+                raise TimeLimitError
+            return Completed(status, content(self._stdout), content(self._stderr))
+
+
+def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run a program, as a Runner does. If Ctrl-C interrupts this, the program is killed.
+
+    If not even SIGKILL ends the program, this raises TimeoutError. Until the program has ended, further calls with the
+    same arguments raise TimeoutError too.
+    """
+    running: list[int] = []
+
+    def run() -> Completed:
+        program = Program(argv)
+        running.append(program.pid)
+        try:
+            return program.result(timeout)
+        finally:
+            running.clear()
+
+    try:
+        # All threads involved are daemon threads, so none of them keeps this process from exiting.
+        return bounded(" ".join(argv), run, timeout + KILL_MARGIN)
+    except KeyboardInterrupt:
+        # The terminal's Ctrl-C does not reach the program, because the program has a session of its own.
+        for pid in running:
+            kill_group(pid)
+        raise
+
+
+def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start the program, or raise OSError."""
+    try:
+        # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
+        return subprocess.Popen(
+            argv,
+            executable=program,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
+        raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
+
+
+def _limit_files(pid: int) -> None:
+    """Limit the size of each file that a program and its future children write. The program has just started.
+
+    The program's output is a file in memory, which counts towards this unit's memory limit: if the program could print
+    without end, the kernel might kill the service. The limit is set only after the start, because setting it
+    between fork and exec would rule out vfork. The program could be started by prlimit(1), which sets the limit first.
+    But if the file is not a program, prlimit(1) makes a shell run the file, instead of failing.
+    """
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+
+
+def memory_file(name: str) -> BinaryIO:
+    """Return a new, empty file in memory."""
+    return open(os.memfd_create(name), "w+b", buffering=0)
+
+
+def content(file: BinaryIO) -> bytes:
+    """Return the beginning of what was written to a file: at most one byte more than OUTPUT_LIMIT."""
+    return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0)
+
+
+def ends_within(pid: int, timeout: float) -> bool:
+    """Return whether the process exits within `timeout` seconds.
+
+    Popen and the package sh could wait too. But they check at intervals, and so notice the exit later.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        # The package sh has started the process, which has exited since: a thread of sh has collected its exit status.
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process and what it started, except processes with their own session or group."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

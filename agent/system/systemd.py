@@ -8,9 +8,8 @@ Unseen for an entry of an unexpected type, so that the other units remain known.
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusAnswerError
-from agent.model.facts import Unseen
+from agent.model.facts import DeviceAllow, Unseen
 from agent.system.files import System
 
 T = TypeVar("T", str, bool, int, list[object])
@@ -154,3 +153,22 @@ def _expected(what: str, value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         raise BusAnswerError(f"{what}: {value!r} is not of type {kind.__name__}")
     return value
+
+
+# Calls to systemd-machined on the system bus, org.freedesktop.machine1(5). They raise BusError.
+
+
+MACHINED = "org.freedesktop.machine1"
+MACHINED_OBJECT = "/org/freedesktop/machine1"
+MACHINED_MANAGER = f"{MACHINED}.Manager"
+
+
+def bind_mount(machine: str, path: str, *, read_only: bool, system: System) -> None:
+    """Bind a node or directory to the same path in the machine, as `machinectl bind` does.
+
+    A second call for the same path would mount over the first bind.
+    """
+    make_directories = True
+    arguments = (machine, path, path, read_only, make_directories)
+    method = f"{MACHINED_MANAGER}.BindMountMachine"
+    system.call(MACHINED, MACHINED_OBJECT, method, *arguments, signature="sssbb", timeout=CHANGE_LIMIT)

@@ -14,8 +14,16 @@ from typing import BinaryIO
 import sh
 
 from agent.system.deadlines import bounded
-from agent.system.host_runner import KILL_MARGIN, content, ends_within, kill_group, memory_file
-from agent.system.process import ENVIRONMENT, Completed, TimeLimitError
+from agent.system.process import (
+    ENVIRONMENT,
+    KILL_MARGIN,
+    Completed,
+    TimeLimitError,
+    content,
+    ends_within,
+    kill_group,
+    memory_file,
+)
 
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Environment variables that a tool inherits."""

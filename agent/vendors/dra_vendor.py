@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from agent.model.allocatable import AllocatableDevice
+from agent.model.contract import AllocatableDevice
 from agent.system.files import System
 
 NUMBERS = re.compile(r"v?([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:\.([0-9]{1,9}))?")

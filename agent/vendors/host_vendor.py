@@ -4,20 +4,130 @@ All methods are pure, except `observe` and `driver_for_pods`, which read but nev
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from datetime import datetime
+from typing import Any, TypeAlias
 
 from msgspec import Struct, field
 
 from agent.config.settings import DriverSettings, MachineSettings
-from agent.model.cluster import Cluster
-from agent.model.conditions import Condition, ConditionType
+from agent.model.conditions import Condition, ConditionType, Reason, false, unknown
 from agent.model.device import DeviceKind
-from agent.model.facts import CacheEntry, DrmDevice, Gpu, PciDevice, Seen, VendorFacts
-from agent.model.finding import Finding
+from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer
-from agent.system.file_cache import FileCache
+from agent.model.text import whole_number
 from agent.system.files import System
+from agent.system.trust import FileCache
+
+# One fault as `unbounded-agent doctor` describes it.
+
+
+class Finding(Struct, frozen=True):
+    """A fault with its cause, the evidence for it, and what fixes it."""
+
+    cause: str
+    """A sentence without a full stop."""
+    evidence: str = ""
+    """What was observed: a file with its content, or what a program printed."""
+    fix: tuple[str, ...] = ()
+    """Commands in the order in which to run them, some with a comment after `  #`; or sentences."""
+
+
+# What `unbounded-agent doctor --kubeconfig` reads from a cluster: objects as the API server returns them.
+
+
+KubernetesObject: TypeAlias = Mapping[str, Any]
+"""An object of Kubernetes' API. Any key that is used here may be missing."""
+
+
+class Cluster(Struct, frozen=True):
+    """The objects that matter for the machines' nodes. A field that could not be read is empty."""
+
+    nodes: Sequence[KubernetesObject] = ()
+    pods: Sequence[KubernetesObject] = ()
+    """Pods on these nodes, and pods that wait for a node."""
+    daemon_sets: Sequence[KubernetesObject] = ()
+    events: Sequence[KubernetesObject] = ()
+    """Events of type Warning, without those of other nodes' kubelets."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """The ends of the logs of containers that failed, by `NAMESPACE/POD`."""
+    unmatched: Set[str] = frozenset()
+    """The nodeSelectors, as `node_selector` returns them, that no node of the cluster matches. Only those of pods that
+    wait for a GPU are looked up."""
+    unknown: tuple[str, ...] = ()
+    """What could not be read, one sentence each."""
+    now: float = 0.0
+    """When the objects were read, in seconds since the epoch."""
+
+
+def name(item: KubernetesObject) -> str:
+    """Return `NAMESPACE/NAME`, or only the name of an object without a namespace."""
+    metadata = item.get("metadata") or {}
+    return "/".join(each for each in (metadata.get("namespace"), metadata.get("name")) if each)
+
+
+def labels(item: KubernetesObject) -> Mapping[str, str]:
+    """Return the object's labels."""
+    return (item.get("metadata") or {}).get("labels") or {}
+
+
+def pod_spec(item: KubernetesObject) -> KubernetesObject:
+    """Return the spec of a pod, or of the pods that a DaemonSet makes."""
+    spec = item.get("spec") or {}
+    return (spec.get("template") or {}).get("spec") or {} if "template" in spec else spec
+
+
+def node_selector(item: KubernetesObject) -> str:
+    """Return a pod's nodeSelector in the form of kubectl's argument --selector; empty if the pod has none."""
+    selector = pod_spec(item).get("nodeSelector") or {}
+    return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
+
+
+def containers(item: KubernetesObject) -> Iterator[KubernetesObject]:
+    """Yield the containers of a pod or a DaemonSet, without its init containers."""
+    yield from pod_spec(item).get("containers") or ()
+
+
+def environment(container: KubernetesObject) -> Mapping[str, str]:
+    """Return the container's environment variables that have a literal value, not one from a field or a Secret."""
+    return {
+        each["name"]: each["value"] for each in container.get("env") or () if each.get("name") and each.get("value")
+    }
+
+
+def limited_resources(item: KubernetesObject) -> set[str]:
+    """Return the names of the resources for which any container of a pod or DaemonSet has a limit."""
+    return {resource for each in containers(item) for resource in (each.get("resources") or {}).get("limits") or {}}
+
+
+def statuses(pod: KubernetesObject, *, init: bool = False) -> Iterator[KubernetesObject]:
+    """Yield the statuses of the pod's containers, or of its init containers."""
+    yield from (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
+
+
+def kubelet_messages(pod: KubernetesObject) -> Iterator[str]:
+    """Yield the kubelet's reasons and messages for the current and last states of the pod's containers."""
+    for each in (*statuses(pod, init=True), *statuses(pod)):
+        for key in ("state", "lastState"):
+            for state in (each.get(key) or {}).values():
+                yield from (text for text in ((state or {}).get("reason"), (state or {}).get("message")) if text)
+
+
+def crashes(pod: KubernetesObject) -> bool:
+    """Return whether a container of the pod keeps failing."""
+    waiting = (((each.get("state") or {}).get("waiting") or {}) for each in (*statuses(pod), *statuses(pod, init=True)))
+    return any(
+        each.get("reason") in ("CrashLoopBackOff", "RunContainerError", "CreateContainerError") for each in waiting
+    )
+
+
+def seconds(time: object) -> float:
+    """Return a time of Kubernetes' API in seconds since the epoch; 0 if it is missing or malformed."""
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
 
 
 class Sources(Struct, frozen=True):
@@ -169,3 +279,95 @@ class HostVendor(ABC):
     def parse_kernel_message(self, text: str) -> GpuError | None:
         """Return the GPU error that a line of the kernel log reports; None for any other line. Pure."""
         return None
+
+
+# Finds the faults that GPUs of every vendor can have, for the condition DevicesPresent. Pure.
+
+
+KIND = ConditionType.DEVICES_PRESENT
+
+
+def unusable(facts: VendorFacts, grant: Grant) -> Condition | None:
+    """Return DevicesPresent as Unknown or False if nothing is known of the nodes, or the settings ask for too much.
+
+    Return None if there is no such fault.
+    """
+    if isinstance(facts.devices, Unseen):
+        return unknown(KIND, Reason.OBSERVATION_FAILED, facts.devices.why)
+    if isinstance(facts.devices, Absent | Broken):
+        return false(KIND, Reason.NODES_MISSING, facts.devices.why)
+    if grant.problems:
+        return false(KIND, Reason.GPU_NOT_FOUND, "; ".join(grant.problems))
+    return None
+
+
+def faulty_gpus(
+    facts: VendorFacts,
+    grant: Grant,
+    kind: DeviceKind,
+    node: str,
+    advice: str,
+    driver_advice: Callable[[tuple[str, ...]], str],
+) -> tuple[Condition, ...]:
+    """Return DevicesPresent with the status False for each kind of fault that granted GPUs have. Each names its GPUs.
+
+    A GPU must have a driver, must answer, and must have a node of this `kind`. The other arguments are only for the
+    messages: `node` is the form of the node's path, and `advice` and `driver_advice` say what to do about GPUs without
+    a node and, given their PCI addresses, about GPUs without a driver.
+    """
+    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
+    unbound = tuple(address for address in grant.gpus if not drivers.get(address))
+    lost = {gpu.pci_address: gpu.why_lost for gpu in facts.gpus if gpu.why_lost and gpu.pci_address in grant.gpus}
+    with_node = {each.pci_address for each in grant.nodes if each.kind is kind}
+    missing = [address for address in grant.gpus if address not in {*unbound, *lost, *with_node}]
+    faults = []
+    if unbound:
+        message = f"no driver is bound to {', '.join(unbound)}; {driver_advice(unbound)}"
+        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, message, unbound))
+    if lost:
+        sentences = [f"{address}: {why}" for address, why in lost.items()]
+        faults.append(false(KIND, Reason.GPU_FALLEN_OFF_BUS, "; ".join(sentences), lost))
+    if missing:
+        problems = "".join(f"; {problem}" for problem in facts.problems)
+        message = f"no usable {node} for {', '.join(missing)}; {advice}{problems}"
+        faults.append(false(KIND, Reason.NODES_MISSING, message, missing))
+    return tuple(faults)
+
+
+# Parses /proc/devices (proc(5)) and /proc/misc: the device numbers that the kernel's drivers have registered.
+
+
+PROC_DEVICES = "/proc/devices"
+
+
+def parse_majors(text: str) -> dict[str, int]:
+    """Return the majors of the character devices in /proc/devices, by name. If a name has several, the first counts."""
+    majors: dict[str, int] = {}
+    for major, name in _registered(text):
+        majors.setdefault(name, major)
+    return majors
+
+
+def names_by_major(text: str) -> dict[int, frozenset[str]]:
+    """Return the names of the character devices by major. A major can have several names, and a name several majors."""
+    names: dict[int, set[str]] = {}
+    for major, name in _registered(text):
+        names.setdefault(major, set()).add(name)
+    return {major: frozenset(group) for major, group in names.items()}
+
+
+def _registered(text: str) -> Iterator[tuple[int, str]]:
+    _, _, section = text.partition("Character devices:\n")
+    section, _, _ = section.partition("\nBlock devices:")
+    for line in section.splitlines():
+        digits, _, name = line.strip().partition(" ")
+        number = whole_number(digits)
+        if number is not None and name:
+            yield number, name
+
+
+def parse_misc(text: str) -> dict[str, int]:
+    """Return the minors of the miscellaneous devices in /proc/misc (drivers/char/misc.c), by name."""
+    fields = (line.split(maxsplit=1) for line in text.splitlines())
+    minors = {each[1].strip(): whole_number(each[0]) for each in fields if len(each) == 2}
+    return {name: minor for name, minor in minors.items() if minor is not None}

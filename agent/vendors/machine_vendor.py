@@ -14,12 +14,12 @@ from agent.model.device import DeviceNumber
 from agent.model.handoff import FabricAnswer, GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
-from agent.vendors.cdi.document import host_paths
+from agent.vendors.cdi import host_paths
 
 if TYPE_CHECKING:
     # For type checking only: containerd waits for all imports at every boot, and this module is needed only in the few
     # machines that allocate GPUs by claims.
-    from agent.model.allocatable import AllocatableDevice
+    from agent.model.contract import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
 """Characters of the longest TOML text that the agent edits. tomlkit needs 0.6 s for a text of this length, and 21 s for

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import fields
 
-from agent.config.table import Table
+from agent.config.checks import Table
 from agent.model.paths import CONFIG_FILE
 from tests.project.configuration_reference import OPTIONAL, TABLES, default_of, docstrings, toml, values
 

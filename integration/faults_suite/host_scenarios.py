@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.cli.attach import attach
-from agent.cli.detach import Timing, detach
+from agent.cli.gpus import Timing, attach, detach
 from integration.faults_suite.host_world import HostWorld
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.host import INFORMATION

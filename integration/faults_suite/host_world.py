@@ -12,12 +12,11 @@ from pathlib import Path
 from agent import __version__
 from agent.cli.prepare import prepare
 from agent.config.settings import Config
-from agent.host.outcome import MachineOutcome, Outcome
-from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.errors import AgentError, DocumentError
+from agent.model.facts import parse_live
 from agent.model.handoff import Handoff, Publication, parse_handoff, render_report
-from agent.model.live import parse_live
 from agent.model.paths import (
     MANIFESTS,
     handed_roots_file,
@@ -27,7 +26,6 @@ from agent.model.paths import (
     report_directory,
     unit_drop_in,
 )
-from agent.model.reasons import Reason
 from integration.faults_suite.host_devices import HostDevices
 from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch

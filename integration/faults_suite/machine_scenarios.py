@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.machine.containerd.formats import MAIN
-from agent.machine.kubelet.node_condition import HOST_STATUS
+from agent.machine.containerd_tables import MAIN
+from agent.machine.node_condition import HOST_STATUS
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice
 from integration.faults_suite.machine_world import MachineWorld, begin, one_gpu, stage

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent.machine.kubelet import node_condition
+from agent.machine import node_condition
 from agent.machine.run import run
 from agent.model.errors import AgentError
 from agent.model.handoff import GrantedFile, Request

@@ -9,39 +9,36 @@ from typing import NoReturn
 from agent.config.load import load_config
 from agent.dra.api import parse_kubeconfig
 from agent.dra.claims import parse_checkpoint as parse_claims
-from agent.host.observe.loader_cache import parse_listing
-from agent.host.observe.machine_report import parse_report
-from agent.host.observe.units import parse_device_allow
-from agent.host.state.driver_roots import parse_handed, parse_manifest
-from agent.host.state.granted import GRANTED
-from agent.host.state.owned_files import OWNED_FILES
-from agent.machine.containerd import files, tables
-from agent.machine.containerd.active import argument, plugin_errors
-from agent.machine.kubelet.device_plugin import parse_checkpoint
-from agent.model.allocatable import parse_allocatable
-from agent.model.dra_status import parse_dra_status
-from agent.model.gpu_states import parse_gpu_states
+from agent.host.observe.host import parse_listing
+from agent.host.observe.machine import parse_device_allow, parse_report
+from agent.host.state.gpus import GRANTED
+from agent.host.state.records import OWNED_FILES, parse_handed, parse_manifest
+from agent.machine import containerd, containerd_tables
+from agent.machine.containerd import argument, plugin_errors
+from agent.machine.kubelet import parse_checkpoint
+from agent.model.contract import (
+    parse_allocatable,
+    parse_dra_status,
+    parse_gpu_states,
+    parse_host_status,
+    parse_node_files,
+)
+from agent.model.device import as_in_sysfs
+from agent.model.facts import parse_live, parse_remembered
 from agent.model.handoff import parse_handoff
-from agent.model.host_status import parse_host_status
 from agent.model.json_document import parse_object
-from agent.model.live import parse_live
-from agent.model.node_files import parse_node_files
-from agent.model.pci_address import as_in_sysfs
-from agent.model.remembered import parse_remembered
+from agent.system.devices import parse_record
 from agent.system.files import System
-from agent.system.kernel_log import parse_record
-from agent.vendors.cdi import yaml_names
-from agent.vendors.cdi.document import host_paths
-from agent.vendors.cdi.names import device_names
+from agent.vendors import cdi_yaml
+from agent.vendors.cdi import device_names, host_paths
 from agent.vendors.drm.machine import parse_groups
-from agent.vendors.nvidia.cdi import nvidia_ctk
-from agent.vendors.nvidia.cdi import verify as cdi
-from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
-from agent.vendors.nvidia.devices.gpus import parse_information
-from agent.vendors.nvidia.devices.make_nodes import parse_parameters
-from agent.vendors.nvidia.mig import parse_instance
-from agent.vendors.nvidia.xid import parse_xid
-from agent.vendors.proc_devices import parse_majors, parse_misc
+from agent.vendors.host_vendor import parse_majors, parse_misc
+from agent.vendors.nvidia import nvidia_ctk
+from agent.vendors.nvidia import verify as cdi
+from agent.vendors.nvidia.contract import parse_instance
+from agent.vendors.nvidia.devices import parse_information, parse_xid
+from agent.vendors.nvidia.driver import parse_parameters
+from agent.vendors.nvidia.machine import edit_runtime_config
 from tests.fakes.machine import REQUEST
 
 CORPUS = Path(__file__).parents[2] / "tests" / "data" / "fuzz_corpus"
@@ -76,23 +73,23 @@ def _spec(data: bytes) -> object:
 
 def _toml(data: bytes) -> object:
     """Read and edit containerd's main file."""
-    document = files.parse("config.toml", data)
-    tables.imports("/etc/containerd/config.toml", document)
-    return files.with_import(data, "/etc/containerd/conf.d/*.toml")
+    document = containerd.parse("config.toml", data)
+    containerd_tables.imports("/etc/containerd/config.toml", document)
+    return containerd.with_import(data, "/etc/containerd/conf.d/*.toml")
 
 
 PARSERS: dict[str, Parser] = {
     "allocatable": parse_allocatable,
     "cdi-names": _of_text(device_names),
     "cdi-spec": _spec,
-    "cdi-yaml": _of_text(yaml_names.parse),
+    "cdi-yaml": _of_text(cdi_yaml.parse),
     "claims": parse_claims,
     "command-line": lambda data: argument(data, "config"),
     "conditions": parse_host_status,
     "config": _config,
     "containerd-config": _toml,
     "containerd-plugins": _of_text(plugin_errors),
-    "containerd-version": _of_text(tables.parse_version),
+    "containerd-version": _of_text(containerd_tables.parse_version),
     "dra-status": parse_dra_status,
     "gpu-states": parse_gpu_states,
     "granted": lambda data: GRANTED.parse("granted.json", data),

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.observe.machine import observe_machine
-from agent.host.observe.units import Unit
+from agent.host.observe.machine import Unit, observe_machine
 from agent.model.facts import Unseen
 from agent.model.paths import REPORT_NAME, report_directory
-from agent.system.ages import Ages
 from agent.system.files import System
+from agent.system.journal import Ages
 from tests.fakes.no_process import no_process
 
 NAME = "gpu-node"

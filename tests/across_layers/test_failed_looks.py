@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load_config
-from agent.host.observe.machine import observe_machine
-from agent.host.observe.units import Unit
+from agent.host.observe.machine import Unit, observe_machine
 from agent.machine.run import run
 from agent.model.conditions import ConditionType
 from agent.model.errors import ConfigError
@@ -22,8 +21,8 @@ from agent.model.paths import (
     MACHINE_ROOTS,
     MACHINES_STATE,
 )
-from agent.system.ages import Ages
 from agent.system.files import System
+from agent.system.journal import Ages
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.machine import LIBRARIES, gpu_machine

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.conditions import ConditionType, Status, false
+from agent.model.conditions import ConditionType, Reason, Status, false
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import REPORT_NAME, report_directory
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler
 from tests.fakes.host import Host
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start

@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load_config
-from agent.host.observe.loader_cache import parse_listing
-from agent.host.observe.units import observe_version, parse_device_allow
-from agent.machine.containerd.active import argument
+from agent.host.observe.host import parse_listing
+from agent.host.observe.machine import observe_version, parse_device_allow
+from agent.machine.containerd import argument
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.facts import Broken
 from agent.model.paths import CONFIG_FILE
+from agent.system.devices import parse_record
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.kernel_log import parse_record
-from agent.vendors.nvidia.devices.capabilities import observe_capabilities
-from agent.vendors.nvidia.devices.make_nodes import Parameters, parse_parameters
-from agent.vendors.nvidia.driver import observe_module
-from agent.vendors.nvidia.user_space.cuda_version import cuda_version
-from agent.vendors.proc_devices import names_by_major, parse_majors, parse_misc
+from agent.system.process import host_runner
+from agent.vendors.host_vendor import names_by_major, parse_majors, parse_misc
+from agent.vendors.nvidia.devices import observe_capabilities
+from agent.vendors.nvidia.driver import Parameters, observe_module, parse_parameters
+from agent.vendors.nvidia.user_space import cuda_version
 from tests.fakes.host import Host
 
 DIGITS = "9" * 5000

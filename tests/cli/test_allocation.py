@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from agent import __version__
-from agent.cli.allocation import allocation
-from agent.cli.allocation_steps import CLAIM_LINES, Node, to_dra
-from agent.cli.kube import DIRECTORY
+from agent.cli.kube import CLAIM_LINES, DIRECTORY, Node, allocation, to_dra
 from agent.cli.parser import make_parser
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agent.cli.apply import apply
+from agent.cli.status import apply
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.attach import attach
-from agent.cli.detach import Ending, Timing, detach
-from agent.cli.holders import holders
+from agent.cli.gpus import Ending, Timing, attach, detach, holders
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
-from agent.host.state.detached_gpus import forget_detached, observe_detached, record_detached
+from agent.host.state.gpus import forget_detached, observe_detached, record_detached
 from agent.host.state.locks import pass_lock
 from agent.model.conditions import ConditionType, Status
-from agent.model.device_allow import DeviceAllow
 from agent.model.errors import AgentError, ConfigError, ObservationError
-from agent.model.facts import Unseen
+from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
-from agent.model.live import parse_live
 from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.attach import attach
-from agent.cli.detach import Ending, Timing, detach
-from agent.host.state.detached_gpus import observe_detached
-from agent.model.gpu_states import Effect, GpuState, parse_gpu_states
+from agent.cli.gpus import Ending, Timing, attach, detach
+from agent.host.state.gpus import observe_detached
+from agent.model.contract import Effect, GpuState, parse_gpu_states
 from agent.model.paths import gpu_states_file
 from tests.fakes.detach_site import Interrupted, Site
 from tests.fakes.gpu_host import MACHINE

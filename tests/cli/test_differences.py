@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from agent.cli.differences import difference
-from agent.cli.plan import plan
-from agent.model.actions import ReloadUnits, RemoveFile, WriteFile
+from agent.cli.output import difference
+from agent.cli.status import plan
+from agent.model.goal import ReloadUnits, RemoveFile, WriteFile
 from agent.model.paths import nspawn_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host

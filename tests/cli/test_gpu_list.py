@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from agent.cli.gpu_list import list_gpus
+from agent.cli.gpus import list_gpus
 from agent.cli.main import main
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice, Unseen
 from agent.model.paths import CONFIG_FILE, granted_file
-from agent.system.open_files import Held, Holder
+from agent.system.processes import Held, Holder
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -25,7 +25,7 @@ CGROUP = f"/machine.slice/systemd-nspawn@{MACHINE}.service/kubepods-pod{POD.repl
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     """What a search of all processes finds: the last of these."""
     found = [Held()]
-    monkeypatch.setattr("agent.cli.gpu_table.find_holders", lambda *_: found[-1])
+    monkeypatch.setattr("agent.cli.gpus.find_holders", lambda *_: found[-1])
     return found
 
 

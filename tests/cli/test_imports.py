@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.commands import COMMANDS as HELP
-from agent.cli.commands import GPU_COMMANDS, KUBE_COMMANDS
 from agent.cli.main import FUNCTIONS
+from agent.cli.parser import COMMANDS as HELP
+from agent.cli.parser import GPU_COMMANDS, KUBE_COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = "loaded:"
@@ -68,14 +68,14 @@ def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        (["plan"], {"plan"}),
+        (["plan"], {"status"}),
         (["status"], {"status"}),
         # Its archive has the output of `status`.
-        (["doctor"], {"doctor.command", "status"}),
-        (["apply"], {"apply"}),
+        (["doctor"], {"doctor.bundle", "status"}),
+        (["apply"], {"status"}),
         (["prepare", "a"], {"prepare"}),
-        (["gpus"], {"gpu_list", "holders"}),
-        (["gpus", "holders"], {"holders"}),
+        (["gpus"], {"gpus"}),
+        (["gpus", "holders"], {"gpus"}),
     ],
 )
 def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str], own: set[str]) -> None:
@@ -103,7 +103,7 @@ def test_only_a_new_configuration_loads_what_validates_it(tmp_path: Path) -> Non
     code = f"""
 from agent.config.load import load_or_last_good
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 assert list(load_or_last_good(System(host_runner, {str(tmp_path)!r})).config.machines) == ["a"]
 """
     first, second = (loaded_by(code) & {"agent.config.settings", "pydantic"} for _ in range(2))

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.up import up
-from agent.cli.waiting import JOIN_LIMIT, SERVER_LIMIT
-from agent.host.apply.bootstrap_token import give_token, given_token
+from agent.cli.node import JOIN_LIMIT, SERVER_LIMIT, up
+from agent.host.apply.steps import give_token, given_token
 from agent.model.paths import joined_file, machine_root, token_file
-from agent.system.https import Answer
+from agent.system.http import Answer
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, TOKEN, TOKEN_FILE, NodeHost, node_host, node_reconciler
 

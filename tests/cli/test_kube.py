@@ -36,7 +36,7 @@ def test_named_manifests_are_one_stream_for_kubectl(capsys: pytest.CaptureFixtur
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, encoding: str, name: bytes, shown: str) -> None:
     """A name that is not UTF-8, or a character that the terminal's encoding lacks."""
     command = ("kube", "manifests", "runtime-class", "--out", os.fsencode(tmp_path) + b"/" + name)
-    argv = (sys.executable, "-B", "-m", "agent.cli.entry", *command)
+    argv = (sys.executable, "-B", "-m", "agent.cli.main", *command)
     environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
     finished = subprocess.run(argv, capture_output=True, env=environment, check=True)
     assert finished.stdout.decode() == f"{tmp_path}/{shown}/runtime-class.yaml\n"

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.allocation import allocation
+from agent.cli.kube import allocation
 from agent.cli.lifecycle import restart, start, stop
+from agent.cli.node import reset_machine, up
 from agent.cli.parser import make_parser
-from agent.cli.reset import reset_machine
-from agent.cli.up import up
 from agent.config.settings import MachineSettings
-from agent.host.provision.actions import RemoveRoot
 from agent.host.provision.apply import Tools, perform
+from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError

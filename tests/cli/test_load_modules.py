@@ -10,12 +10,12 @@ import pytest
 
 from agent.cli.load_modules import load_modules
 from agent.config.settings import Config
-from agent.host.state.detached_gpus import record_detached
+from agent.host.state.gpus import record_detached
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, ApplyError, ObservationError
 from agent.model.facts import PciDevice, Unseen
 from agent.system.process import Completed
-from agent.vendors.nvidia.devices.make_nodes import Parameters, parse_parameters
+from agent.vendors.nvidia.driver import Parameters, parse_parameters
 from tests.fakes.host import PROC_DEVICES, Host, ScriptedRunner
 
 MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm")

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
-from agent.cli.commands import COMMANDS, GPU_COMMANDS
-from agent.cli.doctor.command import doctor
+from agent.cli.doctor.bundle import doctor
 from agent.cli.main import main
-from agent.cli.parser import make_parser
-from agent.cli.plan import plan
-from agent.cli.status import Request, status
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, make_parser
+from agent.cli.status import Request, plan, status
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda

@@ -6,17 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.cli.apply import apply
-from agent.cli.doctor.command import doctor
-from agent.cli.plan import plan
-from agent.cli.status import Request, status
+from agent.cli.doctor.bundle import doctor
+from agent.cli.status import Request, apply, plan, status
 from agent.config.settings import Config
-from agent.host.daemon.http.health import status_line
-from agent.host.daemon.http.metrics import TEXT, Metrics
-from agent.host.daemon.http.view import View
+from agent.host.daemon.health import View, status_line
+from agent.host.daemon.metrics import TEXT, Metrics
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
-from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
+from agent.vendors.nvidia.user_space import READ_VERSION
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.libcuda import LIBCUDA

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.plan import plan
+from agent.cli.status import plan
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from tests.fakes.gpu_host import MACHINE, reconciler

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agent.cli.prepare import WAIT_LIMIT, prepare
-from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.errors import AgentError, BusAnswerError, ConfigError
-from agent.model.live import parse_live
+from agent.model.facts import parse_live
 from agent.model.paths import (
     MACHINE_ROOTS,
     MACHINES_STATE,
@@ -21,7 +21,6 @@ from agent.model.paths import (
     nspawn_file,
     report_directory,
 )
-from agent.model.reasons import Reason
 from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agent.cli.node import in_words
 from agent.cli.printing import report, say
-from agent.cli.up import in_words
 from agent.host.provision.preflight import Check
 
 
@@ -37,7 +37,7 @@ def test_attack_a_check_cannot_control_the_terminal() -> None:
 @pytest.mark.parametrize("command", ["version", "kube manifests"])
 @pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 0)])
 def test_output_that_cannot_be_written_needs_no_traceback(command: str, output: str, code: int) -> None:
-    program = f"exec {sys.executable} -m agent.cli.entry {command} {output}"
+    program = f"exec {sys.executable} -m agent.cli.main {command} {output}"
     ended = subprocess.run(("sh", "-c", program), stderr=subprocess.PIPE, text=True, check=False)
     said = "unbounded-agent: standard output: No space left on device\n" if code else ""
     assert (ended.returncode, ended.stderr) == (code, said)

@@ -1,6 +1,6 @@
 """What `unbounded-agent run` gives the service."""
 
-from agent.cli.doctor.command import examine
+from agent.cli.doctor.bundle import examine
 from agent.cli.service import fixes
 from agent.model.conditions import ConditionType
 from tests.fakes.gpu_host import MACHINE, reconciler

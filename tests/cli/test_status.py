@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from agent.cli.output import style
-from agent.cli.plan import plan
-from agent.cli.status import Request, status
+from agent.cli.status import Request, plan, status
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError

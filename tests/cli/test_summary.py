@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from agent.cli.summary import Style, causes, duration, summaries
-from agent.host.outcome import MachineOutcome
-from agent.model.conditions import Condition, ConditionType, Status, false, unknown
-from agent.model.reasons import Reason
+from agent.cli.output import Style, causes, duration, summaries
+from agent.host.reconcile import MachineOutcome
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
 from tests.fakes.reconciler import GPUS, conditions
 
 WHOLE = Style()

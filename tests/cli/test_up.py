@@ -15,15 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agent.cli.reset import reset_machine
-from agent.cli.up import up
+from agent.cli.node import reset_machine, up
 from agent.config.settings import Config, MachineSettings
-from agent.host.provision.host_goal import NO_SWAP
-from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.host_settings import NO_SWAP
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.up import Provisioner
+from agent.model.contract import parse_node_files
 from agent.model.errors import AgentError, ConfigError
-from agent.model.network import Link
-from agent.model.node_files import parse_node_files
+from agent.model.node import Link
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,

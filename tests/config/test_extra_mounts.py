@@ -6,17 +6,14 @@ import pytest
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from agent.config.mounts import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS
-from agent.config.settings import Config, MachineSettings
-from agent.host.observe.mount_sources import observe_nspawn_sources, observe_sources
+from agent.config.settings import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS, Config, MachineSettings
+from agent.host.observe.host import observe_nspawn_sources, observe_sources
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
 from agent.model.conditions import Condition, ConditionType
-from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen, parse_live, render_live
 from agent.model.goal import MachineGoal
-from agent.model.live import parse_live, render_live
-from agent.model.mount_source import MountSource
 from agent.system.deadlines import call_device, call_source
 from tests.fakes.facts import facts
 from tests.fakes.host import Host

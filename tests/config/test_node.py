@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load_config
-from agent.config.node import NodeSettings
+from agent.config.settings import NodeSettings
 from agent.model.errors import ConfigError
 from tests.fakes.config_files import system_with
 from tests.fakes.node_settings import node_settings

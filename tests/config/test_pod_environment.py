@@ -14,8 +14,8 @@ from agent.machine.run import run
 from agent.model.errors import ConfigError
 from agent.model.handoff import Handoff, Request, Variable, parse_handoff, render_handoff
 from agent.model.paths import CONFIG_FILE
-from agent.vendors.nvidia.cdi.complete import with_additions
-from agent.vendors.nvidia.cdi.verify import verify
+from agent.vendors.nvidia.nvidia_ctk import with_additions
+from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import LIVE, PRESENT
 from tests.fakes.config_files import system_with
 from tests.fakes.facts import facts

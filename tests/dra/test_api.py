@@ -34,8 +34,8 @@ from agent.dra.api import (
     read_kubeconfig,
 )
 from agent.dra.slices import COLLECTION
+from agent.model.conditions import Reason
 from agent.model.errors import AgentError, CommandError, DocumentError
-from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate

@@ -17,8 +17,7 @@ from agent.dra.inventory import (
     device_name,
     make_devices,
 )
-from agent.model.allocatable import AllocatableDevice, AllocatableVendor
-from agent.model.gpu_states import Effect, GpuState, GpuStatus
+from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE
 from agent.system.process import Completed
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, Version, semantic_version

@@ -9,7 +9,7 @@ import pytest
 from agent.dra.api import ApiClient, ApiError, ConflictError
 from agent.dra.inventory import Device, Taint
 from agent.dra.slices import ATTEMPTS, COLLECTION, TAINTS_CHECK, Node, Publisher, slice_name
-from agent.model.gpu_states import Effect
+from agent.model.contract import Effect
 from tests.fakes.api_server import ApiServer, failure
 from tests.fakes.dra_machine import NODE
 

@@ -19,11 +19,11 @@ from agent.dra import service as module
 from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.evictions import EXTENDED
 from agent.dra.service import blocked_message, plugin_resources
+from agent.model.conditions import Reason
+from agent.model.contract import Effect, GpuState, GpuStatus
+from agent.model.device import is_zero
 from agent.model.errors import AgentError
-from agent.model.extended_resources import is_zero
-from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_STATUS
-from agent.model.reasons import Reason
 from tests.fakes.api_server import NODES, ApiServer, failure
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy
 from tests.fakes.waiting import wait_for

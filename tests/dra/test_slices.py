@@ -7,7 +7,7 @@ import pytest
 
 from agent.dra.inventory import NUMA_NODE, Device, Taint
 from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name, writes
-from agent.model.gpu_states import Effect
+from agent.model.contract import Effect
 from agent.vendors.dra_vendor import Attribute, Version
 
 NODE = Node("node", "uid-1")

@@ -3,15 +3,12 @@
 import os
 
 from agent.config.settings import Config
-from agent.host.outcome import Outcome
-from agent.host.reconcile import Reconciler
-from agent.host.state.detached_gpus import observe_detached
+from agent.host.reconcile import Outcome, Reconciler
+from agent.host.state.gpus import observe_detached
 from agent.model.conditions import ConditionType, Status
-from agent.model.facts import Facts, MachineFacts
+from agent.model.facts import Facts, Granted, MachineFacts, parse_live
 from agent.model.goal import MachineGoal
-from agent.model.granted import Granted
 from agent.model.handoff import Handoff, parse_handoff
-from agent.model.live import parse_live
 from agent.model.paths import (
     MACHINES_STATE,
     MANIFESTS,

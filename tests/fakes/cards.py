@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agent.host.state.lost_gpus import record_lost
+from agent.host.state.gpus import record_lost
 from agent.model.facts import DrmDevice, PciDevice
 from agent.model.paths import LOADER_CACHE, PCI_DEVICES
 from tests.fakes.host import INFORMATION, Host, ScriptedRunner

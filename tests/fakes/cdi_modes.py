@@ -8,7 +8,7 @@ import pytest
 
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.process import Completed
-from agent.vendors.nvidia.cdi.modes import MODES
+from agent.vendors.nvidia.nvidia_ctk import MODES
 from tests.fakes.machine import (
     DEVICES,
     REQUEST,

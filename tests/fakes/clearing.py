@@ -4,7 +4,7 @@ import contextlib
 import io
 
 from agent.system import removal
-from agent.system.clearing import DOOR
+from agent.system.copy import DOOR
 from agent.system.process import Completed
 
 

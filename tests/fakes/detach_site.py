@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agent import __version__
-from agent.cli.detach import Timing
+from agent.cli.gpus import Timing
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
-from agent.model.device_allow import DeviceAllow
+from agent.model.facts import DeviceAllow, parse_live, render_live
 from agent.model.handoff import FabricAnswer, Publication, parse_handoff, render_report
-from agent.model.live import parse_live, render_live
 from agent.model.paths import handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host

@@ -13,10 +13,17 @@ from pathlib import Path
 
 from agent.dra.inventory import GPU_STATES
 from agent.dra.service import Service
-from agent.model.allocatable import AllocatableDevice, AllocatableVendor, render_allocatable
-from agent.model.dra_status import DraStatus, parse_dra_status
+from agent.model.contract import (
+    AllocatableDevice,
+    AllocatableVendor,
+    DraStatus,
+    GpuState,
+    GpuStatus,
+    parse_dra_status,
+    render_allocatable,
+    render_gpu_states,
+)
 from agent.model.errors import AgentError
-from agent.model.gpu_states import GpuState, GpuStatus, render_gpu_states
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed

@@ -17,7 +17,7 @@ from agent.dra.claims import (
 from agent.dra.inventory import Device
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 
 NODE = "node1"
 KUBELET = "/var/lib/kubelet"

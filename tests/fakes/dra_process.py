@@ -20,7 +20,7 @@ from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from tests.fakes.dra_node import GPUS, KUBELET, NODE
 
 

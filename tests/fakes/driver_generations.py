@@ -4,14 +4,14 @@ import os
 from pathlib import Path
 
 from agent.cli.prepare import prepare
-from agent.host.outcome import Outcome
+from agent.host.reconcile import Outcome
 from agent.model.conditions import Condition, ConditionType
 from agent.model.handoff import parse_handoff
 from agent.model.paths import (
     LOADER_CACHE,
     handoff_file,
 )
-from agent.system.clearing import DOOR
+from agent.system.copy import DOOR
 from agent.system.process import Completed, TimeLimitError
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.facts import VERSION

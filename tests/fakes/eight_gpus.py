@@ -1,13 +1,23 @@
 """Metrics of a host with eight GPUs and one machine, each with samples: for counts, documents and a simulated fleet."""
 
-from agent.host.daemon.http.metrics import Metrics
-from agent.host.daemon.http.view import View
-from agent.host.daemon.wakeups.poller import Tally
-from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.daemon.health import View
+from agent.host.daemon.metrics import Metrics
+from agent.host.daemon.wakeups import Tally
+from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.driver_root import Library, StagedRoot
-from agent.model.facts import DeviceNode, Driver, Facts, Gpu, MachineFacts, UserSpace, VendorFacts
-from agent.model.gpu_facts import GpuFacts, GpuFault
+from agent.model.facts import (
+    DeviceNode,
+    Driver,
+    Facts,
+    Gpu,
+    GpuFacts,
+    GpuFault,
+    Library,
+    MachineFacts,
+    StagedRoot,
+    UserSpace,
+    VendorFacts,
+)
 from agent.model.handoff import Repair
 from tests.fakes.reconciler import conditions
 

@@ -5,11 +5,22 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.device_allow import DeviceAllow
-from agent.model.driver_root import Library, StagedRoot
-from agent.model.facts import Absent, DeviceNode, Driver, Facts, FileState, Gpu, MachineFacts, UserSpace, VendorFacts
+from agent.model.facts import (
+    Absent,
+    DeviceAllow,
+    DeviceNode,
+    Driver,
+    Facts,
+    FileState,
+    Gpu,
+    Library,
+    LiveSettings,
+    MachineFacts,
+    StagedRoot,
+    UserSpace,
+    VendorFacts,
+)
 from agent.model.goal import MachineGoal
-from agent.model.live import LiveSettings
 from agent.model.paths import machine_files
 
 MACHINE = "gpu-node"

@@ -21,12 +21,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.http.metrics import TEXT
-from agent.model.actions import Done
-from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.facts import Absent, Driver, Facts, Seen, UserSpace
-from agent.model.reasons import Reason
-from agent.model.remembered import Remembered, RememberedGpu
+from agent.host.daemon.metrics import TEXT
+from agent.model.conditions import Condition, ConditionType, Reason, Status
+from agent.model.facts import Absent, Driver, Facts, Remembered, RememberedGpu, Seen, UserSpace
+from agent.model.goal import Done
 from tests.fakes import eight_gpus
 from tests.fakes.reconciler import conditions
 

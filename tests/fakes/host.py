@@ -16,11 +16,10 @@ from agent.model.device import DeviceNumber
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import DrmDevice, PciDevice, Seen
 from agent.model.paths import DRIVER_ROOTS_TARGET, LOADER_CACHE
-from agent.system.machined import MACHINED_MANAGER
-from agent.system.mounts import MOUNTS
+from agent.system.devices import listed
+from agent.system.files import MOUNTS
 from agent.system.process import Completed
-from agent.system.sysfs import listed
-from agent.system.systemd import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system.systemd import GET, MACHINED_MANAGER, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
 from tests.fakes.dead_links import WithDeadLinks
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"

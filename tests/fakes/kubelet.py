@@ -9,7 +9,7 @@ import socket
 import time
 from contextlib import ExitStack
 
-from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS
+from agent.machine.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS
 from agent.machine.run import run
 from tests.fakes.machine import Machine, recorded_spec
 

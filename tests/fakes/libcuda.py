@@ -2,7 +2,7 @@
 
 import sys
 
-from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
+from agent.vendors.nvidia.user_space import READ_VERSION
 from tests.fakes.gpu_host import VERSION
 from tests.fakes.host import Host
 

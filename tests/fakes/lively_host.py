@@ -180,7 +180,7 @@ class LivelyHost(FaultyHost):
         self.update_units()
 
     def _before_start(self, name: str) -> None:
-        """Do what agent.host.plan.before_start lets a shell do."""
+        """Do what agent.host.plan.nspawn lets a shell do."""
         for directory in (HOST_NVIDIA, handoff_directory(name), report_directory(name)):
             self.make_directory(directory)
         self.remove(f"{report_directory(name)}/{REPORT_NAME}")

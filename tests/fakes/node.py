@@ -3,12 +3,10 @@
 import json
 from typing import Any
 
-from agent.machine.kubelet.node_condition import HOST_STATUS, NOTE
-from agent.machine.kubelet.node_write import NODE, TYPE
+from agent.machine.node_condition import HOST_STATUS, NODE, NOTE, TYPE
 from agent.machine.notes import Notes
-from agent.model.conditions import Condition, ConditionType, true
-from agent.model.host_status import host_status, render_host_status
-from agent.model.reasons import Reason
+from agent.model.conditions import Condition, ConditionType, Reason, true
+from agent.model.contract import host_status, render_host_status
 from agent.system.process import Completed
 from tests.fakes.machine import Machine
 

@@ -14,11 +14,11 @@ from agent.config.settings import Config
 from agent.host.provision.preflight import PROGRAMS
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.facts import render_live
 from agent.model.handoff import parse_handoff, render_report
-from agent.model.live import render_live
-from agent.model.network import Link, Network, Route, Rule
+from agent.model.node import Link, Network, Route, Rule
 from agent.model.paths import handoff_file, joined_file, live_file, machine_root, report_directory
-from agent.system.https import Answer
+from agent.system.http import Answer
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units

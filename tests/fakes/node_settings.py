@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from agent.config.node import NodeSettings
-from agent.config.settings import Config
+from agent.config.settings import Config, NodeSettings
 
 TOKEN = "abcdef.0123456789abcdef"
 TOKEN_FILE = "/etc/unbounded-agent/token"

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from agent.machine.cdi.outdated_pods import BUNDLES
+from agent.machine.cdi import BUNDLES
 from tests.fakes.machine import DEVICES, ROOT, Machine
 
 UVM = next(device for device in DEVICES if device.kind == "uvm")

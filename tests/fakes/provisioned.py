@@ -1,8 +1,6 @@
 """What provisioning found on a host."""
 
-from agent.model.as_found import AsFound
-from agent.model.network import Link, Network, Route, Rule
-from agent.model.node import FoundFile, HostState, Swap
+from agent.model.node import AsFound, FoundFile, HostState, Link, Network, Route, Rule, Swap
 from agent.model.typed_json import Base64
 
 NETWORK = Network((Link("lo", ""),), (Route(2, 254, 1, "", "192.0.2.1", "eth0", 16, 100),), (Rule(2, 0, 1, 255),))

@@ -15,17 +15,16 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from agent.config.last_good import InForce
-from agent.config.load import Loaded, load_or_last_good
+from agent.config.load import InForce, Loaded, load_or_last_good
 from agent.host.daemon import loop
-from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status, summarize, with_transitions
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import AgentError, ApplyError, ConfigError
 from agent.model.facts import DeviceNode, Driver, Facts, Gpu, Unseen, UserSpace, VendorFacts
 from agent.system.deadlines import bounded
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 
 GPUS = ("0000:01:00.0", "0000:02:00.0")
 

@@ -2,15 +2,14 @@
 
 import time
 
-from agent.host.outcome import MachineOutcome
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
+from agent.host.reconcile import MachineOutcome
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.paths import (
     REPORT_NAME,
     handoff_file,
     report_directory,
 )
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.host import Host
 

@@ -2,11 +2,10 @@
 
 from agent.cli.doctor.host import SERVICE
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
+from agent.model.facts import render_live
 from agent.model.handoff import FabricAnswer, parse_handoff, render_report
-from agent.model.live import render_live
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
 

@@ -4,15 +4,14 @@ import struct
 from typing import Any
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.loader_cache import Listing, LoaderCache
+from agent.host.observe.host import Listing, LoaderCache
 from agent.model.conditions import Condition, ConditionType
-from agent.model.driver_root import Library
-from agent.model.facts import CacheEntry, Seen, UserSpace, VendorFacts
+from agent.model.facts import CacheEntry, Library, Seen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import observe_driver
-from agent.vendors.nvidia.user_space.observe import observe_user_space
+from agent.vendors.nvidia.user_space import observe_user_space
 from tests.fakes.host import Host
 
 X86 = "usr/lib/x86_64-linux-gnu"

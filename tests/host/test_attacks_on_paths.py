@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import Config
-from agent.host.outcome import Outcome
-from agent.host.reconcile import Reconciler
+from agent.host.reconcile import Outcome, Reconciler
 from agent.model.conditions import Condition
-from agent.model.paths import REPORT_NAME, conditions_file, handoff_file, report_directory
+from agent.model.paths import REPORT_NAME, conditions_file, fabric_file, handoff_file, report_directory
 from agent.system.files import temporary_path
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
@@ -39,6 +38,7 @@ PATHS = {
     "report": f"{report_directory(BAD)}/{REPORT_NAME}",
     "handoff": handoff_file(BAD),
     "verdict": conditions_file(BAD),
+    "fabric": fabric_file(BAD),
     "handoff in the making": temporary_path(handoff_file(BAD)),
     "verdict in the making": temporary_path(conditions_file(BAD)),
 }
@@ -244,7 +244,7 @@ def test_attack_on_a_path(host: Host, what: str, opened_devices: list[int]) -> N
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, name
             assert not number or not outcome.failures, name
             assert not opened_devices, name
-        names = {os.path.basename(path) for path in (handoff_file(BAD), conditions_file(BAD))}
+        names = {os.path.basename(path) for path in (handoff_file(BAD), conditions_file(BAD), fabric_file(BAD))}
         assert set(host.entries(os.path.dirname(handoff_file(BAD)))) == names, name
         for path in (handoff_file(BAD), conditions_file(BAD)):
             assert host.is_file(path), name

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.cli.node import reset_machine, up
 from agent.cli.prepare import prepare
-from agent.cli.reset import reset_machine
-from agent.cli.up import up
-from agent.config.last_good import InForce, save_last_good
+from agent.config.load import InForce, save_last_good
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigChangedError

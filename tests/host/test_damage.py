@@ -10,12 +10,18 @@ from collections.abc import Callable
 import pytest
 
 from agent.cli.prepare import prepare
-from agent.host.daemon.event_log import EventLog
-from agent.host.state.detached_gpus import observe_detached, record_detached
-from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
-from agent.host.state.remembered_gpus import observe_remembered
+from agent.host.daemon.loop import EventLog
+from agent.host.state.gpus import (
+    LOG_POSITION,
+    LogPosition,
+    observe_detached,
+    observe_lost,
+    observe_remembered,
+    record_detached,
+    record_lost,
+)
 from agent.model.conditions import ConditionType, Status
-from agent.model.digest import sha256
+from agent.model.facts import Remembered
 from agent.model.paths import (
     CONDITIONS,
     DETACHED_GPUS,
@@ -35,8 +41,8 @@ from agent.model.paths import (
     started_nspawn,
     unit_drop_in,
 )
-from agent.model.remembered import Remembered
-from agent.system.damage import discarded
+from agent.model.text import sha256
+from agent.system.trust import discarded
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.reports import condition

@@ -16,12 +16,10 @@ from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
 from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
-from agent.host.state.driver_roots import parse_handed, render_handed
-from agent.model.actions import RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
+from agent.host.state.records import parse_handed, render_handed
 from agent.model.conditions import ConditionType
-from agent.model.driver_root import Library, StagedRoot
-from agent.model.facts import Absent, Broken, Facts, Seen, Unseen, UserSpace
-from agent.model.goal import Goal
+from agent.model.facts import Absent, Broken, Facts, Library, Remembered, Seen, StagedRoot, Unseen, UserSpace
+from agent.model.goal import Goal, RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
 from agent.model.handoff import parse_handoff
 from agent.model.paths import (
     LOADER_CACHE,
@@ -34,8 +32,7 @@ from agent.model.paths import (
     handoff_file,
     times_file,
 )
-from agent.model.remembered import Remembered
-from agent.vendors.nvidia.user_space.places import HOST_CACHE
+from agent.vendors.nvidia.places import HOST_CACHE
 from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 from tests.fakes.facts import FILES, VERSION, facts, nvidia
 from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units

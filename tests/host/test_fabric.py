@@ -3,15 +3,13 @@
 import pytest
 
 from agent.host.reconcile import Reconciler
-from agent.host.state.condition_history import read_history, write_history
-from agent.host.verify.flapping import STARTING_LIMIT
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, true
+from agent.host.state.records import read_history, write_history
+from agent.host.verify.readiness import STARTING_LIMIT
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
 from agent.model.errors import BusError
-from agent.model.facts import PciDevice
+from agent.model.facts import PciDevice, render_live
 from agent.model.handoff import FabricAnswer, Handoff, Publication, parse_handoff, render_report
-from agent.model.live import render_live
 from agent.model.paths import REPORT_NAME, fabric_file, handoff_file, live_file, report_directory
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 

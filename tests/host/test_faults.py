@@ -9,19 +9,15 @@ from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
-from agent.host.outcome import MachineOutcome
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import Plan, plan
-from agent.host.reconcile import Reconciler
+from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.verify.answers import STALE_AFTER
-from agent.model.actions import ChangeDevices
 from agent.model.conditions import ConditionType, Status
-from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
-from agent.model.facts import Facts
-from agent.model.goal import Goal
+from agent.model.facts import DeviceAllow, Facts, parse_live, render_live
+from agent.model.goal import ChangeDevices, Goal
 from agent.model.handoff import parse_handoff, render_report
-from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     HOST_NVIDIA,
     RELOAD_PENDING,

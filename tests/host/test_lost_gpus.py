@@ -9,19 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agent.cli.attach import attach
-from agent.cli.detach import detach
 from agent.cli.doctor.machines import diagnose
-from agent.cli.forget import forget
+from agent.cli.gpus import attach, detach, forget
 from agent.config.settings import Config
-from agent.host.outcome import MachineOutcome
-from agent.host.reconcile import Reconciler
+from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError, ObservationError
-from agent.model.facts import Unseen
+from agent.model.facts import Remembered, RememberedGpu, Unseen, parse_remembered, render_remembered
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
-from agent.model.remembered import Remembered, RememberedGpu, parse_remembered, render_remembered
-from agent.system.damage import discarded
+from agent.system.trust import discarded
 from tests.fakes.detach_site import FAST, Site
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host

@@ -11,9 +11,9 @@ from types import FrameType
 import pytest
 
 from agent.config.settings import Config
-from agent.host.observe.memory import Memory
+from agent.host.observe.host import Memory
 from agent.host.reconcile import Reconciler
-from agent.system.file_cache import FRESH, FileCache
+from agent.system.trust import FRESH, FileCache
 from tests.fakes.gpu_host import MACHINE, VERSION, set_up
 from tests.fakes.host import Host
 

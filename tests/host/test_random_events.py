@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from agent.cli.prepare import prepare
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
-from agent.host.state.detached_gpus import forget_detached, record_detached
+from agent.host.state.gpus import forget_detached, record_detached
 from agent.model.errors import AgentError
 from agent.model.paths import TREES, handoff_file, machine_root, nspawn_file, unit_drop_in
 from tests.fakes.at_rest import agent_files, check_outcome, check_permissions, check_rest

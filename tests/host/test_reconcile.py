@@ -12,15 +12,14 @@ import pytest
 
 from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import diagnose
-from agent.cli.doctor.words import Report, in_words
+from agent.cli.doctor.report import Report, in_words
 from agent.config.settings import Config
-from agent.host.outcome import MachineOutcome
 from agent.host.plan.goal import plan
-from agent.host.reconcile import Reconciler
-from agent.model.conditions import ConditionType, Status, false
+from agent.host.reconcile import MachineOutcome, Reconciler
+from agent.model.conditions import ConditionType, Reason, Status, false
 from agent.model.errors import BusAnswerError, UnsupportedError
+from agent.model.facts import parse_live, render_live
 from agent.model.handoff import Publication, parse_handoff, render_report
-from agent.model.live import parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
     MACHINES_STATE,
@@ -42,9 +41,7 @@ from agent.model.paths import (
     started_nspawn,
     unit_drop_in,
 )
-from agent.model.reasons import Reason
-from agent.system.clearing import DOOR
-from agent.system.copy import Copies
+from agent.system.copy import DOOR, Copies
 from agent.system.files import NEW
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host

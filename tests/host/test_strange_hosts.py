@@ -7,16 +7,15 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
-from agent.host.outcome import Outcome
-from agent.host.state.detached_gpus import record_detached
+from agent.host.reconcile import Outcome
+from agent.host.state.gpus import record_detached
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
-from agent.model.facts import Unseen
+from agent.model.facts import Unseen, parse_live, render_live
 from agent.model.handoff import parse_handoff
-from agent.model.live import parse_live, render_live
 from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, live_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
-from agent.system.machined import MACHINED
+from agent.system.systemd import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
 from tests.fakes.running import allowed, running

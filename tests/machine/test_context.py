@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.machine.context import Once
+from agent.machine.notes import Once
 
 
 def test_a_result_is_computed_once_and_an_error_is_not_kept() -> None:

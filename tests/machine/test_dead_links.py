@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS
+from agent.machine.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS
 from agent.machine.run import run
 from agent.system.files import temporary_path
-from agent.vendors.nvidia.device_plugin import SPEC as PLUGIN_SPEC
-from agent.vendors.nvidia.device_plugin import SPEC_KIND as PLUGIN_SPEC_KIND
-from agent.vendors.nvidia.validation_markers import MARKERS
+from agent.vendors.nvidia.contract import MARKERS
+from agent.vendors.nvidia.contract import SPEC as PLUGIN_SPEC
+from agent.vendors.nvidia.contract import SPEC_KIND as PLUGIN_SPEC_KIND
 from tests.fakes.dead_links import TARGET
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import REQUEST, Machine, gpu_machine

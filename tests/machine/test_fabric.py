@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.host.observe.machine_report import parse_report
-from agent.machine.failures import LONGEST
+from agent.host.observe.machine import parse_report
+from agent.machine.notes import LONGEST
 from agent.machine.run import run
 from agent.model.paths import FABRIC_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.process import Completed

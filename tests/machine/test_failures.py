@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.machine.failures import LONGEST
+from agent.machine.notes import LONGEST
 from agent.machine.run import HANDOFF, run
 from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, mode_spec_file, spec_file
 from agent.system.process import Completed

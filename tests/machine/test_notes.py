@@ -10,10 +10,10 @@ import pytest
 
 from agent.machine.notes import OWNED_COPY, Notes, Owned
 from agent.machine.run import REPORT, run
-from agent.model.digest import json_digest
 from agent.model.errors import ApplyError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
-from agent.vendors.nvidia.cdi.nvidia_ctk import VERSION_CACHE
+from agent.model.text import json_digest
+from agent.vendors.nvidia.nvidia_ctk import VERSION_CACHE
 from tests.fakes.machine import EMPTY, Machine, gpu_machine, systemctl
 
 SPEC, DROP_IN = spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml"

@@ -15,7 +15,7 @@ import pytest
 from agent.machine.prefetch import EarlyRunner, start_generators
 from agent.machine.run import run
 from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
-from agent.vendors.nvidia.cdi.command import generate_command
+from agent.vendors.nvidia.command import generate_command
 from tests.fakes.machine import gpu_machine
 from tests.fakes.waiting import wait_for
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd.formats import CRI_2, MAIN
+from agent.machine.containerd_tables import CRI_2, MAIN
 from agent.machine.notes import Notes
 from agent.machine.run import run
-from agent.model.digest import sha256
+from agent.model.text import sha256
 from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
 
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"

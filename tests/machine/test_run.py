@@ -17,8 +17,7 @@ from agent.machine.run import HANDOFF, REPORT, run
 from agent.model.errors import CommandError, DocumentError
 from agent.model.handoff import Variable
 from agent.system.process import Completed
-from agent.vendors.nvidia.cdi.complete import with_additions
-from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
+from agent.vendors.nvidia.nvidia_ctk import with_additions, with_no_gpu
 from tests.fakes.machine import (
     DEVICES,
     EMPTY,
@@ -61,17 +60,7 @@ def test_imports_are_only_from_the_standard_library() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "machine.containerd.tables",
-        "machine.libraries.plan",
-        "vendors.nvidia.cdi.verify",
-        "vendors.nvidia.cdi.verify_devices",
-        "vendors.cdi.document",
-        "vendors.cdi.version",
-        "vendors.nvidia.cdi.verify_edits",
-        "vendors.nvidia.device_plugin",
-        "vendors.nvidia.mig",
-    ],
+    ["machine.containerd_tables", "vendors.nvidia.verify", "vendors.cdi", "vendors.nvidia.contract"],
 )
 def test_deciding_modules_are_pure(module: str) -> None:
     """Plan, verify and render are pure."""
@@ -436,7 +425,7 @@ def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
 
 def test_open_nodes_program(tmp_path: Path) -> None:
     """The real program reports what opens, what is missing and what hangs, in bounded time."""
-    from agent.machine.devices import open_nodes
+    from agent.machine import open_nodes
 
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -448,7 +437,7 @@ def test_open_nodes_program(tmp_path: Path) -> None:
 
 def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
     """A child that sleeps in place of open(2) simulates a driver that does not answer."""
-    from agent.machine.devices import open_nodes
+    from agent.machine import open_nodes
 
     code = (
         "import runpy, os, sys, time; real = os.open\n"
@@ -465,7 +454,7 @@ def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
 
 def test_open_nodes_program_keeps_the_nodes_open(tmp_path: Path) -> None:
     """Without persistence mode, a GPU that nobody has open is shut down, and must be initialised again."""
-    from agent.machine.devices import open_nodes
+    from agent.machine import open_nodes
 
     closed = tmp_path / "closed"
     code = (
@@ -496,7 +485,7 @@ def test_many_gpus_get_more_time_to_open(machine: Machine, nodes: int, seconds: 
 
 def test_open_nodes_program_waits_for_the_drivers_result() -> None:
     """Since release 550, the driver answers a non-blocking open before it initialises the GPU: it always succeeds."""
-    from agent.machine.devices import open_nodes
+    from agent.machine import open_nodes
 
     code = (
         "import errno, os, runpy, sys; real = os.open\n"
@@ -528,7 +517,7 @@ def test_open_nodes_program_waits_for_the_drivers_result() -> None:
 )
 def test_open_nodes_program_does_not_blame_the_driver_for_a_lack_of_resources(failure: str) -> None:
     """ETIMEDOUT would hold until the next handoff: a GPU that was never opened would count as one that hangs."""
-    from agent.machine.devices import open_nodes
+    from agent.machine import open_nodes
 
     code = (
         f"{failure}import runpy, sys; sys.argv = ['x', '5', '/dev/zero', '/dev/null']\n"

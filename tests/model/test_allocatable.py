@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.model.allocatable import AllocatableDevice, AllocatableVendor, parse_allocatable, render_allocatable
+from agent.model.contract import AllocatableDevice, AllocatableVendor, parse_allocatable, render_allocatable
 from agent.model.errors import DocumentError
 
 WHOLE = AllocatableDevice("0000:01:00.0", ("vendor.com/gpu=GPU-1b2c",))

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from agent.model.conditions import Condition, ConditionType, Status, false, true, with_transitions, worst
-from agent.model.reasons import Reason
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, true, with_transitions, worst
 
 STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
 

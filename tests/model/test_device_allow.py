@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.model.device_allow import DeviceAllow
+from agent.model.facts import DeviceAllow
 
 
 @pytest.mark.parametrize(

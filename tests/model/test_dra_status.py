@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from agent.model.dra_status import DraStatus, VendorOffer, parse_dra_status, render_dra_status
+from agent.model.contract import DraStatus, VendorOffer, parse_dra_status, render_dra_status
 from agent.model.errors import DocumentError
 
 OFFER = VendorOffer("vendor", ("0000:01:00.0",), ("gpu-0000-01-00-0",), (), "Refused", "403")

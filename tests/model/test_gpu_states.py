@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from agent.model.errors import DocumentError
-from agent.model.gpu_states import (
+from agent.model.contract import (
+    GPU_STATES_SIZE_LIMIT,
     MESSAGE_LIMIT,
-    SIZE_LIMIT,
     Effect,
     GpuState,
     GpuStatus,
     parse_gpu_states,
     render_gpu_states,
 )
+from agent.model.errors import DocumentError
 
 WELL = GpuStatus(
     "0000:01:00.0", "vendor", GpuState.HEALTHY, kernel_driver="vendor", numa_node=1, pcie_root="pci0000:00"
@@ -49,7 +49,7 @@ def test_the_limit_is_enough_for_a_large_host() -> None:
     worst = (
         GpuStatus(f"0000:{each:02x}:00.0", "v" * 60, GpuState.LOST, "x" * 63, "\U0001f4a5" * 500) for each in range(32)
     )
-    assert len(render_gpu_states(worst)) < SIZE_LIMIT
+    assert len(render_gpu_states(worst)) < GPU_STATES_SIZE_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from agent.host.state.granted import GRANTED
+from agent.host.state.gpus import GRANTED
 from agent.model.errors import DocumentError
-from agent.model.granted import Granted
+from agent.model.facts import Granted
 
 
 def test_a_note_is_read_back() -> None:

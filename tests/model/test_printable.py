@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.machine_report import parse_report
-from agent.model.conditions import ConditionType, true
+from agent.host.observe.machine import parse_report
+from agent.model.conditions import ConditionType, Reason, true
 from agent.model.handoff import render_report
-from agent.model.reasons import Reason
 from agent.model.text import one_line, printable
 
 

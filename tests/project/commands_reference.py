@@ -7,8 +7,7 @@ import argparse
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
-from agent.cli.parser import JSON, make_parser
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, JSON, KUBE_COMMANDS, Command, make_parser
 from tests.project.configuration_reference import linked
 
 IN_THE_USAGE = (argparse.SUPPRESS, JSON, "the machine's name")

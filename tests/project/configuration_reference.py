@@ -16,19 +16,21 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from msgspec import NODEFAULT
 from msgspec.structs import FieldInfo, fields
 
-from agent.config.devices import ExtraDevice
-from agent.config.mounts import ExtraMount
-from agent.config.node import (
+from agent.config.checks import Range, Table
+from agent.config.settings import (
     BinariesSettings,
     ContainerdSettings,
+    DriverSettings,
+    ExtraDevice,
+    ExtraMount,
     HostNodeSettings,
     ImageSettings,
     KubeletSettings,
+    MachineSettings,
+    MetricsSettings,
     NodeSettings,
+    NspawnSettings,
 )
-from agent.config.nspawn_settings import NspawnSettings
-from agent.config.settings import DriverSettings, MachineSettings, MetricsSettings
-from agent.config.table import Range, Table
 
 TABLES: Mapping[str, type[Table]] = {
     "machines.NAME": MachineSettings,

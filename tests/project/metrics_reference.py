@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.host.daemon.http.families import PREFIX
-from agent.host.daemon.http.metrics import TEXT
+from agent.host.daemon.metrics import PREFIX, TEXT
 from tests.fakes import eight_gpus
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
-from agent.cli.parser import make_parser
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, make_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILLED = "gpu-node"

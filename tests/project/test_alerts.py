@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.model.conditions import NOT_NEEDED_FOR_READY
-from agent.model.reasons import Reason
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Reason
 from tests.project.metrics_reference import metrics, name
 
 REPOSITORY = Path(__file__).resolve().parents[2]

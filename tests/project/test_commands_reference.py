@@ -4,8 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
-from agent.cli.parser import make_parser
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command, make_parser
 from tests.project.reference_pages import DOCS
 
 ALL: list[Command] = [*COMMANDS.values(), *GPU_COMMANDS.values(), *KUBE_COMMANDS.values()]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
 from deploy.generate.completion import PROGRAM, completion
 
 REPOSITORY = Path(__file__).resolve().parents[2]

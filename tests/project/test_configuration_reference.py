@@ -2,8 +2,8 @@
 
 from msgspec.structs import fields
 
+from agent.config.checks import Table
 from agent.config.settings import Config
-from agent.config.table import Table
 from tests.project.configuration_reference import TABLES
 
 

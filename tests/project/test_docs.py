@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.config.node import HostNodeSettings
-from agent.model.conditions import ConditionType
-from agent.model.reasons import Reason
+from agent.config.settings import HostNodeSettings
+from agent.model.conditions import ConditionType, Reason
 from tests.fakes.conditions_page import DOCUMENT, REPOSITORY, rows
 
 PAGES_LIMIT, WORDS_LIMIT = 24, 36_000

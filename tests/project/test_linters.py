@@ -49,4 +49,4 @@ def test_numbers_that_patterns_capture_have_a_limit() -> None:
         for path in (REPOSITORY / "agent").rglob("*.py")
         if unlimited.search(path.read_text())
     }
-    assert found == {"agent/system/open_files.py"}
+    assert found == {"agent/system/processes.py"}

@@ -5,7 +5,7 @@ import re
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.host.daemon.http.metrics import TEXT
+from agent.host.daemon.metrics import TEXT
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode
 from tests.fakes import eight_gpus

@@ -11,19 +11,18 @@ import pytest
 from msgspec.structs import fields
 
 from agent.cli.prepare import WAIT_LIMIT
+from agent.config.checks import Range
 from agent.config.settings import MachineSettings, MetricsSettings
-from agent.config.table import Range
 from agent.dra.service import SETUP_AGAIN
-from agent.host.daemon.http.server import Server
 from agent.host.daemon.loop import START_STEP, Timing
+from agent.host.daemon.server import Server
 from agent.host.state.locks import PASS_WAIT
-from agent.machine.kubelet import node_condition, node_write
+from agent.machine import node_condition
 from agent.model import paths
 from agent.system.process import FILE_LIMIT
-from agent.vendors.nvidia.devices.gpus import DISPLAY_CLASSES, VENDOR_ID
-from agent.vendors.nvidia.devices.kernel_modules import MODPROBE_LIMIT
-from agent.vendors.nvidia.devices.make_nodes import SETTLE
-from agent.vendors.nvidia.user_space.places import PLACES
+from agent.vendors.nvidia.devices import DISPLAY_CLASSES, VENDOR_ID
+from agent.vendors.nvidia.driver import MODPROBE_LIMIT, SETTLE
+from agent.vendors.nvidia.places import PLACES
 from deploy.generate.sample_configuration import sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -406,7 +405,7 @@ def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> No
 
 def test_gpu_setup_never_waits_for_the_node_condition() -> None:
     """An API server that does not answer must not delay containerd."""
-    longest = node_condition.AGAIN_WITHIN + node_write.KUBECTL_LIMIT * 2 * node_write.ATTEMPTS
+    longest = node_condition.AGAIN_WITHIN + node_condition.KUBECTL_LIMIT * 2 * node_condition.ATTEMPTS
     assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest, "ended, it could not say why"
     for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
         assert "node-condition" not in (UNITS / "machine" / unit).read_text()

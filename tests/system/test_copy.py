@@ -11,7 +11,7 @@ import pytest
 
 from agent.system import copy
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -12,7 +12,7 @@ import pytest
 from jeepney import DBusAddress, HeaderFields, Message, Parser, new_error, new_method_return, new_signal
 
 from agent.model.errors import BusAnswerError, BusError
-from agent.system.dbus import DRIVER, NO_OWNER, REPLY_LIMIT, SystemBus
+from agent.system.bus import DRIVER, NO_OWNER, REPLY_LIMIT, SystemBus
 
 SERVICE, PATH, METHOD = "org.example.Service", "/org/example", "org.example.Interface.Method"
 OWNER, STRANGER = ":1.0", ":1.4711"

@@ -15,8 +15,7 @@ from agent.model.errors import CommandError
 from agent.system.copy import STEP, Copies
 from agent.system.deadlines import SHORTEST, bounded, call_device, read_device_texts, stuck
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.process import Completed, run_checked
+from agent.system.process import Completed, host_runner, run_checked
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 from tests.fakes.waiting import wait_for

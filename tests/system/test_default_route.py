@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-ADDRESS = "from agent.system.default_route import default_address; print(default_address())"
-HAS = "from agent.system.default_route import has_address; print(*map(has_address, %r))"
+ADDRESS = "from agent.system.network import default_address; print(default_address())"
+HAS = "from agent.system.network import has_address; print(*map(has_address, %r))"
 LOOPBACK = "ip link set lo up; ip addr add 10.5.5.5/32 dev lo; ip addr add fe80::2/64 dev eth0 nodad"
 LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
 

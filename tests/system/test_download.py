@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from agent.system.download import REDIRECTS, open_url
+from agent.system.http import REDIRECTS, open_url
 from tests.fakes.web_server import certificate, serving
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.system.https import ask
+from agent.system.http import ask
 from tests.fakes.web_server import certificate, certificate_of_an_intermediate_ca, serving
 
 

@@ -12,7 +12,7 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pyroute2 import IPRoute
-from agent.model.network import Link
+from agent.model.node import Link
 from agent.system.network import HostNetwork
 
 network = HostNetwork()

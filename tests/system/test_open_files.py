@@ -12,8 +12,8 @@ import pytest
 
 from agent.system.deadlines import stuck
 from agent.system.files import READ_LIMIT, System
-from agent.system.host_runner import host_runner
-from agent.system.open_files import find_holders
+from agent.system.process import host_runner
+from agent.system.processes import find_holders
 from tests.fakes.host import Host
 from tests.fakes.processes import CONTAINER, MACHINE_GROUP, POD_GROUP, POD_UID, process, thread
 

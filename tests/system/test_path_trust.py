@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.path_trust import PathTrust, file_fault, untrusted_component
+from agent.system.process import host_runner
+from agent.system.trust import PathTrust, file_fault, untrusted_component
 from tests.fakes.host import Host
 
 USER = 1000

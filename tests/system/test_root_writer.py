@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.system.root_writer import RootWriter
+from agent.system.copy import RootWriter
 
 WRITTEN = "/etc/kubernetes/pki/ca.crt"
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.errors import CommandError
-from agent.system.host_runner import host_runner
-from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, run_checked
+from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, host_runner, run_checked
 from agent.system.tool_runner import tool_runner
 
 Shell = Callable[..., tuple[int, bytes, bytes]]
@@ -128,7 +127,8 @@ def check_that_a_program_ends(tmp_path: Path, name: str, number: int, before: st
     script = f"echo $$ >{pid_file}; exec sleep 60"
     # A job in the background has ignored SIGINT since its start.
     default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{default}; {before}; from agent.system.{name} import {name}; {name}(('sh', '-c', '{script}'), 60)"
+    module = "process" if name == "host_runner" else name
+    code = f"{default}; {before}; from agent.system.{module} import {name}; {name}(('sh', '-c', '{script}'), 60)"
     agent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         while not pid_file.exists() or not pid_file.read_text():
@@ -185,7 +185,7 @@ def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path
 
 AT_A_TERMINAL = """
 import sys
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 runner = {"host": host_runner, "tool": tool_runner}[sys.argv[1]]
 open("/dev/tty").close()

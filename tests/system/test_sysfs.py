@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from agent.host.vendors import HOST_VENDORS
-from agent.model.facts import DrmDevice, PciDevice, Unseen
-from agent.model.pci_classes import BRIDGE_OTHER
+from agent.model.facts import BRIDGE_OTHER, DrmDevice, PciDevice, Unseen
+from agent.system.devices import Sysfs, listed
 from agent.system.files import System
-from agent.system.sysfs import Sysfs, listed
 from agent.vendors.drm.host import DrmHost
 from tests.fakes.host import ScriptedRunner
 

@@ -7,18 +7,17 @@ from msgspec import Struct
 
 from agent.config.settings import Config
 from agent.host.observe.driver_roots import STATE_IS_LINKED
-from agent.host.observe.units import TEMPLATE, observe_units
-from agent.host.outcome import NO_METRICS, PASS_FAILED, STEP_FAILED
+from agent.host.observe.machine import TEMPLATE, observe_units
+from agent.host.reconcile import NO_METRICS, PASS_FAILED, STEP_FAILED
 from agent.host.vendors import host_vendor
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
-from agent.model.finding import Finding
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
 from agent.model.text import rfc3339
 from agent.system import systemd
 from agent.system.files import System
-from agent.system.seen import read_seen
-from agent.vendors.host_vendor import DriverForPods
+from agent.system.trust import read_seen
+from agent.vendors.host_vendor import DriverForPods, Finding
 
 SERVICE = "unbounded-agent.service"
 SOCKET = "unbounded-agent.socket"

@@ -1,17 +1,304 @@
 """Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from msgspec import Struct
 
-from agent.cli.doctor.remedies import ADDRESS, AS_ROOT, BY_HAND, REMARKS, remedy
-from agent.cli.summary import causes, prevents_ready
-from agent.host.outcome import MachineOutcome
+from agent.cli.output import causes, prevents_ready
+from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
-from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.facts import Facts, VendorFacts
-from agent.model.reasons import Reason
+
+# The commands that fix the faults that conditions report, for GPUs of all vendors. Pure.
+#
+# Each vendor adds the commands for its own drivers (HostVendor.remedies).
+
+
+RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
+REBOOT = (
+    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+    "systemctl reboot  # ends all machines of the host: stop the others first too",
+    "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again: after the boot",
+)
+START = "unbounded-agent start {machine}  # if its node was drained, with --kubeconfig FILE: lets pods run there again"
+BY_HAND = (
+    (" --kubeconfig FILE  # moves its pods away", "  # drain its node with kubectl"),
+    (" --kubeconfig FILE  # lets pods run there again", "  # uncordon its node with kubectl"),
+    ("drained, with --kubeconfig FILE: lets pods run there again", "drained, uncordon it with kubectl"),
+)
+"""Ends of commands, and what replaces them if `up` did not make the node: `stop` and `restart` refuse --kubeconfig
+then, and `start` uncordons no node that they did not drain."""
+REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
+SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
+KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
+AS_ROOT = "sudo unbounded-agent doctor  # other users may not read everything"
+"""This command is not shown to root."""
+ADDRESS = "PCI-ADDRESS"
+"""Stands in a command for the GPU that the condition names. The command is repeated for each such GPU."""
+APPLY = "unbounded-agent apply"
+SHELL = "machinectl shell {machine}  # then, in the machine:"
+PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
+PLUGIN_RESTART = "kubectl -n NAMESPACE delete pod POD  # its DaemonSet makes it again"
+RESTART_SETTING = "machines.{machine}.restart_device_plugin = true lets the agent do that from now on"
+KUBELET_LOG = "journalctl -M {machine} -b -u kubelet --no-pager -n 50"
+DRA_LOG = (
+    "systemctl -M {machine} status unbounded-agent-dra",
+    "journalctl -M {machine} -b -u unbounded-agent-dra --no-pager -n 50",
+)
+SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
+
+REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
+    (None, Reason.OBSERVATION_FAILED): (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
+    (None, Reason.INTERNAL_ERROR): (SERVICE_LOG, "report the traceback as a bug"),
+    (None, Reason.NO_REPORT): ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
+    (None, Reason.BAD_REPORT): (SAME_RELEASE,),
+    (None, Reason.HANDOFF_PENDING): (
+        "unbounded-agent status {machine} --wait=120",
+        REPORT,
+        f"{SERVICE_LOG}  # if the agent has not written it",
+    ),
+    (None, Reason.REPORT_STALE): (
+        "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
+        f"{REPORT}  # if the reason stays",
+        f"{RESTART}; if these commands hang",
+    ),
+    (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
+    (None, Reason.MACHINE_NOT_RUNNING): (START,),
+    (None, Reason.NO_SUCH_MACHINE): (
+        "ls -ld /var/lib/machines/{machine}",
+        "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
+    ),
+    (None, Reason.FAILED): (REPORT,),
+    (None, Reason.NOT_STAGED): (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
+    (None, Reason.FOREIGN_FILE): ("move away the file that is named above, then:", APPLY),
+    (None, Reason.GPU_DETACHED): ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
+    (None, Reason.GPU_LOST): (
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
+        KERNEL_LOG,
+        REBOOT[0],
+        "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on again",
+        REBOOT[-1],
+        "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
+    ),
+    (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
+    (None, Reason.UNSUPPORTED_DISTRIBUTION): ("unbounded-agent up {machine}  # or make the node with kubeadm",),
+    (None, Reason.NO_GPU): (
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
+        "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
+    ),
+    (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
+    (None, Reason.SETTLING): (SERVICE_LOG,),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): ("modprobe DRIVER, as named above", KERNEL_LOG),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then:", *REBOOT),
+    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",),
+    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("udevadm settle", KERNEL_LOG),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND): (
+        "unbounded-agent gpus  # those that the host has, and those that it lost",
+        "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): (
+        *REBOOT,
+        "# if it happens again: check power, seating and firmware",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (
+        "lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",
+        KERNEL_LOG,
+    ),
+    (ConditionType.GPUS_COMPLETE, Reason.RECORD_DAMAGED): (
+        "lspci -D | grep -Ei 'vga|3d|display|processing accel'  # is one missing?",
+        "unbounded-agent gpus forget",
+    ),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see the condition named above",),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS): ("see LibrariesPresent",),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED): (
+        "systemctl --failed --type=mount",
+        "modprobe overlay",
+        APPLY,
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.NODE_FILES_CHANGED): (
+        "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+        "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
+        "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
+        "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.STOPPED): (
+        "systemctl unmask systemd-nspawn@{machine}  # if it is masked",
+        START,
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED): (
+        "systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver",
+        START,
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.NOT_RUNNING): (
+        "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
+        "systemctl reset-failed systemd-nspawn@{machine}",
+        START,
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.MACHINE_RESTART_NEEDED): (RESTART,),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): (SERVICE_LOG, RESTART),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_WITHDRAWN): ("unbounded-agent gpus holders", REPORT),
+    (ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE): (APPLY, SERVICE_LOG),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): (
+        APPLY,
+        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says EPERM",
+        "ls -l NODE  # the path above, if the message says EACCES",
+        f"{RESTART}; if nothing else helps",
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (
+        f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),
+    (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): (
+        KERNEL_LOG,
+        "unbounded-agent gpus holders",
+        *REBOOT,
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_TIMED_OUT): (KERNEL_LOG, *REBOOT),
+    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_FAILED): (KERNEL_LOG,),
+    (ConditionType.LIBRARIES_LINKED, Reason.CONFLICT): (
+        SHELL,
+        "dpkg -S FILE  # the file named above; remove its package",
+    ),
+    (ConditionType.LIBRARIES_LINKED, Reason.NOT_IN_LOADER_CACHE): (
+        SHELL,
+        "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig",
+    ),
+    (ConditionType.LIBRARIES_LINKED, Reason.SHADOWED): (SHELL, "rm FILE && ldconfig  # the file named above"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING): (KERNEL_LOG,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (KERNEL_LOG,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.GENERATION_FAILED): (REPORT,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED): (REPORT,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.NO_DRIVER_ROOT): ("see DriverRootStaged",),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.SHADOWED): (SHELL, "stop what writes the file named above, then remove it"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.NAMES_COLLIDE): (
+        SHELL,
+        "stop what writes the file named above, then remove it",
+    ),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.RUNTIME_BLOCKED): (SHELL, "rm FILE  # the file named above"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR): (SAME_RELEASE,),
+    (ConditionType.RUNTIME_CONFIGURED, Reason.READ_BACK_FAILED): (SHELL, "containerd config dump > /dev/null", REPORT),
+    (ConditionType.RUNTIME_CONFIGURED, Reason.NO_HANDLER): (SAME_RELEASE,),
+    (ConditionType.RUNTIME_ACTIVE, Reason.OTHER_CONFIGURATION): (
+        SHELL,
+        "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
+        "systemctl daemon-reload && systemctl restart containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.CRI_FAILED): (
+        SHELL,
+        "journalctl -b -u containerd -g 'failed to load plugin'",
+        "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NO_ANSWER): (
+        SHELL,
+        "ctr plugins ls  # does containerd answer?",
+        "journalctl -b -u containerd -n 50",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.STOPPED): (
+        SHELL,
+        "systemctl unmask containerd  # if it is masked",
+        "systemctl start containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (
+        SHELL,
+        "systemctl status containerd",
+        "systemctl unmask containerd  # if it is masked",
+        "systemctl start containerd",
+    ),
+    (ConditionType.VALIDATION_MARKERS_SET, Reason.NOT_PROVEN): ("see the condition named above",),
+    (ConditionType.GPUS_ADVERTISED, Reason.NO_KUBELET): (
+        "unbounded-agent up {machine}  # or install the kubelet yourself",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.KUBELET_DOWN): (
+        KUBELET_LOG,
+        "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is expired",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN): (
+        "unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.NOT_PUBLISHED): ("see CDISpecCurrent",),
+    (ConditionType.GPUS_ADVERTISED, Reason.BAD_CHECKPOINT): (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
+    (ConditionType.GPUS_ADVERTISED, Reason.UNKNOWN_IDS): ("kubectl describe node {node}  # see Allocatable",),
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_DOWN): (
+        PLUGIN_PODS,
+        "kubectl -n NAMESPACE logs POD --previous",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.NOT_REGISTERED): (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
+    (ConditionType.GPUS_ADVERTISED, Reason.GPUS_MISSING): (
+        PLUGIN_PODS,
+        "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
+        KERNEL_LOG,
+        "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_RESTART_NEEDED): (
+        PLUGIN_PODS,
+        PLUGIN_RESTART,
+        RESTART_SETTING,
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.PLUGIN_SPEC_OUTDATED): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+    (ConditionType.GPUS_ADVERTISED, Reason.STALE_GPUS): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+    (ConditionType.GPUS_ADVERTISED, Reason.DRA_DRIVER_DOWN): DRA_LOG,
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_ACTIVE): (
+        "unbounded-agent kube allocation dra {machine} --kubeconfig FILE",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.NOT_TRIED): (
+        SHELL,
+        "systemctl status unbounded-agent-node-condition.timer",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECTL): ("install kubectl in the image",),
+    (ConditionType.NODE_CONDITION_SET, Reason.KUBELET_NOT_RUNNING): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECONFIG): ("give the kubelet --kubeconfig with an absolute path",),
+    (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (
+        SHELL,
+        "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
+    (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
+        "kubectl auth can-i update nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.API_UNREACHABLE): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),
+    (ConditionType.NODE_CONDITION_SET, Reason.AGENT_SILENT): ("systemctl enable --now unbounded-agent",),
+}
+"""By condition and reason. None stands for every condition that has no entry of its own for the reason."""
+
+OFFERED: Mapping[str, tuple[str, ...]] = {
+    Reason.NOT_REGISTERED: (*DRA_LOG, KUBELET_LOG),
+    Reason.GPUS_MISSING: DRA_LOG,
+    Reason.STALE_GPUS: DRA_LOG,
+    Reason.NODE_NOT_REGISTERED: (KUBELET_LOG,),
+    Reason.REFUSED: DRA_LOG,
+    Reason.API_UNREACHABLE: (*DRA_LOG, KUBELET_LOG),
+    Reason.FAILED: DRA_LOG,
+}
+"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. For these reasons, REMEDIES has commands for
+device plugins, a command for all conditions, or none."""
+
+REMARKS: Mapping[str, str] = {
+    "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
+    "ModeNotServed": REPORT,
+    Reason.EDITS_LEFT_OUT: (
+        "build the machine's image from a newer release of the agent; if there is none, report this line as a bug"
+    ),
+}
+"""By a word in the message of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
+
+
+def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tuple[str, ...]:
+    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there is nothing to do but wait.
+
+    `offers_gpus` says whether the machine offers its GPUs itself, without a device plugin.
+    """
+    if offers_gpus and kind is ConditionType.GPUS_ADVERTISED and reason in OFFERED:
+        return OFFERED[reason]
+    return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()
+
 
 NOTABLE = frozenset(
     {

@@ -1,15 +1,26 @@
 """Performs the steps that `agent.host.plan.diff` returns, in their order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import assert_never
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, make_way, protect, remove_root, stage
-from agent.host.apply.live_devices import change_devices
-from agent.host.apply.publishing import publish
-from agent.host.state.owned_files import OWNED_FILES, Owned
-from agent.model.actions import (
+from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, make_way, protect, publish, remove_root, stage
+from agent.host.observe.machine import observe_joined
+from agent.host.state.records import OWNED_FILES, Owned
+from agent.model.conditions import Condition
+from agent.model.contract import (
+    GPU_STATES_SIZE_LIMIT,
+    SIZE_LIMIT,
+    HostStatus,
+    host_status,
+    parse_host_status,
+    render_host_status,
+)
+from agent.model.errors import AgentError, ApplyError, BusAnswerError, BusError, DocumentError, reason
+from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Unseen, render_live
+from agent.model.goal import (
     Action,
     ChangeDevices,
     Cleanup,
@@ -22,11 +33,8 @@ from agent.model.actions import (
     RemoveStaleStaging,
     StageDriverRoot,
     WriteFile,
+    in_words,
 )
-from agent.model.digest import sha256
-from agent.model.errors import AgentError, ApplyError, reason
-from agent.model.facts import Absent, Broken, Unseen
-from agent.model.faults import in_words
 from agent.model.paths import (
     MACHINES_STATE,
     OWNED,
@@ -34,13 +42,99 @@ from agent.model.paths import (
     RUNTIME_PROPERTIES,
     STATE,
     UNIT_SETTINGS,
+    conditions_file,
+    handoff_directory,
+    joined_file,
     live_file,
     machine_of,
+    machine_unit,
     started_drop_in,
     started_nspawn,
+    token_file,
 )
-from agent.system.clearing import clear
+from agent.model.text import restart_command, sha256
+from agent.system import systemd
+from agent.system.copy import clear
 from agent.system.files import System
+from agent.system.trust import read_seen, write_record
+
+# Changes the devices of a running machine, without restarting the machine or anything in it.
+#
+# The calls go to systemd and systemd-machined over D-Bus: starting systemctl or machinectl would take ten times as
+# long.
+
+
+DRM = "/dev/dri/"
+
+
+def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
+    """Change permissions, bind nodes, and record what succeeded.
+
+    Raises AgentError, or OSError if the record cannot be written.
+
+    The intended permissions are recorded first, so that the record has every permission in force even if the agent is
+    killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the
+    same, but nothing is permitted or bound: without a record of that, each later pass would do it again.
+    """
+    before, after = action.before, action.after
+    # Keep the nodes that are still granted with the same device number. The machine half removes nodes that are no
+    # longer granted. Nodes whose number has changed are bound again below.
+    kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
+    live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
+    change_permissions = before.unsure or set(before.allow) != set(after.allow)
+    added = tuple(entry for entry in after.allow if entry not in before.allow)
+    intended = replace(live, allow=(*before.allow, *added), unsure=True) if change_permissions else live
+    try:
+        _record(action.machine, intended, system)
+    except OSError:
+        if set(before.allow) - set(after.allow):
+            still_allowed = (entry for entry in after.allow if entry in before.allow)
+            _permit(action.machine, (*still_allowed, *action.foreign), system)
+        raise
+    if change_permissions:
+        try:
+            _permit(action.machine, (*after.allow, *action.foreign), system)
+            live = replace(live, allow=after.allow, unsure=False)
+        except BusError as error:
+            failures.append(str(error))
+            # If PID 1 did not answer, it may have carried out the call all the same: record the intended permissions.
+            live = live if isinstance(error, BusAnswerError) else intended
+    live, unbound = _bind_all(action, live, system, report_progress)
+    _record(action.machine, live, system)
+    if failures := [*failures, *unbound]:
+        raise ApplyError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
+
+
+def _bind_all(
+    action: ChangeDevices, live: LiveSettings, system: System, report_progress: Callable[[], None]
+) -> tuple[LiveSettings, list[str]]:
+    """Bind the nodes that the machine lacks. Return `live` with the nodes that could be bound, and the failures."""
+    failures = []
+    # The vendors' own nodes come before those of DRM: few pods need DRM's, and each bind takes machined milliseconds.
+    for path, number in sorted(action.after.nodes.items(), key=lambda node: node[0].startswith(DRM)):
+        if path in live.nodes:
+            continue
+        try:
+            read_only = number.startswith(READ_ONLY) or path in action.read_only
+            systemd.bind_mount(action.machine, path, read_only=read_only, system=system)
+            live = replace(live, nodes={**live.nodes, path: number})
+        except BusError as error:
+            # Go on with the other nodes, unless the machine hangs: then each of these nodes would take as long to fail.
+            failures.append(f"{path} cannot be bound: {error}")
+            if isinstance(error.__cause__, TimeoutError):
+                break
+        report_progress()
+    return live, failures
+
+
+def _record(machine: str, live: LiveSettings, system: System) -> None:
+    write_record(system, live_file(machine), render_live(live))
+
+
+def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
+    # systemd writes the list to /run/systemd/system.control. At the machine's next start, the agent's drop-in takes
+    # precedence.
+    systemd.set_device_allow(machine_unit(machine), allow, system)
 
 
 class Applied(Struct, frozen=True):
@@ -50,7 +144,7 @@ class Applied(Struct, frozen=True):
     failures: tuple[str, ...]
     """Sentences that name the steps that failed."""
     concerned: dict[str, str]
-    """As in agent.host.outcome.Outcome."""
+    """As in agent.host.reconcile.Outcome."""
     failed_cleanups: dict[Cleanup, str]
     """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
 
@@ -227,3 +321,148 @@ def _read_record(system: System) -> dict[str, str]:
         raise OSError(found.why)
     # Without the record, a pass takes over the files whose content is as the agent would write it.
     return {} if isinstance(found, Absent | Broken) else found.files
+
+
+# Publishes the host status to the machines that set it on their Node objects.
+
+
+FRESH = 45.0
+"""Seconds until an unchanged host status is written again: less than a minute, so that every timed pass writes it."""
+
+
+def publish_host_status(
+    system: System, ready: Mapping[str, Condition], with_state: Collection[str], now: float
+) -> tuple[str, ...]:
+    """Write the host status for each machine in `ready`, and remove that of every other machine in `with_state`.
+
+    Return failures, one sentence each.
+    """
+    failures = []
+    for name in sorted({*with_state, *ready}):
+        path = conditions_file(name)
+        try:
+            # A machine that never had a goal has no such directory.
+            if not system.is_directory(handoff_directory(name), follow=False):
+                continue
+            if name in ready:
+                _update(system, path, host_status(ready[name], now))
+            elif system.exists(path):
+                make_way(path, system)
+                system.remove(path)
+        except OSError as error:
+            failures.append(f"cannot update {path}: {reason(error, path)}")
+        except Exception as error:
+            failures.append(f"cannot update {path}: {in_words(error)}")
+    return tuple(failures)
+
+
+def _update(system: System, path: str, status: HostStatus) -> None:
+    """Write the status if it differs from that in the file, or if the file is no longer fresh."""
+    try:
+        # A link is not followed: root in the machine can remount the directory writable and put one there.
+        before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])
+    except (OSError, DocumentError):
+        before = None
+    same = before is not None and before._replace(evaluated=status.evaluated) == status
+    # The status is also written if the clock was set back.
+    if before is None or not same or not 0 <= status.evaluated - before.evaluated < FRESH:
+        make_way(path, system)
+        system.write(path, render_host_status(status))
+
+
+# Publishes what a machine is told next to its handoff, so that a change of it makes no handoff pending.
+
+
+def publish_documents(
+    system: System,
+    file_of: Callable[[str], str],
+    documents: Mapping[str, bytes],
+    with_state: Collection[str],
+    unchanged: Collection[str],
+) -> tuple[str, ...]:
+    """Write the document of each machine in `documents`; remove that of any other machine that is not in `unchanged`.
+
+    `with_state` are the machines that may have one. Return failures, one sentence each. No document contains the time
+    of the pass, so it is written, and wakes the machine's service, only if its content has changed.
+    """
+    failures = []
+    for name in sorted({*with_state, *documents} - set(unchanged)):
+        path = file_of(name)
+        try:
+            # A machine that never had a goal has no such directory.
+            if system.is_directory(handoff_directory(name), follow=False):
+                _documents_update(system, path, documents.get(name))
+        except OSError as error:
+            failures.append(f"cannot update {path}: {reason(error, path)}")
+        except Exception as error:
+            failures.append(f"cannot update {path}: {in_words(error)}")
+    return tuple(failures)
+
+
+def _documents_update(system: System, path: str, content: bytes | None) -> None:
+    """Write the content if the file has another one; remove the file if `content` is None."""
+    if content is None:
+        if system.exists(path):
+            make_way(path, system)
+            system.remove(path)
+        return
+    try:
+        # A link is not followed: root in the machine can remount the directory writable and put one there.
+        before = system.read_untrusted(path, GPU_STATES_SIZE_LIMIT)[0]
+    except OSError:
+        before = b""
+    if before != content:
+        make_way(path, system)
+        system.write(path, content)
+
+
+# Gives a machine its bootstrap token, and removes the token once the machine's kubelet has joined the cluster.
+#
+# The token's file is next to the handoff, not in the machine's root file system, which the host never opens after the
+# machine has booted. So the host can give a new token to a running machine, whose kubelet reads the file each minute,
+# and no token stays in the machine.
+
+
+LIMIT = 1024
+"""Bytes of the largest token file that is read."""
+
+
+def given_token(machine: str, system: System) -> str | None:
+    """Return the token that the machine has: None if it has none, an empty string if the token cannot be read."""
+    found = read_seen(lambda path: system.read_untrusted(path, LIMIT)[0], token_file(machine))
+    if isinstance(found, Absent):
+        return None
+    return found.decode(errors="replace").strip() if isinstance(found, bytes) else ""
+
+
+def give_token(machine: str, token: str, system: System) -> None:
+    """Write the token for a machine that has not started yet, or has a token. Raises OSError."""
+    # An earlier machine of this name may have left the file that says that its kubelet has joined. With this file, the
+    # next pass would remove the new token at once.
+    system.remove(joined_file(machine))
+    give_token_again(machine, token, system)
+
+
+def give_token_again(machine: str, token: str, system: System) -> None:
+    """Write the token for a running machine that has none. Raises OSError.
+
+    Keep the file that says that the kubelet has joined (`joined_file`). The kubelet may join at this moment, and its
+    machine writes that file only once per boot. The next pass then finds the file, and removes the token.
+    """
+    path = token_file(machine)
+    make_way(path, system)
+    system.write(path, f"{token}\n".encode(), 0o600)
+
+
+def remove_used_tokens(nodes: Iterable[str], system: System) -> tuple[str, ...]:
+    """Remove the tokens of machines that have joined. Return failures, one sentence each."""
+    failures = []
+    for machine in nodes:
+        path = token_file(machine)
+        try:
+            if system.exists(path) and observe_joined(machine, system):
+                make_way(path, system)
+                system.remove(path)
+        except OSError as error:
+            failures.append(f"cannot remove the used bootstrap token {path}: {error.strerror}")
+    return tuple(failures)

@@ -9,16 +9,15 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from agent.host.state.gpu_faults import record_fault
-from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, binding, bindings, record_lost
+from agent.host.state.gpus import LOG_POSITION, LogPosition, binding, bindings, record_fault, record_lost
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError
-from agent.model.gpu_facts import GpuFault
+from agent.model.facts import GpuFault
 from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
+from agent.system.devices import PATH, KernelLog, open_kernel_log
 from agent.system.files import System
-from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
-from agent.system.seen import read_seen
+from agent.system.trust import read_seen
 from agent.vendors.host_vendor import GpuError
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class _Unrecorded(Struct):
     """What is known about the occurrence of a fatal error that is not recorded yet."""
 
     binding: int | None
-    """The GPU's binding (agent.host.state.lost_gpus) when the error came; None without a driver, or if unknown."""
+    """The GPU's binding (agent.host.state.gpus) when the error came; None without a driver, or if unknown."""
     since: float
     """When the error was read, in seconds since the epoch."""
     reported: bool = False

@@ -1,44 +1,275 @@
 """The service: makes passes at its start, after events, on SIGHUP and on a slow timer, in one thread."""
 
+import contextlib
 import faulthandler
 import logging
 import os
 import random
+import signal
+import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Protocol, TextIO
 
 from msgspec import Struct
 
 from agent import __version__
 from agent.config.load import Loaded
 from agent.config.settings import Config
-from agent.host.daemon.event_log import EventLog, why_not_read
+from agent.host.daemon import health
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.http import health
-from agent.host.daemon.http.endpoint import Endpoint
-from agent.host.daemon.http.local_server import LocalServer
-from agent.host.daemon.http.metrics import Metrics, unseen
-from agent.host.daemon.http.publisher import Publisher
-from agent.host.daemon.http.view import PASSES, Fixes, Pass, View
-from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
-from agent.host.daemon.signals import PassInterruptedError, Signals
-from agent.host.daemon.wakeups.poller import Wakeups
-from agent.host.daemon.wakeups.sources import REPORTS, host_sources
-from agent.host.outcome import NO_METRICS, MachineOutcome, Outcome
+from agent.host.daemon.health import PASSES, Fixes, Pass, View
+from agent.host.daemon.metrics import Metrics, unseen
+from agent.host.daemon.pages import Publisher
+from agent.host.daemon.server import Endpoint, LocalServer
+from agent.host.daemon.wakeups import REPORTS, Wakeups, host_sources
+from agent.host.reconcile import NO_METRICS, PASS_FAILED, MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.vendors import HOST_VENDORS
-from agent.model.errors import ConfigChangedError, ConfigError
+from agent.model.conditions import Condition, ConditionType
+from agent.model.errors import AgentError, ConfigChangedError, ConfigError
+from agent.model.goal import fault, in_words
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
-from agent.system.damage import discarded
 from agent.system.deadlines import stuck
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
+from agent.system.trust import discarded
+
+# Logs each failure, problem and condition change once, and again only if it was gone and has come back.
+
 
 log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Logs the results of passes. It remembers what it has logged."""
+
+    def __init__(self) -> None:
+        self.last_failures: tuple[str, ...] = ()
+        self._problems: tuple[str, ...] = ()
+        self._conditions: dict[str, dict[ConditionType, Condition]] = {}
+        self._faults: dict[str, str] = {}
+        """By piece of work: why the last attempt at it failed. Work whose last attempt succeeded is not listed."""
+
+    def rejected(self, why: str) -> None:
+        """Log why the configuration is invalid. If it is valid, `why` is empty, and nothing is logged."""
+        for line in why.splitlines():
+            log.error("configuration rejected, using the last good one: %s", one_line(line))
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Log what is new in the outcome of a pass."""
+        self.failures(outcome.failures)
+        problems = outcome.facts.all_problems()
+        for sentence in problems:
+            if sentence not in self._problems:
+                log.warning("%s", one_line(sentence))
+        self._problems = problems
+        for machine in outcome.machines:
+            for level, sentence in health.changes(machine, self._conditions.get(machine.name, {})):
+                log.log(level, "%s", sentence)
+        self._conditions = {
+            machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
+        }
+
+    def unfinished(self, error: Exception) -> str:
+        """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
+        expected = isinstance(error, AgentError | OSError)
+        why = f"{PASS_FAILED}{error if expected else in_words(error)}"
+        self.failures((why,), None if expected else error)
+        return why
+
+    def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
+        """Log the failures that the previous pass did not have, with the traceback of `cause`.
+
+        If the previous pass had failures and this one has none, log that.
+        """
+        for sentence in failures:
+            if sentence not in self.last_failures:
+                log.error("%s", one_line(sentence), exc_info=cause)
+        if self.last_failures and not failures:
+            log.info("recovered: the last pass had no failure")
+        self.last_failures = failures
+
+    @contextlib.contextmanager
+    def guarded(self, work: str) -> Iterator[None]:
+        """Log any error of the block with its traceback, and suppress it: other work must go on.
+
+        An error that comes back at each attempt is logged once. `work` completes the sentence "cannot ...".
+        """
+        try:
+            yield
+        except Exception as error:
+            why = fault(work, error).why
+            if self._faults.get(work) != why:
+                log.error("%s", why, exc_info=error)
+            self._faults[work] = why
+        else:
+            self._faults.pop(work, None)
+
+
+def why_not_read(error: Exception) -> str:
+    """Return why the configuration could not be read or used."""
+    return str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why
+
+
+# Talks to systemd: sd_notify(3) datagrams, the watchdog's interval, passed sockets, priorities of journal lines.
+
+
+PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+"""Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
+STATUS_LIMIT = 500
+"""Characters of STATUS=, which `systemctl status` shows in one line."""
+
+
+FIRST_PASSED = 3
+"""The first file descriptor that systemd passes (SD_LISTEN_FDS_START)."""
+
+
+class Notifier:
+    """Sends messages to the service manager. Without an address, it does nothing."""
+
+    def __init__(self, address: str = "") -> None:
+        """Set the address as in $NOTIFY_SOCKET: a path, or `@` and a name in the abstract namespace."""
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+
+    def send(self, *assignments: str) -> None:
+        """Send one datagram of `NAME=value` lines. Ignores errors."""
+        if not self._address:
+            return
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
+            s.settimeout(1.0)
+            s.sendto("\n".join(assignments).encode(), self._address)
+
+    def status(self, sentence: str) -> None:
+        """Set the line that `systemctl status` shows."""
+        self.send("STATUS=" + one_line(sentence)[:STATUS_LIMIT])
+
+
+def watchdog_interval(environment: Mapping[str, str]) -> float:
+    """Return the seconds within which systemd expects a sign of life (sd_watchdog_enabled(3)); 0 if it expects none."""
+    microseconds, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
+    if not microseconds.isdecimal() or (pid and pid != str(os.getpid())):
+        return 0.0
+    return int(microseconds) / 1e6
+
+
+def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
+    """Return the listening stream sockets that systemd passed to this process (sd_listen_fds(3)).
+
+    Other sockets that systemd passed are closed. Call this function only once, because each call would return objects
+    for the same descriptors.
+    """
+    pid, count = environment.get("LISTEN_PID", ""), environment.get("LISTEN_FDS", "")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return ()
+    sockets = []
+    for descriptor in range(FIRST_PASSED, FIRST_PASSED + int(count)):
+        try:
+            passed = socket.socket(fileno=descriptor)
+        except OSError:
+            log.warning("file descriptor %d, which systemd passed, is not a socket", descriptor)
+            continue
+        if passed.type is socket.SOCK_STREAM and passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            passed.set_inheritable(False)
+            passed.setblocking(True)
+            sockets.append(passed)
+        else:
+            log.warning("the socket %d, which systemd passed, is not one that accepts connections", descriptor)
+            passed.close()
+    return tuple(sockets)
+
+
+class PriorityFormatter(logging.Formatter):
+    """Puts the priority before each line, because the journal treats each line as a separate message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = PRIORITIES.get(record.levelno, 6)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def log_to(stream: TextIO) -> None:
+    """Write the agent's log to `stream`. If `stream` is a terminal, leave out the priorities."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter() if stream.isatty() else PriorityFormatter())
+    logger = logging.getLogger("agent")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+# Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait.
+#
+# SIGTERM and SIGINT also end a pass or a reload, after a grace period.
+
+
+class PassInterruptedError(BaseException):
+    """The grace period after SIGTERM or SIGINT expired in a pass or reload. `except Exception` does not catch it."""
+
+
+class Signals:
+    """Handles the process's signals. Create only one object."""
+
+    def __init__(self, notifier: Notifier, grace: float) -> None:
+        self.reload = False
+        self.stop = False
+        self._notifier, self._grace = notifier, grace
+        self._in_pass = False
+        self._reading, self._writing = socket.socketpair()
+        for end in (self._reading, self._writing):
+            end.setblocking(False)
+        # The interpreter's C handler writes to this socket, so no signal is lost between checking a flag and waiting.
+        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGHUP, self._on_reload)
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the loop must stop waiting."""
+        return self.stop or self.reload
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when a signal arrives."""
+        return self._reading.fileno()
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable again. Call this before checking the flags."""
+        with contextlib.suppress(BlockingIOError):
+            self._reading.recv(4096)
+
+    @contextlib.contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """If the grace period ends while the block runs, raise PassInterruptedError in the block.
+
+        The interruption leaves no half-written file, because files are written atomically. A reload is such a block
+        too, because a file of the configuration may be on a disk that does not answer.
+        """
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def _on_reload(self, number: int, frame: FrameType | None) -> None:
+        self.reload = True
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            # An earlier signal has begun the grace period. Do not begin it again.
+            return
+        self.stop = True
+        self._notifier.send("STOPPING=1")
+        signal.setitimer(signal.ITIMER_REAL, self._grace)
+
+    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
+        if self._in_pass:
+            raise PassInterruptedError
+
 
 Progress = Callable[[str], None]
 
@@ -74,7 +305,7 @@ class Timing(Struct, frozen=True):
 
     interval: float = 60.0
     pending: float = 5.0
-    """Delay between passes while a machine is pending (agent.host.outcome), if reports are not watched."""
+    """Delay between passes while a machine is pending (agent.host.reconcile), if reports are not watched."""
     pending_watched: float = 15.0
     """The same delay if reports are watched. Passes are still needed, because some changes cause no event."""
     pending_limit: float = 120.0

@@ -1,39 +1,367 @@
 """Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
 
-from collections.abc import Mapping
+import ipaddress
+import re
+from collections.abc import Collection, Iterable, Mapping
 
-from agent.config.settings import Config
-from agent.host.observe.driver_roots import observe_staged
-from agent.host.observe.loader_cache import Listing
-from agent.host.observe.machine import ignored_settings, observe_machine, unseen_machine
-from agent.host.observe.memory import Memory
-from agent.host.observe.mount_sources import observe_nspawn_sources, observe_sources
-from agent.host.observe.owned_files import observe_files, read_owned
-from agent.host.observe.placements import observe_placements
-from agent.host.observe.resolver import uses_stub_resolver
-from agent.host.observe.same_content import with_times
-from agent.host.observe.units import (
+from msgspec import Struct, field
+
+from agent.config.checks import is_below, plain
+from agent.config.settings import CONTROL_PATHS, Config, mountable
+from agent.host.observe.driver_roots import observe_staged, with_times
+from agent.host.observe.machine import (
     Unit,
+    ignored_settings,
+    observe_machine,
     observe_start,
     observe_template,
     observe_units,
     observe_version,
+    unseen_machine,
     with_properties,
 )
-from agent.host.state.detached_gpus import observe_detached
-from agent.host.state.gpu_faults import observe_faults
-from agent.host.state.lost_gpus import observe_lost
-from agent.host.state.remembered_gpus import observe_remembered
+from agent.host.state.gpus import observe_detached, observe_faults, observe_lost, observe_remembered
+from agent.host.state.records import MARK, OWNED_FILES, is_ours
 from agent.host.vendors import HOST_VENDORS
-from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
-from agent.model.faults import fault
-from agent.model.gpu_facts import GpuFacts
-from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, STATE, machine_of, machine_unit, mount_unit
-from agent.system.ages import Ages
+from agent.model.device import FileIdentity
+from agent.model.errors import CommandError
+from agent.model.facts import (
+    Absent,
+    Broken,
+    CacheEntry,
+    Facts,
+    FileState,
+    GpuFacts,
+    MachineFacts,
+    MountSource,
+    Placement,
+    Seen,
+    Unseen,
+    VendorFacts,
+)
+from agent.model.goal import fault
+from agent.model.handoff import DRA
+from agent.model.paths import (
+    HOST_NVIDIA,
+    LOADER_CACHE,
+    OWNED,
+    PCI_DEVICES,
+    RELOAD_PENDING,
+    REMEMBERED_GPUS,
+    STATE,
+    device_allow_drop_in,
+    machine_files,
+    machine_of,
+    machine_unit,
+    mount_unit,
+)
+from agent.system.deadlines import call_source
+from agent.system.devices import DeviceSource
 from agent.system.files import System
-from agent.system.seen import read_seen
-from agent.system.sysfs import DeviceSource
+from agent.system.journal import Ages
+from agent.system.trust import FileCache, classify_error, discard, path_components, read_seen, untrusted_component
 from agent.vendors.host_vendor import Sources
+
+# Observes where GPUs are in the host: NUMA node and PCI root complex.
+
+
+ROOT = re.compile(r"/(pci[0-9a-f]{4,8}:[0-9a-f]{2})/")
+"""A root complex in the path of a device in sysfs (pci_create_root_bus in the kernel)."""
+NUMA_NODE = re.compile(r"-?[0-9]{1,4}")
+
+
+def observe_placements(config: Config, vendors: Iterable[VendorFacts], system: System) -> Mapping[str, Placement]:
+    """Return the placement of every GPU, by PCI address; none if no machine uses DRA, because only DRA needs them."""
+    if not any(each.allocation == DRA for each in config.machines.values()):
+        return {}
+    return {gpu.pci_address: _placement(gpu.pci_address, system) for vendor in vendors for gpu in vendor.gpus}
+
+
+def _placement(address: str, system: System) -> Placement:
+    path = f"{PCI_DEVICES}/{address}"
+    target, node = read_seen(system.read_link, path), read_seen(system.read_text, f"{path}/numa_node")
+    # Take the first root complex in the path. Devices behind an Intel VMD controller have a second one below the first.
+    root = ROOT.search(target) if isinstance(target, str) else None
+    number = NUMA_NODE.fullmatch(node.strip()) if isinstance(node, str) else None
+    return Placement(int(number[0]) if number else -1, root[1] if root else "")
+
+
+# Observes which DNS servers programs on this host use.
+
+
+RESOLV_CONF = "/etc/resolv.conf"
+STUB = "/run/systemd/resolve/stub-resolv.conf"
+"""Names systemd-resolved, at 127.0.0.53, as the DNS server. On most hosts that use systemd-resolved, RESOLV_CONF is a
+link to this file, even while systemd-resolved is not running."""
+UPLINK = "/run/systemd/resolve/resolv.conf"
+"""Names the DNS servers that systemd-resolved itself queries (systemd-resolved.service(8))."""
+SERVERS = 3
+"""How many servers the C library and the kubelet use of a file (MAXNS in resolv.h)."""
+BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+LIMIT = 1 << 16
+"""Bytes of the largest file that is read."""
+
+
+def uses_stub_resolver(system: System) -> bool:
+    """Return whether programs send DNS queries to systemd-resolved on the host's loopback interface."""
+    target = read_seen(system.read_link, RESOLV_CONF)
+    # Most distributions make the link relative to /etc.
+    return isinstance(target, str) and target.removeprefix("..") == STUB
+
+
+def dns_servers(path: str, system: System) -> tuple[list[str], list[str]]:
+    """Return all DNS servers in a file that are used and, as a second list, those of them that pods can ask.
+
+    The file has the format of resolv.conf(5). If it cannot be read, both lists are empty.
+    """
+    found = read_seen(lambda each: system.read(each, LIMIT), path)
+    lines = found.decode(errors="replace").splitlines() if isinstance(found, bytes) else []
+    words = [line.split() for line in lines]
+    servers = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:SERVERS]
+    return servers, [each for each in servers if _is_same_in_pods(each)]
+
+
+def _is_same_in_pods(server: str) -> bool:
+    """Return whether an address leads to the same server in a pod, which has a network of its own.
+
+    A link-local address of IPv6 does not: it is that of a host on the pod's own link. One of IPv4 does: pods send their
+    packets to the node, which forwards them. So the resolvers of clouds can be asked, such as 169.254.169.254.
+    """
+    try:
+        address = ipaddress.ip_address(server.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local:
+            return False
+        address = address.ipv4_mapped or address
+    return not (address.is_loopback or address.is_unspecified or address.is_multicast or address == BROADCAST)
+
+
+# Observes the sources of extra mounts: whether they exist, and who controls the paths to them.
+
+
+def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
+    """Return each source, by its path in the settings; Broken if it must not be mounted.
+
+    Each observation has a time limit, because a network mount may hang.
+    """
+    mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
+    control_paths = {*CONTROL_PATHS, *_real_paths(system)} if mounts else set[str]()
+    writable = {mount.source for mount in mounts if not mount.read_only}
+    return {
+        source: read_seen(lambda path: _source(system, path, control_paths, read_only=path not in writable), source)
+        for source in sorted({mount.source for mount in mounts})
+    }
+
+
+def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
+    """Return the real paths of what `nspawn.extra` mounts, by the path in that setting.
+
+    A path that cannot be resolved is left out. The result is empty if no machine has `extra_mounts`, because these
+    paths are only compared with the paths to the sources of `extra_mounts`.
+    """
+    if not any(settings.extra_mounts for settings in config.machines.values()):
+        return {}
+    paths = {path for settings in config.machines.values() for path in settings.nspawn.mounted_paths()}
+    seen = {path: read_seen(lambda path: call_source(path, lambda: system.real_path(path)), path) for path in paths}
+    return {path: real for path, real in seen.items() if isinstance(real, str)}
+
+
+def _real_paths(system: System) -> list[str]:
+    """Return the real paths of CONTROL_PATHS: /var/lib/machines, for example, may be a link."""
+    seen = (read_seen(system.real_path, path) for path in CONTROL_PATHS)
+    return [path for path in seen if isinstance(path, str)]
+
+
+def _source(system: System, path: str, control_paths: Collection[str], *, read_only: bool) -> MountSource | Broken:
+    """Return the source; Broken if it must not be mounted. Raises OSError."""
+    source = call_source(path, lambda: _resolve(system, path))
+    try:
+        mountable(plain(source.path), read_only=read_only, control_paths=control_paths)
+    except ValueError as error:
+        return Broken(str(error))
+    if step := next((each for each in source.components if is_below(each, control_paths)), ""):
+        return Broken(f"the path to it leads through {step}, which controls the host or other machines")
+    # A user who can replace the source with a link could give root in the machine access to any part of the host.
+    if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
+        return Broken(f"{why}: the path could be redirected")
+    return source
+
+
+def _resolve(system: System, path: str) -> MountSource:
+    """Return the source with its real path. If the source is mounted on demand, mount it first. Raises OSError."""
+    real = system.real_path(path)
+    # statfs(2) triggers an automount, which lstat(2) and the like do not.
+    system.free_bytes(real)
+    return MountSource(real, path_components(system, path))
+
+
+# Observes the files that a goal may contain, and the ownership record.
+
+
+def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
+    """Return the ownership record (digests by path), and a problem with it; the problem is empty if there is none.
+
+    A damaged record is discarded and counts as empty. The record is Unseen if it cannot be read now.
+    """
+    found = OWNED_FILES.read_seen(OWNED, system)
+    if isinstance(found, Absent):
+        return {}, ""
+    if isinstance(found, Unseen):
+        return found, found.why
+    if isinstance(found, Broken):
+        # `discard` also logs the damage. That is needed because this pass replaces the damaged file, and then observes
+        # again: the facts at the end of the pass no longer show the damage.
+        discard(OWNED, found.why, system)
+        return {}, found.why
+    return found.files, ""
+
+
+def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
+    """Return the states of these files: the machines' files, both copies of the GPU record, and all recorded files."""
+    of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
+    wanted = {*REMEMBERED_GPUS, *of_machines}
+    if isinstance(owned, Unseen):
+        contents = {path: _content(path, system) for path in sorted(wanted)}
+        # Without the record, only the first line of a file shows whether the agent wrote it.
+        return {
+            path: FileState(each, isinstance(each, bytes) and each.startswith(MARK)) for path, each in contents.items()
+        }
+    return {path: _state(path, owned.get(path), system) for path in sorted(wanted | set(owned))}
+
+
+def _state(path: str, digest: str | None, system: System) -> FileState:
+    """Return the state of a file. `digest` is the recorded one; None if the ownership record does not name the file."""
+    content = _content(path, system)
+    owned = digest is not None and (not isinstance(content, bytes) or is_ours(content, digest))
+    return FileState(content, owned)
+
+
+def _content(path: str, system: System) -> Seen[bytes]:
+    # Directories are not trusted: root in a machine can remount the machine's handoff directory writable, and put
+    # anything in a file's place.
+    found = read_seen(system.read_untrusted, path)
+    return found[0] if isinstance(found, tuple) else found
+
+
+# Reads the dynamic loader's cache with `ldconfig -p` (glibc, elf/cache.c).
+
+
+LDCONFIG = "/sbin/ldconfig"
+HEADER = re.compile(r"([0-9]{1,9}) libs found in cache `.*'")
+FOOTER = "Cache generated by: "
+"""The beginning of the last line, if glibc 2.33 or newer wrote the cache."""
+LINE = re.compile(r"\t(?P<soname>.+?) \((?P<tags>[^()]*)\) => (?P<path>/.*)")
+
+ARCHITECTURES = {"x86-64": "x86_64", "AArch64": "aarch64"}
+"""Architectures by the tag that follows `libc6` in a line. Lines for i386 have no such tag. Other tags, such as x32,
+are unsupported."""
+
+
+class Listing(Struct, frozen=True):
+    """The output of `ldconfig -p`. The order matters: the loader takes the first entry of a soname."""
+
+    entries: tuple[CacheEntry, ...]
+    skipped: int = 0
+    """Number of lines of unknown format."""
+
+
+def parse_listing(output: str) -> Listing | Broken:
+    """Parse the output of `ldconfig -p`; Broken if it has another format or is cut short.
+
+    If output that is cut short were accepted, the libraries at its end would count as absent.
+    """
+    header, _, body = output.partition("\n")
+    match = HEADER.fullmatch(header)
+    if match is None:
+        return Broken(f"ldconfig -p: the output does not start with the number of libraries, but with {header[:80]!r}")
+    lines = [line for line in body.split("\n") if line and not line.startswith(FOOTER)]
+    if len(lines) < int(match[1]):
+        return Broken(f"ldconfig -p: the output lists only {len(lines)} of {match[1]} libraries")
+    parsed = [_entry(line) for line in lines]
+    entries = tuple(each for each in parsed if each)
+    return Listing(entries, skipped=len(parsed) - len(entries))
+
+
+def _entry(line: str) -> CacheEntry | None:
+    match = LINE.fullmatch(line)
+    return match and CacheEntry(match["soname"], _architecture(match["tags"]), match["path"])
+
+
+def _architecture(tags: str) -> str:
+    """Return the architecture in tags such as `libc6,x86-64, hwcap: "x86-64-v3"`; empty if it is not supported.
+
+    Tags are compared as a whole, because a hwcap may look like the tag of an architecture.
+    """
+    kind, *others = re.split(r", *", tags)
+    if kind != "libc6":
+        return ""
+    second = others[0] if others else ""
+    if not second or second.startswith(("hwcap: ", "OS ABI: ")):
+        return "i686"
+    return ARCHITECTURES.get(second, "")
+
+
+class LoaderCache:
+    """Lists loader caches. ldconfig runs only if a cache file has changed since it was listed last."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[FileIdentity, Listing]] = {}
+        """The last listings, by root, each with the identity that the cache file had then."""
+
+    def read(self, system: System, root: str = "/") -> Seen[Listing]:
+        """List the loader cache of the host, or of the system in the directory `root`.
+
+        The paths in the listing are relative to that root.
+        """
+        where = "" if root == "/" else f"{root}: "
+        last = self._last.pop(root, None)
+        try:
+            inner = system if root == "/" else system.below(root)
+        except OSError as error:
+            return classify_error(root, error)
+        identity = read_seen(inner.identity, LOADER_CACHE)
+        if isinstance(identity, Absent):
+            return Absent(f"{where}{LOADER_CACHE}: no such file; run ldconfig")
+        if not isinstance(identity, FileIdentity):
+            return identity
+        if last and last[0] == identity:
+            self._last[root] = last
+            return last[1]
+        # With `-C`, the host's ldconfig can read the cache of any glibc. `-r` does not work here, because ldconfig then
+        # calls chroot(2), which the service may not call.
+        listing = self._list(system, *(("-C", inner.full_path(LOADER_CACHE)) if where else ()))
+        if isinstance(listing, Listing):
+            self._last[root] = (identity, listing)
+        return listing
+
+    def skipped(self) -> tuple[str, ...]:
+        """Return one sentence for each root whose listing has unknown lines."""
+        return tuple(
+            f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
+            for root, (_, listing) in self._last.items()
+            if listing.skipped
+        )
+
+    def _list(self, system: System, *options: str) -> Listing | Broken | Unseen:
+        # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
+        program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
+        try:
+            return parse_listing(system.run(program, "-p", *options))
+        except CommandError as error:
+            return Unseen(str(error))
+
+
+# What the host half remembers of its observations from one pass to the next.
+
+
+class Memory(Struct, frozen=True):
+    """The ages of files, and results that stay valid as long as the files from which they came do not change."""
+
+    loader_cache: LoaderCache = field(default_factory=LoaderCache)
+    file_cache: FileCache = field(default_factory=FileCache)
+    ages: Ages = field(default_factory=Ages)
 
 
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:

@@ -1,24 +1,36 @@
 """Observes one machine from the host, without following any path that the machine can change."""
 
+import io
 import math
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
-from agent.host.observe.units import Unit, is_enabled
-from agent.host.state.driver_roots import parse_handed
-from agent.host.state.granted import GRANTED
-from agent.model.device import FileIdentity
-from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, MachineFacts, Seen, Unseen
-from agent.model.granted import Granted
-from agent.model.handoff import SIZE_LIMIT, Publication
-from agent.model.live import LiveSettings, parse_live
+from msgspec import Meta, Struct, field
+from msgspec.structs import astuple, replace
+
+from agent.config.checks import is_subdomain
+from agent.host.state.gpus import GRANTED
+from agent.host.state.records import has_started, parse_handed
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.contract import PATH
+from agent.model.device import PCI_ADDRESS, FileIdentity
+from agent.model.errors import BusError, DocumentError
+from agent.model.facts import Absent, Broken, DeviceAllow, Granted, LiveSettings, MachineFacts, Seen, Unseen, parse_live
+from agent.model.handoff import CHANGED_FILES_LIMIT, REPORT_VERSION, SIZE_LIMIT, FabricAnswer, Publication, Repair
+from agent.model.json_document import HOST, IMAGE, accept_version
 from agent.model.paths import (
     GRANTED_NAME,
     MACHINE_ROOTS,
     NSPAWN_RUNTIME,
     REPORT_NAME,
+    UNITS,
     granted_file,
     handed_roots_file,
     handoff_file,
+    joined_file,
     live_file,
     machine_unit,
     node_record,
@@ -27,10 +39,223 @@ from agent.model.paths import (
     started_drop_in,
     started_nspawn,
 )
-from agent.system.ages import Ages
-from agent.system.damage import discard
+from agent.model.text import printable
+from agent.model.typed_json import decode, to_builtins
+from agent.system import systemd
 from agent.system.files import System
-from agent.system.seen import read_seen
+from agent.system.journal import Ages
+from agent.system.trust import classify_error, discard, read_seen
+
+# Observes systemd: its version, the states of units, and the installed template of nspawn's unit.
+
+
+TEMPLATE = "systemd-nspawn@.service"
+UNMASK = f"run `systemctl unmask {TEMPLATE}`"
+UNIT_DIRECTORIES = (
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+)
+"""Directories of units, in the order of precedence of systemd.unit(5). Directories of transient and generated units are
+left out, because they never contain templates."""
+WANTED_BY = {"machines.target": "multi-user.target"}
+"""The target that starts each unit that `up` enables, by the unit's name. Machines' units are not listed, because
+machines.target starts all of them."""
+QUOTING = frozenset("\"'\\")
+
+
+class Unit(Struct, frozen=True):
+    """The current state of one unit."""
+
+    state: Seen[str]
+    """The unit's ActiveState."""
+    path: str = ""
+    """Path of the unit's object on the bus."""
+    restarts: bool = False
+    """The unit is a service that has ended, and systemd waits before it starts the service again."""
+    starts: bool = False
+    """A start of the unit is queued or under way."""
+    needs_reload: bool = False
+    """The unit's NeedDaemonReload."""
+    masked: bool = False
+    """The unit is masked. It may still run."""
+    has_run: bool = False
+    """The unit is not active now, and one of these is true: since the host booted, it has stopped or failed to start
+    (InactiveEnterTimestampMonotonic); since the host booted, one of its starts was cancelled; or it is masked and
+    inactive."""
+    device_allow: tuple[DeviceAllow, ...] = ()
+    """The DeviceAllow= list in force, from all files and set-property."""
+
+
+def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
+    """Return the states of units by name, with a single call to PID 1. All are Unseen if PID 1 does not answer.
+
+    The result includes units that are not loaded. An alias has the state of the unit that it names.
+    """
+    try:
+        return dict(zip(names, map(_unit, names, systemd.list_units(names, system)), strict=True))
+    except BusError as error:
+        return {name: Unit(Unseen(str(error))) for name in names}
+
+
+def with_properties(machine: str, unit: Unit, system: System) -> Unit:
+    """Return the machine's unit with the properties that `observe_units` does not read.
+
+    If one of these properties cannot be read, the unit's state is Unseen. A masked unit that has failed or cannot be
+    started counts as inactive, as if somebody had stopped it: nothing runs in its machine.
+    """
+    if unit.masked and (isinstance(unit.state, Broken) or unit.state == "failed"):
+        unit = replace(unit, state="inactive")
+    if not isinstance(unit.state, str):
+        return unit
+    try:
+        return replace(
+            unit,
+            has_run=(unit.masked and unit.state == "inactive") or _has_run(machine, unit, system),
+            # If a unit was masked after systemd had loaded it, systemd always says that the unit needs a reload,
+            # because systemd no longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
+            needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
+            device_allow=systemd.device_allow(unit.path, system),
+        )
+    except (BusError, OSError) as error:
+        return Unit(Unseen(str(error)))
+
+
+def _has_run(machine: str, unit: Unit, system: System) -> bool:
+    """Return whether, since the host booted, the unit has stopped, failed to start, or had a start cancelled.
+
+    While the unit is active, the result is False.
+    """
+    if unit.state == "active":
+        return False
+    # The timestamp is read after ActiveState: if ActiveState says that the machine has stopped, the timestamp is set.
+    if systemd.inactive_enter(unit.path, system) != 0:
+        return True
+    # In two cases, systemd has no timestamp although a start of the machine has begun: if that start was cancelled
+    # before the unit itself started, or if systemd has unloaded the unit since (it keeps only units that are enabled,
+    # failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
+    return unit.state == "inactive" and not unit.starts and has_started(machine, system)
+
+
+def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
+    if isinstance(listed, Unseen):
+        return Unit(listed)
+    state, masked = _state(name, listed), listed.load_state == "masked"
+    return Unit(state, listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
+
+
+def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
+    # A unit whose file was removed or masked may still run, so ActiveState is checked first.
+    if listed.active_state != "inactive" or listed.load_state == "loaded":
+        return listed.active_state
+    if listed.load_state == "not-found":
+        return Absent(f"{name} is not installed")
+    if listed.load_state == "masked":
+        return Broken(f"{name} is masked; run `systemctl unmask {name}`")
+    return Broken(f"{name} cannot be started: LoadState is {listed.load_state}; see `systemctl status {name}`")
+
+
+def observe_start(unit: Unit, system: System) -> Seen[int]:
+    """Return when the unit last became active, in microseconds since the host booted; 0 if it is not loaded."""
+    try:
+        return systemd.active_enter(unit.path, system) if isinstance(unit.state, str) else 0
+    except BusError as error:
+        return Unseen(str(error))
+
+
+def is_enabled(unit: str, system: System) -> bool:
+    """Return whether the unit is enabled: whether its target has the link to it that `systemctl enable` makes."""
+    return system.exists(enabling_link(unit))
+
+
+def enabling_link(unit: str) -> str:
+    """Return the link that `systemctl enable` makes for a machine's unit, or for one in WANTED_BY."""
+    return f"{UNITS}/{WANTED_BY.get(unit, 'machines.target')}.wants/{unit}"
+
+
+def observe_version(system: System) -> Seen[int]:
+    """Return the version of the running systemd."""
+    try:
+        text = systemd.version(system)
+    except BusError as error:
+        return Unseen(f"the version of systemd: {error}")
+    match = re.match(r"v?([0-9]{1,9})(?![0-9])", text)
+    return int(match[1]) if match else Broken(f"the version of systemd: no number in {text[:80]!r}")
+
+
+def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
+    """Return the DeviceAllow= list of the installed template unit."""
+    for directory in UNIT_DIRECTORIES:
+        path = f"{directory}/{TEMPLATE}"
+        try:
+            return parse_device_allow(system.read_text(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            seen = classify_error(path, error)
+            return replace(seen, why=f"{seen.why}; it must be a readable file: if it is masked, {UNMASK}")
+    return Absent(f"{TEMPLATE} is in none of {', '.join(UNIT_DIRECTORIES)}: install the package systemd-container")
+
+
+def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
+    """Return the DeviceAllow= list in a unit file. An empty assignment discards earlier entries (systemd.syntax(7))."""
+    entries: list[DeviceAllow] = []
+    section = ""
+    for line in _logical_lines(text):
+        key, separator, value = (part.strip() for part in line.partition("="))
+        if line.startswith("["):
+            section = line
+        elif separator and key == "DeviceAllow" and section == "[Service]":
+            if not value:
+                entries.clear()
+            elif entry := _entry(value):
+                entries.append(entry)
+    return tuple(entries)
+
+
+def _entry(value: str) -> DeviceAllow | None:
+    """Return the entry that systemd makes of the value (config_parse_device_allow in load-fragment.c).
+
+    The result is None if systemd ignores the value. Specifiers are not expanded: the entry is copied into a drop-in of
+    the same unit, and there systemd expands them.
+    """
+    node, permissions = (*re.split("[ \t]+", value, maxsplit=1), "")[:2]
+    if not QUOTING.isdisjoint(value):
+        text = io.StringIO(value)
+        lexer = shlex.shlex(text, posix=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            node = lexer.get_token() or ""
+        except ValueError:
+            return None
+        permissions = text.read().strip()
+    if not node.startswith(("block-", "char-")):
+        node = "" if ".." in node.split("/") else posixpath.normpath(node).replace("//", "/")
+        if not node.startswith(("/dev/", "/run/systemd/inaccessible/")):
+            return None
+    # In `value`, bytes that are not UTF-8 appear as surrogates.
+    is_text = not any("\ud800" <= character <= "\udfff" for character in value)
+    return DeviceAllow(node, permissions) if is_text and not permissions.strip("rwm") else None
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Yield the lines of a unit file, without comments and empty lines.
+
+    A backslash at the end of a line joins the line with the next one, even if there are comments between the two.
+    """
+    parts: list[str] = []
+    for raw in text.split("\n"):
+        line = raw.strip()
+        if line.startswith(("#", ";")) or (not line and not parts):
+            continue
+        parts.append(line.removesuffix("\\").rstrip())
+        if not line.endswith("\\"):
+            yield " ".join(filter(None, parts))
+            parts = []
+    if parts:
+        yield " ".join(filter(None, parts))
 
 
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
@@ -231,3 +456,195 @@ def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
     except DocumentError as error:
         discard(path, str(error), system)
         return Broken(str(error))
+
+
+# Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable.
+
+
+TYPES = frozenset(ConditionType)
+CONDITIONS_LIMIT = 64
+"""The largest number of conditions in a report: a newer machine half may report more than this release knows."""
+
+
+GPUS_LIMIT = 256
+"""The largest number of GPUs that a condition may name."""
+
+
+class Report(Struct, frozen=True):
+    """What the host half needs of the machine half's report on one generation of the handoff."""
+
+    generation: str
+    agent_version: str
+    conditions: tuple[Condition, ...]
+    """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """How often each repair was made since the machine's boot."""
+    advertised_gpus: int | None = None
+    """How many of the granted GPUs the node offers to pods; None if that is unknown."""
+    changed_files: tuple[str, ...] = ()
+    """Files that differ from what `up` put into the machine."""
+    publication: Publication | None = None
+    """The publication of the handoff that the report answers; None if that is unknown."""
+    fabric: tuple[FabricAnswer, ...] = ()
+    """What GPUs say of their registration with the fabric."""
+    refused: str = ""
+    """Why the machine half cannot use the handoff; empty if it can."""
+    unknown_conditions: tuple[str, ...] = ()
+    """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
+
+
+# msgspec accepts a text if the pattern matches anywhere in it. So each pattern begins with \A, and ends with \Z. (With
+# `$` instead of \Z, a text with a final newline would be accepted too.)
+Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
+Name = Annotated[str, Meta(max_length=255)]
+Address = Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
+FabricWord = Annotated[str, Meta(pattern=r"\A(\[?N/A\]?|[A-Za-z0-9 \[\]]{0,64})\Z")]
+"""A word of the driver, which conditions show without `machine says`: no command can be made of it."""
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class _Condition(Struct, frozen=True):
+    """One condition. Unknown keys are ignored, as in the whole report."""
+
+    type: Word
+    status: Status
+    reason: Word
+    message: Annotated[str, Meta(max_length=2000)]
+    gpus: Annotated[tuple[Address, ...], Meta(max_length=GPUS_LIMIT)] = ()
+
+
+class _Fabric(Struct, frozen=True):
+    """What a GPU says of its fabric and of persistence mode."""
+
+    gpu: Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
+    state: FabricWord
+    status: FabricWord
+    persistence: FabricWord = ""
+
+
+class _Repairs(Struct, frozen=True):
+    """How often each Repair was made.
+
+    This is not a dict, because msgspec's errors do not name the keys of a dict.
+    """
+
+    links: Count = 0
+    spec: Count = 0
+    containerd: Count = 0
+    runtime: Count = 0
+
+
+class _Version(Struct, frozen=True):
+    """The version of a report. Everything else is ignored."""
+
+    version: int
+
+
+class _Document(_Version, frozen=True):
+    """The whole report. Unknown keys are ignored."""
+
+    generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
+    boot_id: Annotated[str, Meta(pattern=r"\A[0-9a-f-]{0,36}\Z")]
+    agent_version: Annotated[str, Meta(max_length=64)]
+    conditions: Annotated[tuple[_Condition, ...], Meta(max_length=CONDITIONS_LIMIT)]
+    cdi_devices: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    repairs: _Repairs
+    advertised_gpus: Count | None
+    changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)]
+    publication: Publication | None
+    fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)]
+    refused: Annotated[str, Meta(max_length=2000)]
+
+
+def parse_report(data: bytes) -> Report:
+    """Parse a report. Raises DocumentError, which names the wrong key if there is one."""
+    if len(data) > SIZE_LIMIT:
+        raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
+    try:
+        # First, because the keys of another version may have other types.
+        accept_version(
+            REPORT_NAME, {"version": decode(REPORT_NAME, data, _Version).version}, REPORT_VERSION, IMAGE, HOST
+        )
+        document = decode(REPORT_NAME, data, _Document)
+        _check(document)
+    except DocumentError as error:
+        raise DocumentError(error.message, error.hint or "the machine half writes it again") from error
+    known = [each for each in document.conditions if each.type in TYPES]
+    return Report(
+        document.generation,
+        printable(document.agent_version),
+        tuple(map(_condition, known)),
+        {Repair(name): count for name, count in to_builtins(document.repairs).items()},
+        document.advertised_gpus,
+        document.changed_files,
+        document.publication,
+        tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
+        printable(document.refused),
+        tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
+    )
+
+
+def _condition(found: _Condition) -> Condition:
+    # Only a fault can concern some GPUs.
+    gpus = found.gpus if found.status is Status.FALSE else ()
+    return Condition(ConditionType(found.type), found.status, found.reason, printable(found.message), gpus=gpus)
+
+
+def _check(document: _Document) -> None:
+    """Check what the types above cannot express. Raises DocumentError."""
+    texts = {
+        "agent_version": document.agent_version,
+        "refused": document.refused,
+        **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
+        **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
+    }
+    for key, text in texts.items():
+        # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
+        if not text.isprintable():
+            raise DocumentError(f"{REPORT_NAME}: key {key} has unprintable characters: {text[:80]!a}")
+    for index, path in enumerate(document.changed_files):
+        if not PATH.fullmatch(path):
+            raise DocumentError(
+                f"{REPORT_NAME}: key changed_files[{index}] has a path that may not be listed: {path[:80]!a}"
+            )
+    lists = {
+        "conditions: a type": [each.type for each in document.conditions],
+        "cdi_devices: a name": document.cdi_devices,
+        "changed_files: a path": document.changed_files,
+        "fabric: a GPU": [each.gpu for each in document.fabric],
+    }
+    for what, items in lists.items():
+        if len(set(items)) != len(items):
+            raise DocumentError(f"{REPORT_NAME}: key {what} appears twice")
+    # The type cannot have these limits, because msgspec's limits have at most 63 bits.
+    if document.publication and not all(0 <= each < 2**64 for each in document.publication):
+        raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")
+
+
+def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
+    """Return the machine's report, parsed; Broken if it is malformed."""
+    if isinstance(machine.report, Absent | Broken | Unseen):
+        return machine.report
+    try:
+        return parse_report(machine.report)
+    except DocumentError as error:
+        return Broken(str(error))
+
+
+# Observes whether a machine's kubelet has joined its cluster.
+
+
+LIMIT = 1024
+"""Bytes of the largest file that is read."""
+
+
+def observe_joined(machine: str, system: System) -> str:
+    """Return the name of the machine's Node object; empty if its kubelet has not joined since the machine's last start.
+
+    The name comes from a file that root in the machine can write, so it is not trusted and may be another Node's name.
+    If the file does not contain a valid name, the result is empty too: `doctor` gives the name to kubectl, which would
+    take a text such as `--kubeconfig=...` for an option.
+    """
+    found = read_seen(lambda path: system.read_untrusted(path, LIMIT), joined_file(machine))
+    node = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
+    return node if is_subdomain(node) else ""

@@ -5,15 +5,23 @@ from collections.abc import Mapping, Set
 from msgspec import Struct, field
 
 from agent.host.plan.driver_roots import collect, protect, publish, record_handed
-from agent.host.plan.goal import Plan
+from agent.host.plan.goal import Plan, record_remembered
 from agent.host.plan.live_devices import change_running, forbid_withdrawn
-from agent.host.plan.remembered import record_remembered
-from agent.host.state.granted import GRANTED
-from agent.host.state.owned_files import MARK
-from agent.model.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.host.state.gpus import GRANTED
+from agent.host.state.records import MARK
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
-from agent.model.faults import Fault, fault
-from agent.model.goal import MachineGoal, OwnedFile
+from agent.model.goal import (
+    Action,
+    ChangeDevices,
+    Fault,
+    MachineGoal,
+    OwnedFile,
+    ReloadUnits,
+    RemoveFile,
+    StageDriverRoot,
+    WriteFile,
+    fault,
+)
 from agent.model.paths import (
     STATE,
     UNIT_SETTINGS,

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from agent.host.state.driver_roots import render_handed
-from agent.model.actions import (
+from agent.host.state.records import render_handed
+from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
+from agent.model.goal import (
     Action,
+    Fault,
+    Goal,
+    MachineGoal,
     ProtectDriverRoots,
     PublishDriverRoot,
     RemoveDriverRoot,
     RemoveStaleStaging,
     WriteFile,
 )
-from agent.model.driver_root import StagedRoot
-from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, Unseen
-from agent.model.faults import Fault
-from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import STAGING, handed_roots_file
 
 

@@ -1,39 +1,430 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
 from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
-from agent.host.plan.mounts import split_mounts
-from agent.host.plan.nspawn import ADDRESS_FAMILIES, KNOWS_ADDRESS_FAMILIES, SYS_MODULE, bindable, render_nspawn
-from agent.host.plan.remembered import remember
-from agent.host.plan.selection import Selection, describe_wrong_driver, select
-from agent.host.plan.shares import Shares, in_turn, unknown_grants
-from agent.host.plan.unit_drop_in import device_allow, from_template, render_drop_in
-from agent.host.vendors import host_vendor
-from agent.model.device_allow import DeviceAllow
-from agent.model.digest import sha256
-from agent.model.driver_root import UNSTAGED, StagedRoot
-from agent.model.facts import Absent, Broken, DeviceNode, Facts, VendorFacts
-from agent.model.faults import Fault, fault
-from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share, gpu_nodes
-from agent.model.granted import Granted
-from agent.model.handoff import (
-    DRA,
-    OTHER_DEVICES,
-    GrantedDevice,
-    GrantedFile,
-    Handoff,
-    Request,
-    render_handoff,
+from agent.host.plan.nspawn import (
+    ADDRESS_FAMILIES,
+    CONFIGURED,
+    KNOWS_ADDRESS_FAMILIES,
+    SYS_MODULE,
+    bindable,
+    device_allow,
+    escape,
+    from_template,
+    render_drop_in,
+    render_nspawn,
+    split_mounts,
 )
-from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
-from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
+from agent.host.vendors import host_vendor, rank
+from agent.model.conditions import Reason
+from agent.model.device import PCI_ADDRESS
+from agent.model.facts import (
+    READ_ONLY,
+    READ_WRITE,
+    UNSTAGED,
+    Absent,
+    Broken,
+    DeviceAllow,
+    DeviceNode,
+    Driver,
+    Facts,
+    Gpu,
+    Granted,
+    LiveSettings,
+    MachineFacts,
+    Remembered,
+    RememberedGpu,
+    Seen,
+    StagedRoot,
+    Unseen,
+    VendorFacts,
+    render_remembered,
+)
+from agent.model.goal import (
+    Action,
+    DriverRoots,
+    Fault,
+    Goal,
+    Grant,
+    MachineGoal,
+    OwnedFile,
+    Share,
+    WriteFile,
+    fault,
+    gpu_nodes,
+)
+from agent.model.handoff import DRA, OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.model.paths import (
+    MACHINE_HOST_NVIDIA,
+    REMEMBERED_GPUS,
+    handoff_file,
+    machine_files,
+    nspawn_file,
+    unit_drop_in,
+)
+from agent.model.text import counted, sha256
+
+# Plans the record of granted GPUs: which to remember, and since when some are lost. Pure.
+
+
+def remember(
+    config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
+) -> Seen[Remembered]:
+    """Return the record as it should be. `held` contains the machines that keep what they have.
+
+    If the address of a recorded GPU is gone from the PCI bus, the GPU is lost. There are two exceptions, in which the
+    GPU leaves the record: its UUID is now at another address, or the settings of its machines no longer request it. A
+    GPU that is still on the bus leaves the record once no machine has it.
+    """
+    before = facts.remembered
+    if isinstance(before, Unseen | Absent):
+        return before
+    if isinstance(before, Broken):
+        before = Remembered(damage=before.why)
+    if not all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors):
+        # If the PCI bus could not be listed, every GPU would seem to be lost.
+        return before
+    granted: dict[str, set[str]] = {}
+    for goal in goals:
+        for address in (address for grant in goal.grants for address in grant.gpus):
+            granted.setdefault(address, set()).add(goal.name)
+    recorded = {each.pci_address: each for each in before.gpus}
+    present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    uuids = {gpu.uuid for gpu in present.values() if gpu.uuid}
+    gpus = []
+    for address in sorted({*recorded, *granted}):
+        gpu, old = present.get(address), recorded.get(address)
+        if gpu is not None:
+            model, uuid = (old.model, old.uuid) if old else ("", "")
+            keeping = [name for name in (old.machines if old else ()) if name in held and name in config.machines]
+            machines = tuple(sorted({*granted.get(address, ()), *keeping}))
+            entry = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, machines)
+        elif old is not None and old.uuid not in uuids:
+            machines = tuple(name for name in old.machines if _is_requested(old, name, config))
+            lost_since = old.lost or now
+            entry = RememberedGpu(address, old.vendor, old.model, old.uuid, machines, lost_since)
+        else:
+            continue
+        if entry.machines:
+            gpus.append(entry)
+    return Remembered(tuple(gpus), before.damage)
+
+
+def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
+    """Return the steps that write missing or outdated copies of the record; none if it is empty and no copy exists."""
+    files = remembered_files(remembered)
+    contents = {file.path: facts.files[file.path].content for file in files}
+    if remembered == Remembered() and all(isinstance(each, Absent) for each in contents.values()):
+        return []
+    return [WriteFile(file.path, file.content) for file in files if contents[file.path] != file.content]
+
+
+def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
+    """Return both copies of the record, in the order of writing; none if the record could not be read."""
+    if not isinstance(remembered, Remembered):
+        return ()
+    content = render_remembered(remembered)
+    return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
+
+
+def _is_requested(gpu: RememberedGpu, machine: str, config: Config) -> bool:
+    """Return whether the machine's settings still request a GPU that is no longer on the PCI bus."""
+    if machine not in config.machines:
+        return False
+    wanted = config.machines[machine].gpus
+    # The texts `all` and `count=N` name no GPU: they request any that the machine had.
+    return isinstance(wanted, str) or gpu.pci_address in wanted or gpu.uuid in wanted
+
+
+# Divides the host's GPUs among machines whose settings request a number of them (`count=N`). Pure.
+#
+# GPUs that settings name are not available to `count=N`, nor are those of a machine that keeps its settings although it
+# is no longer configured. A machine keeps the GPUs that it has. `all` means all GPUs, even those that other machines
+# have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine keeps its GPUs, and no
+# other machine gets one of them, except GPUs that may be shared (see _blocked_by_fault).
+
+
+def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
+    """Return machines in the order in which they get GPUs: first those whose settings name GPUs, then the others.
+
+    Within these two groups, machines are in the order of their names.
+    """
+    return iter(sorted(config.machines.items(), key=lambda each: (not isinstance(each[1].gpus, list), each[0])))
+
+
+class Shares:
+    """Keeps track of the GPUs that are left for the next machine."""
+
+    def __init__(
+        self, config: Config, facts: Facts, faulted: Collection[str] = (), former: Collection[str] = ()
+    ) -> None:
+        """Begin with all GPUs. `former` are the machines that keep their settings although they are not configured."""
+        lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
+        self._assigned = _with_addresses({gpu for each in lists for gpu in each}, facts)
+        """GPUs that settings name, even for machines that do not exist yet, and GPUs that were assigned so far."""
+        self._draining = facts.draining
+        machines = {each.name: each for each in facts.machines if each.name in config.machines}
+        granted = {name: each.granted for name, each in machines.items()}
+        self._may_open = {name: _may_open(each) for name, each in machines.items()}
+        self._blocked_by_fault: dict[str, str] = {}
+        for machine in (each for name, each in sorted(machines.items()) if name in faulted):
+            self._blocked_by_fault |= _blocked_by_fault(machine, config.machines[machine.name].gpus, facts)
+        self._counts = {name for name, each in config.machines.items() if _counts(each)}
+        self._held_by_former = {
+            gpu: f"still held by machine {each.name}, which is no longer in the configuration{_until(each)}"
+            for each in facts.machines
+            if each.name in former
+            for gpu in each.kept_gpus
+        }
+        """GPUs that the machines in `former` keep, each with the reason why machines with `count=N` do not get it."""
+        self._granted_before = {
+            name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
+        }
+        # The GPUs that machines have, and that `count=N` must not give to others until these machines get new grants.
+        # Machines whose settings name GPUs count too, although `_assigned` should have their GPUs already: if the
+        # settings name a GPU by its UUID, its address is unknown until the driver has initialised the GPU.
+        self._not_yet_replaced = {
+            name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
+        }
+
+    def share(self, machine: str) -> Share:
+        """Return the share of a machine, which must be the next one in turn."""
+        others = {gpu for name, gpus in self._not_yet_replaced.items() if name != machine for gpu in gpus}
+        current = self._granted_before.get(machine, frozenset())
+        # A fault or a former machine must not cost this one a GPU that it already has.
+        blocked = {**(self._held_by_former if machine in self._counts else {}), **self._blocked_by_fault}
+        reserved = {gpu: why for gpu, why in blocked.items() if gpu not in self._may_open.get(machine, ())}
+        return Share(
+            taken=frozenset(self._assigned | others),
+            current=current,
+            draining=current & self._draining,
+            reserved=reserved,
+        )
+
+    def record_grants(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
+        """Record the grants of a machine, which replace what it had before."""
+        self._not_yet_replaced.pop(machine, None)
+        if settings.gpus != "all":
+            self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
+
+
+def _until(former: MachineFacts) -> str:
+    """Return how long a machine keeps its GPUs although it does not run; empty if it may run."""
+    boots = f" but starts when the host boots; `{former.kept_from_boot_by}` releases the GPU"
+    return boots if former.stays_ended and former.kept_from_boot_by else ""
+
+
+def _counts(settings: MachineSettings) -> bool:
+    """Return whether the settings request a number of GPUs."""
+    return isinstance(settings.gpus, str) and settings.gpus != "all"
+
+
+def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
+    """Return the names of GPUs (addresses or UUIDs), and for each known UUID also the GPU's address."""
+    present = (gpu for vendor in facts.vendors for gpu in vendor.gpus)
+    return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
+
+
+def _may_open(machine: MachineFacts) -> set[str]:
+    """Return the GPUs that the machine was granted or may still open, as far as they are known.
+
+    The paths of nodes that GPUs share may be among them. That does no harm, because no GPU's address equals a path.
+    """
+    granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
+    return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
+
+
+def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
+    """Return the GPUs that other machines must not get because a machine with a fault may have them, with the reason.
+
+    `wanted` is the setting `gpus` of the machine with the fault. GPUs that it names are left out, because other
+    machines may name them too. If it is `all`, the result is empty, because that machine shares every GPU. If the
+    machine's grant is unknown, the machine may have any GPU.
+    """
+    if wanted == "all":
+        return {}
+    why = f"still held by machine {machine.name}, for which the agent had an unexpected error ({Reason.INTERNAL_ERROR})"
+    may_open = _may_open(machine)
+    if not isinstance(machine.granted, Granted | Absent):
+        why = f"perhaps {why}"
+        may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
+    shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else set[str]()
+    return dict.fromkeys(may_open - shared, why)
+
+
+def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return the machines whose share or driver root cannot be determined, each with the reasons.
+
+    A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
+    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: any
+    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
+    own grant, unless exactly one root fits the loaded module.
+    """
+    # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
+    # already has it.
+    without_driver = any(
+        not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
+    )
+    several_roots = any(vendor.driver and _may_choose_root(vendor.driver, facts.staged) for vendor in facts.vendors)
+    unseen = {
+        each.name: each.granted.why
+        for each in facts.machines
+        if each.name in config.machines and isinstance(each.granted, Unseen)
+    }
+    unknown = {}
+    for name, settings in config.machines.items():
+        counts = _counts(settings)
+        own = {name} if counts or without_driver or faulted or several_roots else set[str]()
+        others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
+        if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
+            unknown[name] = why
+    return unknown
+
+
+def _may_choose_root(driver: Driver, staged: Collection[StagedRoot]) -> bool:
+    """Return whether a machine may have any of several driver roots, or one that does not fit the loaded module."""
+    return bool(staged) and sum(root.version == driver.module_version for root in staged) != 1
+
+
+# Selects the GPUs, of any vendor, that a machine's settings request. Pure.
+
+
+class Selection(Struct, frozen=True):
+    """The selected GPUs of all vendors."""
+
+    gpus: tuple[Gpu, ...]
+    """The GPUs, including detached ones. With `count=N`, a detached GPU is included only while it is being drained, or
+    if no other GPU can replace it."""
+    problems: tuple[str, ...] = ()
+    """Requests of the settings that the host cannot fulfil, one sentence each."""
+    wrong_driver: tuple[Gpu, ...] = ()
+    """GPUs that the settings request, but that are bound to a wrong driver."""
+
+
+def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
+    """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
+    present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
+    # GPUs without a driver are included, because their driver may be loaded later. GPUs that driver_override reserves
+    # for another driver are left out.
+    fitting = [
+        gpu
+        for gpu in present
+        if (gpu.driver or gpu.override) in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded
+    ]
+    usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
+    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
+    if wanted == "all":
+        # If a GPU of another vendor is usable, a GPU with a wrong driver is not reported: it may be meant for the
+        # host's display.
+        missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
+        why = _why_reserved(usable, share) if usable else _why_excluded(present)
+        return Selection(_not_reserved(usable, share), why, wrong_driver=missed)
+    if isinstance(wanted, str):
+        selection = _select_count(usable, int(wanted.removeprefix("count=")), share)
+        if not selection.problems:
+            return selection
+        why = (*_why_reserved(usable, share), *_why_excluded(present))
+        return replace(selection, problems=selection.problems + why, wrong_driver=wrong)
+    chosen: list[Gpu] = []
+    problems: list[str] = []
+    missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
+    for name in wanted:
+        named = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
+        chosen += [gpu for gpu in _not_reserved(named, share) if gpu not in chosen]
+        problems += _why_reserved(named, share)
+        if not named and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
+            problems.append(_why_not_found(name, present))
+    return Selection(tuple(chosen), tuple(problems), missed)
+
+
+def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
+    """Return whether `all` and `count=N` may select the GPU.
+
+    A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
+    integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
+    host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has this
+    function.
+    """
+    if gpu.virtual:
+        # The machine may have got this virtual function by its address, and pods may use it.
+        return bool(gpu.driver) and gpu.pci_address in share.current
+    expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
+    return bool(gpu.driver) or expected or gpu.pci_address in share.current
+
+
+def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
+    free = [gpu for gpu in _not_reserved(usable, share) if gpu.pci_address not in share.taken]
+    # Detached GPUs come last, except the machine's draining GPUs: processes may still use these, and meanwhile an
+    # administrator may attach them again. Of all GPUs that do not come last, the machine's current ones come first: a
+    # new GPU with a lower address must not replace a GPU that pods use.
+    last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
+
+    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, bool, str]:
+        # An integrated GPU is rarely wanted, and has a low address. It comes after all others, and the driver comes
+        # after that and after the vendor: the driver of a preferred GPU may load late, and a machine keeps the GPU that
+        # it gets first.
+        current = gpu.pci_address in share.current
+        kind = gpu.integrated, rank(gpu.vendor), not gpu.driver
+        return gpu.pci_address in last, not current, *kind, gpu.pci_address
+
+    chosen = tuple(sorted(free, key=order)[:count])
+    if len(chosen) == count:
+        return Selection(chosen)
+    found = f"the host has {counted(len(free), 'usable GPU')}"
+    if len(free) < len(usable):
+        others = len(usable) - len(free)
+        found = f"other machines have {others} of the host's {len(usable)} usable GPUs"
+    return Selection(chosen, (f"the configuration asks for {counted(count, 'GPU')}, but {found}",))
+
+
+def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
+    return tuple(gpu for gpu in gpus if gpu.pci_address not in share.reserved)
+
+
+def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
+    """Return one sentence for each GPU that is reserved for another machine."""
+    return tuple(
+        f"GPU {gpu.pci_address} is {share.reserved[gpu.pci_address]}"
+        for gpu in gpus
+        if gpu.pci_address in share.reserved
+    )
+
+
+def _why_excluded(present: list[Gpu]) -> tuple[str, ...]:
+    return tuple(_describe_excluded(gpu.pci_address) for gpu in present if gpu.excluded)
+
+
+def _describe_excluded(name: str) -> str:
+    return (
+        f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -iE 'exclu|gpublacklist'`"
+    )
+
+
+def _why_not_found(name: str, present: list[Gpu]) -> str:
+    """Return the sentence about a requested GPU that no machine can get, or that was not found on the host."""
+    for gpu in present:
+        if name in (gpu.pci_address, gpu.uuid):
+            return _describe_excluded(name) if gpu.excluded else describe_wrong_driver(gpu, name)
+    unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
+    if unknown and not PCI_ADDRESS.fullmatch(name):
+        return (
+            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown; name the GPU "
+            "by its PCI address, or run the command that initialises it, if `unbounded-agent doctor` shows one"
+        )
+    return f"GPU {name} is not on this host"
+
+
+def describe_wrong_driver(gpu: Gpu, name: str) -> str:
+    """Return the sentence about a GPU with a wrong driver. `name` is its address or UUID, as the settings have it."""
+    found = f"kernel driver {gpu.driver}" if gpu.driver else f"driver_override {gpu.override}"
+    return f"GPU {name} has {found}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"
 
 
 class Plan(Struct, frozen=True):
@@ -327,3 +718,85 @@ def _device(node: DeviceNode) -> GrantedDevice:
     # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address.
     capability = node.capability if node.pci_address else ""
     return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)
+
+
+# Derives a running machine's live settings from copies of the files that it started with. Pure.
+#
+# That is necessary if the record of the live settings is missing (prepare@ did not write it, or it was damaged since),
+# or does not say with which settings the machine started.
+
+
+NOT_COMPARED = re.compile(
+    rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
+)
+"""Lines of a drop-in that are not compared. Devices can change while a machine runs. Comments, the order of units, the
+commands before the start and the limit for the stop differ between releases of the agent. A backslash at the end of a
+line continues it (systemd.syntax(7))."""
+BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
+"""A line of a .nspawn file that binds a path."""
+DEVICE = re.compile(rb"/dev/(?!kmsg$)")
+"""The beginning of a device's path, other than /dev/kmsg."""
+
+
+def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
+    """Return the facts with derived live settings for machines that need them, and the unexpected errors by machine."""
+    goals = {goal.name: goal for goal in planned.goal.machines}
+    machines, faults = [], {}
+    for machine in facts.machines:
+        if machine.started and machine.name in goals:
+            try:
+                machine = replace(machine, live=_completed(goals[machine.name], machine, machine.started))
+            except Exception as error:
+                faults[machine.name] = fault("determine which settings it started with", error)
+        machines.append(machine)
+    return replace(facts, machines=tuple(machines)), faults
+
+
+def _completed(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
+    """Return the machine's recorded live settings, with derived `fixed` and `mounts`; without a record, derive all."""
+    derived = _derived(goal, machine, started)
+    if machine.live is None:
+        return derived
+    return replace(machine.live, fixed=derived.fixed, mounts=derived.mounts)
+
+
+def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
+    """Return the live settings that follow from the files that the machine started with.
+
+    `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, and the lines of
+    NOT_COMPARED.
+    """
+    nspawn, drop_in = started[0].splitlines(), started[1].decode(errors="replace")
+    paths = {path: escape(path).encode() for path in goal.live.nodes}
+    same = _fixed_lines(nspawn, paths.values()) == _fixed_lines(goal.nspawn.content.splitlines(), paths.values())
+    same = same and NOT_COMPARED.sub(b"", started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
+    lines = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
+    at_start = [DeviceAllow.parse(line.partition("=")[2]) for line in lines]
+    numbers = {entry.node for entry in at_start}
+    # Daemons' directories are left out, because it is unknown which of them existed at the start. So they are bound
+    # again.
+    bound = {bind[1] for bind in map(BIND.fullmatch, nspawn) if bind}
+    nodes = {
+        path: number
+        for path, number in goal.live.nodes.items()
+        if paths[path] in bound and f"/dev/char/{number}" in numbers
+    }
+    # The unit's list may also have entries that are not the agent's, from the template or from an administrator's
+    # drop-in. An entry counts as the agent's if it names a device by its number, or if it is in the goal. The owners of
+    # these devices are not recorded, so entries that are no longer granted are withdrawn at once.
+    found = (*machine.device_allow, *at_start)
+    by_agent = [entry for entry in found if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
+    allow = tuple(dict.fromkeys(by_agent))
+    fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
+    # `unsure` because no record says which of these permissions are in force: this pass sets the entire list again.
+    return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
+
+
+def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
+    """Return the lines of a .nspawn file that need a restart if they change.
+
+    Comments, ResolvConf=, ADDRESS_FAMILIES, and binds of devices and of the paths in `bound` do not.
+    """
+    counted = (line for line in nspawn if not line.startswith((b"#", b"ResolvConf=")))
+    lines = ((line, BIND.fullmatch(line)) for line in counted if line != ADDRESS_FAMILIES.encode())
+    return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

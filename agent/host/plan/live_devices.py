@@ -4,13 +4,10 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from agent.host.plan.unit_drop_in import node_by_number
-from agent.host.state.owned_files import MARK
-from agent.model.actions import ChangeDevices
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import DeviceNode, Facts, MachineFacts
-from agent.model.goal import MachineGoal, gpu_nodes
-from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
+from agent.host.plan.nspawn import node_by_number
+from agent.host.state.records import MARK
+from agent.model.facts import READ_ONLY, READ_WRITE, DeviceAllow, DeviceNode, Facts, LiveSettings, MachineFacts
+from agent.model.goal import ChangeDevices, MachineGoal, gpu_nodes
 from agent.model.paths import unit_drop_in
 
 

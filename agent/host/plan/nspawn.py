@@ -1,21 +1,113 @@
 """Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
-from collections.abc import Collection
+import posixpath
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from agent.config.mounts import ExtraMount
-from agent.config.nspawn_settings import NspawnSettings
-from agent.host.plan.before_start import CONFIGURED
-from agent.host.state.owned_files import MARK
-from agent.model.facts import DeviceNode, ServiceDirectory
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agent.config.settings import ExtraMount, MachineSettings, NspawnSettings
+from agent.host.state.records import MARK
+from agent.host.vendors import HOST_VENDORS
+from agent.model.device import DeviceNumber
+from agent.model.facts import Absent, Broken, DeviceAllow, DeviceNode, Facts, MountSource, ServiceDirectory, Unseen
 from agent.model.paths import (
     CONFIG_FILE,
+    DRIVER_ROOTS_TARGET,
     HOST_NVIDIA,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_HOST_NVIDIA,
     MACHINE_REPORT_DIRECTORY,
+    PASS_LOCK,
     handoff_directory,
+    nspawn_file,
     report_directory,
+    rewritten_nspawn,
+    started_drop_in,
+    started_nspawn,
+    unit_drop_in,
 )
+
+# Makes the commands that run in a machine's unit before each start. Pure.
+#
+# The commands do not need the agent, so a machine starts even if the agent is broken. If the source of a bind in the
+# machine's .nspawn file is missing, they comment out that bind: systemd-nspawn would not start the machine, and has no
+# optional binds.
+
+
+CONFIGURED = "# As configured (nspawn.extra):"
+"""The comment before the lines from nspawn.extra. These lines are never commented out, so nspawn fails if the source of
+one is missing."""
+MISSING = "\\#missing:"
+"""The prefix that comments out a line whose source is missing, quoted for the shell."""
+LOCK_WAIT = 20
+"""Seconds that the commands wait for the end of a running pass. After that, the start continues without the lock. On an
+idle host, only a pass that stages a driver takes longer."""
+REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
+"""Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
+
+
+def before_start(machine: str) -> list[str]:
+    """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
+
+    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): systemd-nspawn would not see the directory for
+    reports if it was mounted in a sandbox.
+    """
+    return [
+        "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
+        "# Make an empty directory for reports, and the directories that the machine mounts:",
+        _shell(_make_directories(machine)),
+        "# systemd-nspawn starts no machine with a Bind= whose source is missing: such lines wait for a later start.",
+        _shell(_comment_out_binds(machine)),
+        "# Keep a copy of the settings that the machine starts with, in case the agent could not note them.",
+        _shell(_copy_settings(machine)),
+    ]
+
+
+def _make_directories(machine: str) -> tuple[str, ...]:
+    report = report_directory(machine)
+    return (
+        "umask 022",
+        f"mkdir -p {HOST_NVIDIA} {handoff_directory(machine)} {report}",
+        # Remove the reports of the machine's previous run.
+        f"umount -l {report} 2>/dev/null",
+        f"mount {REPORT_MOUNT} {report}",
+    )
+
+
+def _comment_out_binds(machine: str) -> tuple[str, ...]:
+    """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
+    file, new = nspawn_file(machine), rewritten_nspawn(machine)
+    return (
+        # The lock is needed because a pass of the agent writes the same file. If the lock cannot be opened, the shell
+        # must go on: without `command` it would exit, because `exec` is a special built-in utility (POSIX). With umask
+        # 077 only root can open the lock, so no other user can hold it.
+        f"umask 077; command exec 9>>{PASS_LOCK} && flock -w {LOCK_WAIT} 9",
+        "umask 022",
+        f"test -s {file} || exit 0",
+        f"text=$(while IFS= read -r line; do line=${{line#{MISSING}}}",
+        # Once `theirs` is set, no line matches the second pattern, so the lines from nspawn.extra stay as they are.
+        f'case "$theirs$line" in "{CONFIGURED}") theirs=1 ;; '
+        # Without -r, `read` handles backslashes and splits at colons as nspawn does (systemd.nspawn(5), Bind=).
+        'Bind=*|BindReadOnly=*) printf %s "${line#*=}" | { IFS=: read source rest; test -e "$source"; } '
+        f"|| line={MISSING}$line ;; esac",
+        f'printf "%s\\n" "$line"; done <{file})',
+        f'test -z "$text" || test "$text" = "$(cat {file})" && exit 0',
+        f'printf "%s\\n" "$text" >{new} && sync {new} && mv -f {new} {file}',
+    )
+
+
+def _copy_settings(machine: str) -> tuple[str, ...]:
+    copies = ((nspawn_file(machine), started_nspawn(machine)), (unit_drop_in(machine), started_drop_in(machine)))
+    return ("umask 022", *(f"cp -f {source} {copy} || rm -f {copy}" for source, copy in copies))
+
+
+def _shell(script: tuple[str, ...]) -> str:
+    """Return an ExecStartPre= line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
+    escaped = [line.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$") for line in script]
+    # systemd joins the lines with blanks. No line may begin with # or ;, because it would be a comment even in quotes.
+    return "ExecStartPre=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"
+
 
 SYS_MODULE = "BindReadOnly=/sys/module"
 """Binds the whole directory, because a module's own directory does not exist until the module is loaded."""
@@ -124,3 +216,158 @@ def _last(values: str | list[str], default: str) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+# Renders the drop-in for systemd-nspawn@NAME.service, systemd.unit(5). Pure.
+
+
+NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
+"""Prefixes of DeviceAllow= entries in systemd's template unit that no machine gets.
+
+The template has these entries for `systemd-nspawn --image=`. With them, root in a machine could open the host's disks:
+it can mount a devtmpfs, which has a node for each disk of the host. If a loop device is mounted read-only, root could
+also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
+"""
+
+
+def device_allow(
+    settings: MachineSettings, template: tuple[DeviceAllow, ...], nodes: tuple[DeviceNode, ...]
+) -> tuple[DeviceAllow, ...]:
+    """Return the machine's DeviceAllow= list. `template` is the list of the installed template unit."""
+    # DevicePolicy=closed does not allow /dev/kmsg: without this entry, open() fails with EPERM (systemd 257).
+    kmsg = (DeviceAllow("/dev/kmsg", "rw"),) if settings.nspawn.kmsg else ()
+    modes = {device.path: device.mode for device in settings.extra_devices}
+    granted = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
+    return (*from_template(template), *kmsg, *granted)
+
+
+def from_template(template: tuple[DeviceAllow, ...]) -> tuple[DeviceAllow, ...]:
+    """Return the template's entries that a machine gets."""
+    return tuple(entry for entry in template if not entry.node.startswith(NOT_FOR_MACHINES))
+
+
+def node_by_number(number: DeviceNumber) -> str:
+    """Return the name of a device in a DeviceAllow= entry: by number, because systemd skips paths that are missing."""
+    return f"/dev/char/{number.major}:{number.minor}"
+
+
+def render_drop_in(
+    machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
+) -> bytes:
+    """Return the drop-in with the DeviceAllow= list `allow`.
+
+    If not `whole`, omit the commands before each start, and the lines that concern only the machine's stop: if a
+    machine was started without these lines, it needs no restart.
+    """
+    lines = [
+        "[Unit]",
+        f"Wants=unbounded-agent-prepare@{machine}.service",
+        f"After=unbounded-agent-prepare@{machine}.service",
+        *(stop_order() if whole else ()),
+        "# A machine whose start fails, for want of a node that is bound, is tried again until it works.",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        *(before_start(machine) if whole else ()),
+        *(f"Environment={quote(f'{name}={value}')}" for name, value in sorted(settings.nspawn.environment.items())),
+        "# The template's 16384 would cap the processes of the whole node.",
+        "TasksMax=infinity",
+        "# NCCL and RDMA pin memory.",
+        "LimitMEMLOCK=infinity",
+        "Restart=on-failure",
+        "RestartSec=2",
+        *(stop_limit() if whole else ()),
+        "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
+        "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
+        "# that sorts behind this one.",
+        "DeviceAllow=",
+        *(f"DeviceAllow={entry}" for entry in allow),
+    ]
+    return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
+
+
+def stop_order() -> list[str]:
+    """Return the lines that let the machine stop before the host stops or unmounts what its pods use.
+
+    At the start, prepare@ waits for the same units. If the agent was removed, these lines make the machine wait.
+    """
+    services = (service for vendor in HOST_VENDORS for service in vendor.services)
+    return [
+        "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
+        "# because systemd orders only what it starts or stops, and prepare@ is not active.",
+        f"After={' '.join(('remote-fs.target', DRIVER_ROOTS_TARGET, *services))}",
+    ]
+
+
+def stop_limit() -> list[str]:
+    """Return the lines that let the machine shut down before systemd kills it."""
+    return [
+        "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
+        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
+        "TimeoutStopSec=120",
+    ]
+
+
+def quote(value: str) -> str:
+    """Return the value in quotes, for a setting that systemd splits into words (systemd.syntax(7)).
+
+    systemd also expands specifiers in such a setting, so `%` is escaped.
+    """
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'
+
+
+# Plans the extra mounts of a machine. Pure.
+
+
+class Mounts(Struct, frozen=True):
+    """The mounts of one machine from its next start on."""
+
+    possible: tuple[ExtraMount, ...] = ()
+    """Mounts whose `source` is the real path: nspawn would follow a link, which may change before the start."""
+    missing: tuple[str, ...] = ()
+    """Sources that are missing or must not be mounted, in words. They are left out of the settings, because a missing
+    source would prevent the machine's start."""
+
+
+def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
+    """Split the mounts into those that are possible now and the others. `machines` has the settings of all machines."""
+    mounted_by = _mounted_paths(facts, machines) if mounts else {}
+    possible, missing = [], []
+    for mount in mounts:
+        match facts.mount_sources.get(mount.source):
+            case MountSource() as source if outer := _outer_path(source, mounted_by):
+                # A read-only mount of `outer` counts too, because root in the machine can remount it writable.
+                why = f"the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link"
+                missing.append(f"{mount.source} for {mount.target} ({why})")
+            case MountSource(path=real):
+                possible.append(replace(mount, source=real))
+            case Broken(why) | Unseen(why):
+                missing.append(f"{mount.source} for {mount.target} ({why})")
+            case Absent() | None:
+                missing.append(f"{mount.source} for {mount.target}")
+    return Mounts(tuple(possible), tuple(missing))
+
+
+def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
+    """Return the host paths that machines mount or will mount, each with a machine that could put links there."""
+    mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings, facts)}
+    real_paths = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
+                  if path in mounted_by and isinstance(source, MountSource)
+                  and not _outer_path(source, mounted_by)}  # fmt: skip
+    return mounted_by | real_paths
+
+
+def _configured_sources(settings: MachineSettings, facts: Facts) -> Iterator[str]:
+    """Yield the host paths that the settings `extra_mounts` and `nspawn.extra` mount."""
+    yield from (mount.source for mount in settings.extra_mounts)
+    for path in settings.nspawn.mounted_paths():
+        # The path may contain `//`, `.` and `..`. nspawn does not check the path, and follows every link in it.
+        yield f"/{posixpath.normpath(path).lstrip('/')}"
+        if path in facts.nspawn_sources:
+            yield facts.nspawn_sources[path]
+
+
+def _outer_path(source: MountSource, paths: Iterable[str]) -> str:
+    """Return the first of `paths` that the path to the source leads through; empty if there is none."""
+    return next((path for path in paths for step in source.components if step.startswith(f"{path.rstrip('/')}/")), "")

@@ -9,11 +9,17 @@ from typing import assert_never
 
 from msgspec import Struct
 
-from agent.config.node import ImageSettings
-from agent.host.apply.bootstrap_token import give_token
+from agent.config.settings import ImageSettings
 from agent.host.apply.driver_roots import remove_all
-from agent.host.observe.units import enabling_link, observe_units
-from agent.host.provision.actions import (
+from agent.host.apply.steps import give_token
+from agent.host.observe.machine import enabling_link, observe_units
+from agent.host.provision.binaries import cached, fetch, put_programs
+from agent.host.provision.host_settings import apply_host, undo_host
+from agent.host.provision.image import unpack
+from agent.host.provision.network import remove_chains
+from agent.host.provision.node_files import NODE_RECORDS, read_token, record_paths
+from agent.host.provision.plan import (
+    HOST_RECORD,
     Action,
     ChangeHost,
     DisableUnit,
@@ -34,21 +40,11 @@ from agent.host.provision.actions import (
     StageRoot,
     StopMachine,
 )
-from agent.host.provision.archives import put_programs
-from agent.host.provision.binaries import cached, fetch
-from agent.host.provision.chains import remove_chains
-from agent.host.provision.host_settings import apply_host, undo_host
-from agent.host.provision.observe import HOST_RECORD
-from agent.host.provision.record import NODE_RECORDS, record_paths
-from agent.host.provision.secrets import read_token
-from agent.host.provision.unpacking import unpack
 from agent.host.state.locks import pass_lock
-from agent.model.digest import sha256
+from agent.model.contract import render_node_files
 from agent.model.errors import AgentError, ApplyError, reason
 from agent.model.facts import Unseen
-from agent.model.network import Chains
-from agent.model.node import NodeBinary
-from agent.model.node_files import render_node_files
+from agent.model.node import Chains, NodeBinary
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,
@@ -61,12 +57,12 @@ from agent.model.paths import (
     report_directory,
     staged_prefix,
 )
-from agent.system.clearing import clear, refuse_mounts
+from agent.model.text import sha256
+from agent.system.copy import RootWriter, clear, refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
 from agent.system.removal import allow_removal
-from agent.system.root_writer import RootWriter
 
 STOP_LIMIT = 300.0
 """Seconds that a machine may take to stop. systemd kills what is left of it after 120 s."""
@@ -215,7 +211,7 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     """Put a fetched program, or the programs of a fetched archive, into a root file system.
 
     Returns each program's digest and size by its path, for the list of files that nobody should change
-    (agent.model.node_files). CNI plugins are not in this result.
+    (agent.model.contract). CNI plugins are not in this result.
     """
     path = cached(binary, BINARIES)
     if not binary.archive:

@@ -1,11 +1,309 @@
-"""Makes the files that turn a root file system into a node, apart from its programs. Pure."""
+"""Makes the files that turn a root file system into a node, apart from its programs."""
 
-from agent.config.node import NodeSettings
-from agent.host.provision.containerd_files import containerd_files
-from agent.host.provision.host_goal import FORWARDING, sysctl_lines
-from agent.host.provision.kubelet_files import NodeInputs, kubelet_files
-from agent.host.state.owned_files import MARK
-from agent.model.node import NodeFile
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+
+import tomlkit
+from msgspec import Struct, field, to_builtins
+
+from agent.config.checks import is_subdomain, split_taint
+from agent.config.settings import Config, ContainerdSettings, KubeletSettings, NodeSettings
+from agent.host.plan.nspawn import own_network
+from agent.host.provision.host_settings import FORWARDING, sysctl_lines
+from agent.host.state.records import MARK, Record
+from agent.model.errors import AgentError, ConfigError, DocumentError
+from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.json_document import accept_version, get, json_for_yaml, parse_object
+from agent.model.node import NodeBinary, NodeFile, NodeImage
+from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, TOKEN_NAME, node_record
+from agent.model.text import json_digest, sha256
+from agent.system.files import System
+from agent.system.network import default_address, has_address
+from agent.system.trust import settings_fault
+
+# Makes the kubelet's files for a node: its units, its configuration and its kubeconfig for the bootstrap. Pure.
+#
+# The formats are systemd.unit(5), kubelet.config.k8s.io/v1beta1 and a kubeconfig. The last two are written as JSON,
+# which is also YAML.
+
+
+CA_FILE = "/etc/kubernetes/pki/ca.crt"
+CONFIGURATION = "/etc/kubernetes/kubelet.json"
+KUBECONFIG = "/etc/kubernetes/kubelet.conf"
+"""The kubelet writes this file before it has a certificate, so the file does not prove that the node has joined."""
+BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
+TOKEN_FILE = f"{MACHINE_HANDOFF_DIRECTORY}/{TOKEN_NAME}"
+CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
+"""The kubelet makes this file when the cluster has issued its certificate."""
+CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
+UNITS = "/etc/systemd/system"
+NETWORK_WANTED = f"{UNITS}/multi-user.target.d/50-network.conf"
+"""Only machines with a network of their own have this file."""
+JOINED = "unbounded-agent-joined"
+
+
+class NodeInputs(Struct, frozen=True):
+    """What a node's files contain apart from its settings."""
+
+    name: str
+    """The name of the Node object."""
+    address: str
+    """IP addresses for --node-ip; empty if the kubelet should find its own."""
+    ca: bytes
+    """The CA certificate of the API server, in PEM format."""
+    own_network: bool = False
+    """Whether the machine has a network namespace of its own."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels in addition to those in the settings. If a label is in both, the value in the settings counts."""
+
+
+def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tuple[NodeFile, ...]:
+    """Return the kubelet's files. `header` is the comment at the start of each file that can have one."""
+    units = {
+        "kubelet.service": UNIT,
+        "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
+        "multi-user.target.d/50-kubelet.conf": WANTED,
+        **({NETWORK_WANTED.removeprefix(f"{UNITS}/"): NETWORK} if inputs.own_network else {}),
+        f"{JOINED}.path": JOINED_PATH,
+        f"{JOINED}.service": JOINED_SERVICE + _report(inputs),
+    }
+    return (
+        NodeFile(CA_FILE, inputs.ca),
+        NodeFile(CONFIGURATION, json_for_yaml(kubelet_configuration(settings))),
+        NodeFile(BOOTSTRAP_KUBECONFIG, json_for_yaml(_bootstrap(settings))),
+        *(NodeFile(f"{UNITS}/{name}", (header + text).encode()) for name, text in units.items()),
+    )
+
+
+def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
+    """Return the KubeletConfiguration. Fields in node.kubelet.configuration override those that the agent sets."""
+    kubelet = settings.kubelet
+    defaults: dict[str, Any] = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": CA_FILE},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "systemd",
+        "clusterDNS": kubelet.cluster_dns,
+        "clusterDomain": kubelet.cluster_domain,
+        "containerRuntimeEndpoint": CONTAINERD_SOCKET,
+        "failSwapOn": settings.host.swap == "off",
+        # The kubelet needs certain values of kernel parameters, but cannot set them: /proc/sys is read-only in a
+        # machine. With this field, it does not try to: if a parameter has another value, the kubelet ends with an error
+        # that names the parameter.
+        "protectKernelDefaults": True,
+        "registerWithTaints": taints(kubelet),
+        "rotateCertificates": True,
+    }
+    return _merged(defaults, kubelet.configuration)
+
+
+def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:
+    """Return the taints with which the Node is registered, in the form of Kubernetes' API."""
+    texts = [*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])]
+    return [dict(zip(("key", "value", "effect"), split_taint(text), strict=True)) for text in texts]
+
+
+def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overlay.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
+    """Return the kubeconfig with which the kubelet asks for its certificate."""
+    # The kubelet reads TOKEN_FILE again each minute, so a new token takes effect (client-go's
+    # NewCachedFileTokenSource).
+    user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
+    if settings.exec_credential:
+        command, *arguments = settings.exec_credential
+        user = {
+            "exec": {
+                "apiVersion": "client.authentication.k8s.io/v1",
+                "command": command,
+                "args": arguments,
+                "interactiveMode": "Never",
+            }
+        }
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "cluster", "cluster": {"server": settings.server, "certificate-authority": CA_FILE}}],
+        "users": [{"name": "kubelet-bootstrap", "user": user}],
+        "contexts": [{"name": "bootstrap", "context": {"cluster": "cluster", "user": "kubelet-bootstrap"}}],
+        "current-context": "bootstrap",
+    }
+
+
+UNIT = """\
+[Unit]
+Description=Kubernetes node agent
+Documentation=https://kubernetes.io/docs/
+Wants=containerd.service unbounded-agent-gpu.service
+# The GPUs are set up before the node registers. Whatever fails there, the kubelet starts.
+After=containerd.service unbounded-agent-gpu.service
+# The API server may be away for long.
+StartLimitIntervalSec=0
+
+[Service]
+Restart=always
+RestartSec=2
+"""
+"""The kubelet's unit, without its command line. The command line is in a drop-in that sorts last, because packages with
+a kubelet bring drop-ins that would replace a command line in the unit."""
+
+WANTED = """\
+[Unit]
+Wants=kubelet.service unbounded-agent-joined.path
+"""
+"""Enables kubelet.service and the path unit, without the links that `systemctl enable` makes."""
+
+NETWORK = """\
+[Unit]
+# Asks for an address on host0 (80-container-host0.network). Images do not enable it: the host's network needs none.
+Wants=systemd-networkd.service
+"""
+
+JOINED_PATH = f"""\
+[Unit]
+Description=Wait until this node has joined its cluster
+
+[Path]
+PathExists={CERTIFICATE}
+"""
+JOINED_SERVICE = """\
+[Unit]
+Description=This node has joined its cluster
+
+StartLimitIntervalSec=0
+
+[Service]
+Type=oneshot
+# Stays active until the next boot: the path unit would otherwise start it again and again.
+RemainAfterExit=yes
+# The kubelet registers the Node some seconds after it has its certificate.
+Restart=on-failure
+RestartSec=5s
+# kubectl, a program in Go, starts a thread for every fourth processor.
+MemoryMax=512M
+TasksMax=1024
+# It reads the kubelet's keys, asks the API server, and writes one file for the host.
+CapabilityBoundingSet=
+NoNewPrivileges=yes
+DevicePolicy=closed
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@resources
+SystemCallErrorNumber=EPERM
+"""
+
+
+def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
+    labels = {**inputs.labels, **settings.kubelet.labels}
+    pairs = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    arguments = [
+        f"--config={CONFIGURATION}",
+        f"--kubeconfig={KUBECONFIG}",
+        f"--bootstrap-kubeconfig={BOOTSTRAP_KUBECONFIG}",
+        f"--hostname-override={inputs.name}",
+        *([f"--node-ip={inputs.address}"] if inputs.address else []),
+        *([f"--node-labels={pairs}"] if pairs else []),
+    ]
+    # No argument needs quotes (systemd.syntax(7)), because none can contain blanks, `$`, `%` or backslashes.
+    command = " \\\n    ".join(("kubelet", *arguments))
+    return f"[Service]\nExecStart=\nExecStart={command}\n"
+
+
+def _report(inputs: NodeInputs) -> str:
+    """Return the commands that report the join to the host, once the API server has the Node.
+
+    After this report, the host removes the bootstrap token.
+    """
+    final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
+    ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{inputs.name} >/dev/null"
+    return (
+        # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
+        f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
+        f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {final}'\n"
+    )
+
+
+# Makes containerd's files for a node: its configuration, and the mirrors of registries. Pure.
+#
+# The configuration has version 2, which containerd 1.7 and 2.x read. The machine half writes its drop-in in the same
+# version (agent.machine.containerd_tables).
+
+
+MAIN = "/etc/containerd/config.toml"
+CERTS = "/etc/containerd/certs.d"
+CNI_SETTINGS = "/etc/cni/net.d"
+IMPORT = "/etc/containerd/conf.d/*.toml"
+"""Drop-ins of the image and of the machine half. If the configuration did not import them, the machine half would add
+this import to it."""
+CRICTL = "/etc/crictl.yaml"
+SERVERS = {"docker.io": "https://registry-1.docker.io"}
+"""By registry: its server, if the server has another name than the registry."""
+EVERY = "_default"
+"""containerd's name for every registry without a directory of its own."""
+
+
+def containerd_files(settings: ContainerdSettings, header: str) -> tuple[NodeFile, ...]:
+    """Return containerd's files, and crictl's file. `header` is the comment at the start of each."""
+    texts = {
+        MAIN: tomlkit.dumps(_configuration(settings)),
+        CRICTL: f"runtime-endpoint: {CONTAINERD_SOCKET}\n",
+        **{
+            f"{CERTS}/{registry}/hosts.toml": tomlkit.dumps(_hosts(registry, mirrors))
+            for registry, mirrors in settings.mirrors.items()
+        },
+    }
+    return tuple(NodeFile(path, (header + text).encode()) for path, text in texts.items())
+
+
+def _configuration(settings: ContainerdSettings) -> dict[str, Any]:
+    runc = {"runtime_type": "io.containerd.runc.v2", "options": {"SystemdCgroup": True}}
+    cri: dict[str, Any] = {
+        "cni": {"bin_dir": settings.cni_binaries, "conf_dir": CNI_SETTINGS},
+        "containerd": {"default_runtime_name": "runc", "runtimes": {"runc": runc}},
+        "registry": {"config_path": CERTS},
+    }
+    if settings.sandbox_image:
+        cri = {"sandbox_image": settings.sandbox_image, **cri}
+    return {"version": 2, "imports": [IMPORT], "plugins": {"io.containerd.grpc.v1.cri": cri}}
+
+
+def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
+    """Return a registry's hosts.toml: its mirrors, in the order in which containerd tries them, and its own server."""
+    server = {} if registry == EVERY else {"server": SERVERS.get(registry, f"https://{registry}")}
+    return {**server, "host": {url: _mirror(url) for url in mirrors}}
+
+
+def _mirror(url: str) -> dict[str, Any]:
+    mirror: dict[str, Any] = {"capabilities": ["pull", "resolve"]}
+    if urlsplit(url).path.startswith("/v2/"):
+        # The URL names a repository of a proxy (Harbor, Artifactory). Without this key, containerd would append
+        # another /v2.
+        mirror["override_path"] = True
+    return mirror
+
 
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 """Images have no /etc/hosts, and the kubelet needs one to start pods with hostNetwork."""
@@ -24,3 +322,360 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         # These parameters belong to a network. If the machine uses the host's, the host's own file sets them.
         files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
     return tuple(sorted(files, key=lambda file: file.path))
+
+
+# Keeps records that must not be lost: each is a JSON document with its digest, in two synced copies.
+#
+# The first copy is written first. So after a crash between the two writes, the first copy is the newer one. The next
+# write replaces a damaged copy. If no copy is intact (see `Durable.read`), the record's owner must not guess what the
+# record contained.
+
+
+T = TypeVar("T")
+VERSION = 1
+
+
+class _Copy(Record[T]):
+    """The format of one copy."""
+
+    def render(self, value: T) -> bytes:
+        content = json.loads(super().render(value))
+        document = {"version": VERSION, "digest": json_digest(content), "content": content}
+        return json.dumps(document, indent=1).encode() + b"\n"
+
+    def parse(self, where: str, data: bytes) -> T:
+        document = parse_object(where, data)
+        accept_version(where, document, VERSION)
+        content = get(where, document, "content", dict)
+        if get(where, document, "digest", str) != json_digest(content):
+            raise DocumentError(f"{where}: the content does not match its digest")
+        return super().parse(where, json.dumps(content).encode())
+
+
+class Durable(Generic[T]):
+    """The format of a record that keeps an object of type T in two files."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._copy = _Copy(kind)
+
+    def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
+        """Return the record in the first intact copy.
+
+        Without an intact copy, return Unseen if a copy could not be read, otherwise Broken if a copy is damaged, and
+        Absent if both copies are missing.
+        """
+        copies = [self._copy.read_seen(path, system) for path in paths]
+        for copy in copies:
+            if not isinstance(copy, Absent | Broken | Unseen):
+                return copy
+        return next((each for kind in (Unseen, Broken) for each in copies if isinstance(each, kind)), copies[0])
+
+    def write(self, paths: tuple[str, str], value: T, system: System) -> None:
+        """Write both copies durably. Only root may read them. Raises OSError."""
+        for path in paths:
+            self._copy.write(path, value, system, 0o600)
+
+    def remove(self, paths: tuple[str, str], system: System) -> None:
+        """Remove both copies. Raises OSError."""
+        # Start with the second copy, so that the record can be read until both are removed.
+        for path in reversed(paths):
+            system.remove(path)
+
+
+# The record of a node that `up` made: what its root file system was made from, and with which settings.
+
+
+NOT_IN_ROOT = (
+    "bootstrap_token",
+    "image.credentials",
+    "image.ca_directory",
+    "image.mirror",
+    "image.signature_policy",
+    "binaries.mirror",
+    "binaries.github_mirror",
+    "binaries.bundle",
+)
+"""Settings that decide how a root file system is made, but not what is in it. If one of them changes, no rebuild is
+needed."""
+OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_taint", "kubelet.taints")
+"""Settings that a kubelet applies only when it registers a new Node (--node-labels in kubelet(1))."""
+HOST_SETTINGS = "host."
+"""The prefix of settings that are applied to the host. If one of them changes, other than SWAP, no rebuild is needed
+either."""
+SWAP = "host.swap"
+"""The only setting of the host that the root file system also depends on: the kubelet's failSwapOn follows it."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """The whole record."""
+
+    node: str
+    """Name of the Node object."""
+    image: NodeImage
+    inode: int
+    """Inode number of the root directory. A directory with another number was not made by `up`; see `born`."""
+    binaries: dict[str, str]
+    """SHA-256 digests of the fetched files, which are programs or archives of programs, by path in the machine."""
+    files: dict[str, str]
+    """SHA-256 digests of the files that `up` wrote, by path in the machine."""
+    settings: dict[str, str]
+    """The settings that the root file system depends on, as JSON by key."""
+    made: float
+    """When the root file system was complete, in seconds since the epoch."""
+    born: int = 0
+    """When the root directory was made, in nanoseconds since the epoch; 0 if unknown. The inode number alone proves
+    nothing: once a directory is removed, a new one may get its number."""
+    address: str = ""
+    """The host's address that the kubelet uses; empty if the settings name one, or if the kubelet finds its own."""
+
+    def is_of(self, inode: Seen[int], born: int) -> bool:
+        """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
+        return inode == self.inode and (born == self.born or not born or not self.born)
+
+
+NODE_RECORDS = Durable(NodeRecord)
+
+
+def record_paths(machine: str) -> tuple[str, str]:
+    """Return the paths of the two copies of a machine's record, in the order of writing."""
+    path = node_record(machine)
+    return path, f"{path.removesuffix('.json')}.copy.json"
+
+
+def make_record(
+    settings: NodeSettings,
+    inputs: NodeInputs,
+    image: NodeImage,
+    binaries: Iterable[NodeBinary],
+    files: Iterable[NodeFile],
+) -> NodeRecord:
+    """Return the record of a root file system. Its `inode`, `made` and `born` are unset.
+
+    They are set when the root file system is complete.
+    """
+    return NodeRecord(
+        node=inputs.name,
+        image=image,
+        inode=0,
+        binaries={each.path: each.sha256 for each in binaries},
+        files={each.path: sha256(each.content) for each in files},
+        settings=settings_of_root(settings),
+        made=0.0,
+        address="" if settings.kubelet.node_ip else inputs.address,
+    )
+
+
+def settings_of_root(settings: NodeSettings) -> dict[str, str]:
+    """Return the settings that the root file system depends on, as JSON by key."""
+    flat = dict(_flat("", to_builtins(settings)))
+    for key in flat.keys() - {SWAP}:
+        if key in NOT_IN_ROOT or key.startswith(HOST_SETTINGS):
+            del flat[key]
+    return flat
+
+
+def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
+    """Return the keys of settings whose values differ from those that the node was made with."""
+    wanted, made = settings_of_root(settings), record.settings
+    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key) != made.get(key)))
+
+
+def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        # A table within a table, such as labels, counts as one value: users choose its keys, which may contain dots.
+        if isinstance(value, dict) and not prefix:
+            yield from _flat(f"{key}.", value)
+        else:
+            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
+
+
+# Collects what a node's files contain apart from its settings: the Node's name, its addresses, the CA.
+
+
+HOST_NAME = "/proc/sys/kernel/hostname"
+NAME_LIMIT = 63
+"""Characters of a Node's name. The API allows more, but the kubelet also writes it into the label
+kubernetes.io/hostname, whose value may have only so many."""
+INPUTS_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+
+
+def node_inputs(
+    machine: str,
+    config: Config,
+    system: System,
+    address: Callable[[], str] = default_address,
+) -> NodeInputs:
+    """Return the inputs of a machine's node, without the labels for its GPUs. Raises AgentError or OSError."""
+    settings = config.machines[machine]
+    node = settings.node
+    assert node, "the machine is a node"
+    own, name = own_network(settings.nspawn), node_names(config, system)[machine]
+    if len(name) > NAME_LIMIT:
+        whose = f"machines.{machine}.node.name" if node.name else "the name of the host"
+        raise ConfigError(
+            f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
+            f"set machines.{machine}.node.name to a shorter one",
+        )
+    return NodeInputs(
+        name=name,
+        address=node.kubelet.node_ip or ("" if own else address()),
+        ca=_ca(node, system),
+        own_network=own,
+    )
+
+
+def changed_inputs(
+    record: NodeRecord,
+    machine: str,
+    config: Config,
+    system: System,
+    address: Callable[[], str] = default_address,
+    has_address: Callable[[str], bool] = has_address,
+) -> tuple[str, ...]:
+    """Return in words which of a node's inputs have changed since `up` made the node. Settings are not compared here.
+
+    An input that cannot be observed now is left out.
+    """
+    settings = config.machines[machine]
+    node = settings.node
+    assert node, "the machine is a node"
+    changed = []
+    with suppress(AgentError, OSError):
+        if record.files.get(CA_FILE) not in (None, sha256(_ca(node, system))):
+            changed.append("the content of ca_file")
+    with suppress(AgentError, OSError):
+        if not node.name and record.node != (name := _host_name(machine, system)):
+            changed.append(f"the host's name, now {name}")
+    if own_network(settings.nspawn) != (NETWORK_WANTED in record.files):
+        changed.append("whether the machine is on the host's network")
+    elif record.address and not node.kubelet.node_ip:
+        # If the host still has the recorded address, the address counts as unchanged, even if the default route now
+        # uses another address.
+        with suppress(AgentError, OSError):
+            if not has_address(record.address):
+                changed.append(f"the host's address, now {address()}")
+    return tuple(changed)
+
+
+def node_names(config: Config, system: System) -> dict[str, str]:
+    """Return the names of Node objects, by the name of the machine that is the node.
+
+    Raises ConfigError, for example if two machines would have the same Node.
+    """
+    names: dict[str, str] = {}
+    for machine, settings in config.machines.items():
+        if not settings.node:
+            continue
+        name = settings.node.name or _host_name(machine, system)
+        if other := next((each for each, taken in names.items() if taken == name), ""):
+            raise ConfigError(
+                f"machines {other} and {machine} would both be the node {name}",
+                f"set machines.{machine}.node.name",
+            )
+        names[machine] = name
+    return names
+
+
+def _host_name(machine: str, system: System) -> str:
+    name = system.read_text(HOST_NAME).strip().lower()
+    if not is_subdomain(name) or name == "localhost":
+        raise ConfigError(f"the host's name {name!r} cannot be a node's name", f"set machines.{machine}.node.name")
+    return name
+
+
+def _ca(node: NodeSettings, system: System) -> bytes:
+    """Return the CA certificates that the machine gets. Raises ConfigError."""
+    try:
+        content = system.read(node.ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"{node.ca_file}: cannot read it: {error.strerror}", "write the cluster's CA there"
+        ) from error
+    if INPUTS_CERTIFICATE not in content:
+        raise ConfigError(f"{node.ca_file}: no certificate in PEM format", "write the cluster's CA certificate there")
+    if b"PRIVATE KEY-----" in content:
+        raise ConfigError(f"{node.ca_file}: it has a private key, which no node may get", "remove the key from it")
+    return content
+
+
+# Finds and reads secrets: files that only root may read, and systemd credentials (systemd.exec(5)).
+#
+# No error, log or record contains a secret.
+
+
+CREDENTIAL = "credential:"
+DIRECTORY = "CREDENTIALS_DIRECTORY"
+"""The variable in which systemd names the directory of a service's credentials."""
+TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
+"""A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
+LIMIT = 1 << 16
+"""Bytes of the largest secret that is read. A bootstrap token has 23."""
+
+
+def secret_file(where: str, system: System) -> str:
+    """Return the path of a secret's file. `where` is that path, or `credential:NAME`.
+
+    Raises ConfigError if the file cannot be read, or if others may have read or written it.
+    """
+    if where.startswith(CREDENTIAL):
+        return _credential(where.removeprefix(CREDENTIAL), system)
+    try:
+        real = system.real_path(where)
+        mode = system.owner(real)[0]
+        fault = settings_fault(system, where)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}", f"write it to {where}") from error
+    if fault:
+        raise ConfigError(f"{where}: refused, because somebody else could have written this secret: {fault}")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
+    if mode & 0o077:
+        raise ConfigError(
+            f"{where}: refused, because users other than root may have access to this secret "
+            f"(mode {stat.S_IMODE(mode):04o})",
+            f"run `chmod 0600 {real}`, and replace the secret: others may have read it",
+        )
+    return real
+
+
+def read_secret(where: str, system: System) -> str:
+    """Return a secret without blanks and line breaks around it. Raises ConfigError."""
+    path = secret_file(where, system)
+    try:
+        secret = system.read(path, LIMIT).decode().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
+    except UnicodeDecodeError:
+        # Drop the cause, which contains the secret.
+        raise ConfigError(f"{where}: this secret is not text") from None
+    if not secret:
+        raise ConfigError(f"{where}: the secret is empty", "write it there")
+    return secret
+
+
+def read_token(where: str, system: System) -> str:
+    """Return a bootstrap token. Raises ConfigError if the secret cannot be read, or is not a bootstrap token."""
+    token = read_secret(where, system)
+    if not TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{where}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
+            "make one with `kubeadm token create`, and write it there",
+        )
+    return token
+
+
+def _credential(name: str, system: System) -> str:
+    directory = os.environ.get(DIRECTORY, "")
+    if not directory:
+        raise ConfigError(
+            f"{CREDENTIAL}{name}: systemd has passed no credentials to this command",
+            f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`",
+        )
+    path = f"{directory}/{name}"
+    if name in (".", "..") or not system.is_file(path):
+        raise ConfigError(
+            f"{CREDENTIAL}{name}: there is no such credential",
+            f"add LoadCredential={name}:FILE to the unit that runs this command",
+        )
+    return path

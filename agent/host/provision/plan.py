@@ -1,40 +1,376 @@
 """Compares what exists with what a node needs, and returns the steps of `up` and `reset`. Pure."""
 
 import posixpath
+import stat
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from msgspec import Struct
 
-from agent.host.provision.actions import (
-    Action,
-    ChangeHost,
-    DisableUnit,
-    EnableUnit,
-    FetchBinaries,
-    FillRoot,
-    ForgetHost,
-    ForgetNode,
-    GiveToken,
-    PublishRoot,
-    RecordHost,
-    RemoveEmptyDirectory,
-    RemoveLeftover,
-    RemoveRoot,
-    RemoveTree,
-    RestoreHost,
-    StageRoot,
-    StopMachine,
-)
-from agent.host.provision.differences import needs_restoring
-from agent.host.provision.leftovers import Leftovers
-from agent.host.provision.observe import NodeFacts
-from agent.host.provision.record import NodeRecord
-from agent.model.as_found import AsFound
-from agent.model.digest import sha256
+from agent.host.observe.machine import is_enabled, observe_joined
+from agent.host.provision.network import Leftovers
+from agent.host.provision.node_files import NODE_RECORDS, Durable, NodeRecord, record_paths
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.network import Network
-from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
-from agent.model.paths import AS_FOUND, machine_root, machine_unit, node_record, staged_root, unit_drop_in
+from agent.model.node import (
+    AsFound,
+    HostSettings,
+    HostState,
+    Leftover,
+    Network,
+    NodeBinary,
+    NodeFile,
+    NodeImage,
+    Problem,
+)
+from agent.model.paths import (
+    AS_FOUND,
+    MACHINE_ROOTS,
+    NODES,
+    PARTIAL,
+    machine_root,
+    machine_unit,
+    node_record,
+    staged_prefix,
+    staged_root,
+    token_file,
+    unit_drop_in,
+)
+from agent.model.text import sha256
+from agent.system.files import System
+from agent.system.trust import read_seen
+
+# Steps of `up` and `reset`. Data only: `agent.host.provision.apply` prints each step, then runs it.
+
+
+class RecordHost(Struct, frozen=True):
+    """Record the host as it was found, before anything changes it."""
+
+    found: AsFound
+
+    def describe(self) -> str:
+        return "record the host as it was found"
+
+
+class ChangeHost(Struct, frozen=True):
+    """Set the host's kernel parameters, modules, swap and files."""
+
+    goal: HostSettings
+    before: HostState
+
+    def describe(self) -> str:
+        return "change the host's settings for the kubelet"
+
+
+class StageRoot(Struct, frozen=True):
+    """Pull the image and unpack it into the directory `staged`, which is not a machine yet.
+
+    The FillRoot that follows calls this directory `unpacked`. What FillRoot calls `staged` is another directory.
+    """
+
+    image: NodeImage
+    staged: str
+
+    def describe(self) -> str:
+        return f"pull and unpack {self.image.name} ({self.image.size / 1e6:.0f} MB compressed)"
+
+
+class FetchBinaries(Struct, frozen=True):
+    """Download the node's programs, or take them from the offline bundle, and verify them."""
+
+    binaries: tuple[NodeBinary, ...]
+
+    def describe(self) -> str:
+        return f"fetch {', '.join(each.name for each in self.binaries)}"
+
+
+class FillRoot(Struct, frozen=True):
+    """Rename the unpacked root file system to `staged`, then put programs and files into it."""
+
+    unpacked: str
+    staged: str
+    binaries: tuple[NodeBinary, ...]
+    files: tuple[NodeFile, ...]
+
+    def describe(self) -> str:
+        programs = ", ".join(each.name for each in self.binaries) or "no programs"
+        return f"put {programs} and {len(self.files)} files into the root file system"
+
+
+class StopMachine(Struct, frozen=True):
+    """Stop a machine, and wait until it has stopped."""
+
+    machine: str
+
+    def describe(self) -> str:
+        return f"stop machine {self.machine}"
+
+
+class PublishRoot(Struct, frozen=True):
+    """Record the node, and give the complete root file system its final name."""
+
+    machine: str
+    staged: str
+    record: NodeRecord
+
+    def describe(self) -> str:
+        return f"make {machine_root(self.machine)} from the complete root file system"
+
+
+class GiveToken(Struct, frozen=True):
+    """Give a bootstrap token to a machine that has not joined its cluster. This token replaces an earlier one."""
+
+    machine: str
+    where: str
+    """The token's file, or `credential:NAME`."""
+
+    def describe(self) -> str:
+        return f"give machine {self.machine} the bootstrap token of {self.where}"
+
+
+class RemoveTree(Struct, frozen=True):
+    """Remove a root file system that is not a machine yet, or no longer is one."""
+
+    path: str
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+class RemoveRoot(Struct, frozen=True):
+    """Remove a machine's root file system.
+
+    It is renamed first: if the removal is interrupted, no machine can start from what is left.
+    """
+
+    machine: str
+
+    @property
+    def path(self) -> str:
+        return machine_root(self.machine)
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+class RemoveEmptyDirectory(Struct, frozen=True):
+    """Remove a directory that was made for one of the agent's files, unless others have put files there."""
+
+    path: str
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+class RemoveDriverRoots(Struct, frozen=True):
+    """Remove all staged drivers, which no machine needs any longer."""
+
+    def describe(self) -> str:
+        return "remove the staged drivers"
+
+
+class EnableUnit(Struct, frozen=True):
+    """Let the host start a unit at each boot, even without the agent."""
+
+    unit: str
+
+    def describe(self) -> str:
+        return f"enable {self.unit}"
+
+
+class DisableUnit(Struct, frozen=True):
+    """Undo EnableUnit."""
+
+    unit: str
+
+    def describe(self) -> str:
+        return f"disable {self.unit}"
+
+
+class ForgetNode(Struct, frozen=True):
+    """Remove the agent's state of a machine. The record of the node is removed last."""
+
+    machine: str
+
+    def describe(self) -> str:
+        return f"remove the agent's state of machine {self.machine}"
+
+
+class RestoreHost(Struct, frozen=True):
+    """Set the host's settings back to what they were."""
+
+    found: HostState
+    now: HostState
+
+    def describe(self) -> str:
+        return "restore the host's settings"
+
+
+class RemoveLeftover(Struct, frozen=True):
+    """Remove what pods' networking left in the host's network."""
+
+    leftover: Leftover
+
+    def describe(self) -> str:
+        return f"remove {self.leftover.describe()}"
+
+
+class ForgetHost(Struct, frozen=True):
+    """Remove the cache of fetched programs, then the record of the host as it was found."""
+
+    def describe(self) -> str:
+        return "remove the fetched programs and the record of the host as it was found"
+
+
+Action: TypeAlias = (
+    RecordHost
+    | ChangeHost
+    | StageRoot
+    | FetchBinaries
+    | FillRoot
+    | StopMachine
+    | GiveToken
+    | PublishRoot
+    | RemoveTree
+    | RemoveRoot
+    | RemoveDriverRoots
+    | RemoveEmptyDirectory
+    | EnableUnit
+    | DisableUnit
+    | ForgetNode
+    | RestoreHost
+    | RemoveLeftover
+    | ForgetHost
+)
+
+
+def boot_units(machine: str) -> tuple[str, str]:
+    """Return the units that make a machine start with the host: its own unit, and the target that starts that unit."""
+    return machine_unit(machine), "machines.target"
+
+
+# Observes what `up` and `reset` act on: root file systems, records and units.
+#
+# Opens no file in a root file system.
+
+
+HOST_RECORD = Durable(AsFound)
+COPY = ".copy.json"
+
+
+class NodeFacts(Struct, frozen=True):
+    """What was observed of one machine that `up` makes, or has made."""
+
+    machine: str
+    root: Seen[int]
+    """Inode number of its root directory; Broken if that path is not a directory."""
+    record: Seen[NodeRecord]
+    staged: tuple[str, ...]
+    """Paths that interrupted attempts left: root file systems, complete or not, that had not become the machine's yet;
+    root file systems that were being removed; directories in which an image was being pulled or unpacked."""
+    enabled: Mapping[str, bool]
+    """Whether each unit of `boot_units` is enabled, by the unit's name."""
+    joined: str
+    """Name of the machine's Node object; empty if its kubelet has not joined since the machine's last start."""
+    born: int = 0
+    """When its root directory was made, in nanoseconds since the epoch; 0 if unknown."""
+    has_token: bool = False
+    """Whether the machine has a bootstrap token, which is removed once the kubelet has joined."""
+
+    @property
+    def unjoined(self) -> bool:
+        """Whether the machine still needs a valid bootstrap token, as far as the host knows."""
+        return self.has_token and not self.joined
+
+
+def observe_node(machine: str, system: System) -> NodeFacts:
+    """Return the facts of one machine. Raises OSError, for example if MACHINE_ROOTS cannot be listed."""
+    return NodeFacts(
+        machine=machine,
+        root=_root(machine, system),
+        record=NODE_RECORDS.read(record_paths(machine), system),
+        staged=_staged(machine, system),
+        enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
+        joined=observe_joined(machine, system),
+        born=_born(machine, system),
+        has_token=system.exists(token_file(machine)),
+    )
+
+
+def observe_found(system: System) -> Seen[AsFound]:
+    """Return the record of the host as it was found."""
+    return HOST_RECORD.read(AS_FOUND, system)
+
+
+def made_nodes(system: System) -> tuple[str, ...]:
+    """Return the machines that have a record. Raises OSError if the records cannot be listed."""
+    try:
+        names = system.entries(NODES)
+    except FileNotFoundError:
+        return ()
+    records = [name for name in names if name.endswith(".json") and not name.startswith(".")]
+    # A machine named x.copy has the record x.copy..json (node_record), so `base` may end in a dot.
+    bases = {name.removesuffix(COPY if name.endswith(COPY) else ".json") for name in records}
+    return tuple(sorted(base.removesuffix(".") for base in bases))
+
+
+def _root(machine: str, system: System) -> Seen[int]:
+    path = machine_root(machine)
+    found = read_seen(system.owner, path)
+    if isinstance(found, Absent | Broken | Unseen):
+        return found
+    if not stat.S_ISDIR(found[0]):
+        return Broken(f"{path} is not a directory")
+    inode = system.link_inode(path)
+    return Absent(f"{path} does not exist") if inode is None else inode
+
+
+def _born(machine: str, system: System) -> int:
+    try:
+        return system.birth(machine_root(machine))
+    except OSError:
+        return 0
+
+
+def _staged(machine: str, system: System) -> tuple[str, ...]:
+    prefix = staged_prefix(machine)
+    try:
+        names = system.entries(MACHINE_ROOTS)
+    except FileNotFoundError:
+        return ()
+    paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
+    # If a path contains a dot after the prefix, the path belongs to another machine: one whose name begins with this
+    # machine's name and `.unbounded-agent-`.
+    return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))
+
+
+# Compares the host's settings with those that it had before its first node. Pure.
+
+
+def needs_restoring(found: HostState, now: HostState) -> bool:
+    """Return whether there is something to restore: a difference, or a module or directory that `up` may have added."""
+    modules = any(now.modules.get(module) for module, loaded in found.modules.items() if not loaded)
+    directories = not {*found.absent_directories} <= {*now.absent_directories}
+    return modules or directories or bool(since_found(found, now))
+
+
+def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
+    """Return what differs from the host as it was found, one sentence each.
+
+    Three things are not compared. The first are modules, because `reset` leaves those that are in use. The second are
+    parameters that did not exist when the host was found: a module brought them, and they stay as long as the module.
+    The third are directories, because `reset` leaves those in which others have put files.
+    """
+    differences = [
+        f"{name} {'does not exist' if current is None else f'is {current}'}, and was {value}"
+        for name, value in found.sysctls.items()
+        if value is not None and (current := now.sysctls.get(name)) != value
+    ]
+    swaps = {swap.path for swap in now.swaps}
+    differences += [f"{swap.path} is no longer used as swap" for swap in found.swaps if swap.path not in swaps]
+    for path, file in found.files.items():
+        if now.files.get(path) != file:
+            differences.append(f"{path} still exists" if file is None else f"{path} is not as it was")
+    return tuple(differences)
 
 
 class HostFacts(Struct, frozen=True):

@@ -4,26 +4,33 @@ Each check returns a sentence if all is well, and otherwise raises an error with
 that need what failed are left out: if the bootstrap token cannot be read, for example, the API server is not asked.
 """
 
+import json
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
-from agent.config.node import NodeSettings
+from agent.config.settings import Config, MachineSettings, NodeSettings
+from agent.host.observe.host import RESOLV_CONF, UPLINK, dns_servers
+from agent.host.observe.machine import observe_units
+from agent.host.plan.nspawn import OWN_NETWORK, own_network
 from agent.host.provision.binaries import check_source
+from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_name
 from agent.host.provision.image import UNPACKED
-from agent.host.provision.secrets import read_token
+from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, node_names, read_token, taints
+from agent.host.provision.plan import made_nodes, observe_node
 from agent.model.errors import AgentError
-from agent.model.facts import Facts, Unseen
-from agent.model.node import NodeBinary
+from agent.model.facts import Absent, Facts, Unseen
+from agent.model.node import NodeBinary, Problem
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
-from agent.system.https import Answer, ask
-from agent.system.seen import read_seen
+from agent.system.http import Answer, ask
+from agent.system.trust import read_seen
 
 Asking = Callable[..., Answer]
-"""The type of agent.system.https.ask."""
+"""The type of agent.system.http.ask."""
 
 CONTROLLERS = "/sys/fs/cgroup/cgroup.controllers"
 NEEDED_CONTROLLERS = {"cpu", "cpuset", "io", "memory", "pids"}
@@ -210,3 +217,256 @@ def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
     for binary in binaries:
         check_source(binary, system)
     return f"can be fetched: {', '.join(binary.source.rpartition('/')[2] for binary in binaries)}"
+
+
+# Checks whether pods will reach the DNS servers that they get from their node.
+
+
+def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: System) -> list[Check]:
+    """Return a list with the check. The list is empty if a setting of the kubelet or of nspawn chooses the resolv.conf.
+
+    The check is not required, because a node joins even without DNS.
+    """
+    node = settings.node
+    assert node, "the machine is a node"
+    chosen = "resolvConf" in node.kubelet.configuration or "ResolvConf" in settings.nspawn.extra.get("Exec", {})
+    if chosen:
+        return []
+    path = UPLINK if facts.stub_resolver else RESOLV_CONF
+    servers, remote = dns_servers(path, system)
+    if remote:
+        return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]
+    what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"
+    # systemd-resolved writes UPLINK, and replaces what others write there.
+    there = (
+        "with DNS= in /etc/systemd/resolved.conf, and run `systemctl restart systemd-resolved`"
+        if facts.stub_resolver
+        else "there"
+    )
+    advice = (
+        f"name a server that pods can reach {there}; or write `nameserver ADDRESS` into a file of the image, and set "
+        "node.kubelet.configuration.resolvConf to the path of that file"
+    )
+    what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"
+    return [Check("dns", what, advice, machine, required=False)]
+
+
+# Checks whether a node would conflict with a former node: one that `up` made and that is no longer configured.
+
+
+def check_former_nodes(machine: str, config: Config, system: System) -> Iterator[Check]:
+    """Yield a failed check for each former node with which the machine's node would conflict.
+
+    The two conflict if both kubelets would be the same Node, or would need the same ports. A former node may still run:
+    if somebody renames a machine's table in the configuration, for example, the agent lets the machine with the former
+    name run, and the host starts that machine at each boot.
+    """
+    try:
+        name = node_names(config, system)[machine]
+    except (AgentError, OSError):
+        # Another check says why there is no name.
+        return
+    shared = not own_network(config.machines[machine].nspawn)
+    for other in made_nodes(system):
+        settings = config.machines.get(other)
+        facts = observe_node(other, system)
+        if (settings and settings.node) or isinstance(facts.root, Absent) or not isinstance(facts.record, NodeRecord):
+            continue
+        if facts.record.node == name:
+            what = f"is the node {name}"
+        elif shared and NETWORK_WANTED not in facts.record.files:
+            what = "is a node on the host's network"
+        else:
+            continue
+        message = f"machine {other}, which `up` made, {what}, too, although it is no longer configured as a node"
+        advice = f"drain it and run `unbounded-agent reset {other}` first, or put its settings back"
+        yield Check("former nodes", message, advice, machine)
+
+
+# Checks whether a node with a network of its own will get an address in it.
+
+
+NETWORKD = "systemd-networkd.service"
+
+
+def check_network(machine: str, settings: MachineSettings, system: System) -> list[Check]:
+    """Return a list with the check. The list is empty if the machine is on the host's network, or on a configured one.
+
+    The check is not required, because another program may do what systemd-networkd does.
+    """
+    chosen = settings.nspawn.extra.get("Network", {})
+    if not own_network(settings.nspawn) or any(chosen.get(key) for key in OWN_NETWORK):
+        return []
+    if observe_units([NETWORKD], system)[NETWORKD].state == "active":
+        return [Check("network", "systemd-networkd gives the machine an address, and routes for it", machine=machine)]
+    advice = (
+        "run `systemctl enable --now systemd-networkd`, or name a network in nspawn.extra.Network, such as a Bridge or "
+        "MACVLAN, in which a DHCP server assigns addresses"
+    )
+    what = "systemd-networkd does not run on the host: nothing gives the machine's virtual Ethernet an address"
+    return [Check("network", what, advice, machine, required=False)]
+
+
+# Finds settings that are valid but ask for something that no node can have, and says what to do instead. Pure.
+#
+# A kubelet may give its own Node only some of the labels in Kubernetes' namespaces, and may not change the Node's
+# taints after the registration (NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an
+# administrator can set other labels or change the taints, with kubectl.
+
+
+OWN_LABELS = frozenset(
+    {
+        "beta.kubernetes.io/arch",
+        "beta.kubernetes.io/instance-type",
+        "beta.kubernetes.io/os",
+        "failure-domain.beta.kubernetes.io/region",
+        "failure-domain.beta.kubernetes.io/zone",
+        "kubernetes.io/arch",
+        "kubernetes.io/hostname",
+        "kubernetes.io/os",
+        "node.kubernetes.io/instance-type",
+        "topology.kubernetes.io/region",
+        "topology.kubernetes.io/zone",
+    }
+)
+"""Labels of Kubernetes that a kubelet may give its own Node (k8s.io/kubelet/pkg/apis/well_known_labels.go)."""
+OWN_NAMESPACES = ("kubelet.kubernetes.io", "node.kubernetes.io")
+"""Namespaces in which a kubelet may give its own Node any label."""
+RESERVED_NAMESPACES = ("kubernetes.io", "k8s.io")
+
+PROTECTED: Mapping[str, str] = {
+    "apiVersion": "remove it",
+    "kind": "remove it",
+    "authentication.x509.clientCAFile": "set node.ca_file",
+    "cgroupDriver": "remove it: containerd in the machine uses systemd's cgroups",
+    "clusterDNS": "set node.kubelet.cluster_dns",
+    "clusterDomain": "set node.kubelet.cluster_domain",
+    "containerRuntimeEndpoint": "remove it: the machine's containerd is the only one with its GPUs",
+    "failSwapOn": "set node.host.swap",
+    "registerNode": "remove it: the node is made in order to join",
+    "registerWithTaints": "set node.kubelet.taints",
+    "rotateCertificates": "remove it: the bootstrap token is removed after the join, so certificates must be rotated",
+}
+"""Fields of KubeletConfiguration that settings must not set, with what to do instead."""
+
+
+def refusals(config: Config) -> tuple[Problem, ...]:
+    """Return what is wrong with the nodes of a valid configuration."""
+    nodes = {name: machine for name, machine in config.machines.items() if machine.node}
+    checks: tuple[Callable[[str, MachineSettings], Iterator[Problem]], ...] = (_labels, _taints, _fields, _devices)
+    of_each = [problem for name, machine in nodes.items() for check in checks for problem in check(name, machine)]
+    return (*of_each, *_names(nodes), *_networks(nodes), *_sysctls(nodes))
+
+
+def label_command(node: str, key: str, value: str) -> str:
+    """Return the command that gives a Node a label."""
+    return f"kubectl label node {node} --overwrite {key}={value}"
+
+
+def may_set(label: str) -> bool:
+    """Return whether a kubelet may give its own Node a label (getForbiddenLabels)."""
+    namespace = label.rpartition("/")[0]
+    return not _within(namespace, RESERVED_NAMESPACES) or label in OWN_LABELS or _within(namespace, OWN_NAMESPACES)
+
+
+def _within(namespace: str, domains: tuple[str, ...]) -> bool:
+    return namespace in domains or namespace.endswith(tuple(f".{domain}" for domain in domains))
+
+
+def _labels(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+    assert settings.node
+    node = settings.node.name or "NODE"
+    for key, value in sorted(settings.node.kubelet.labels.items()):
+        if not may_set(key):
+            command = label_command(node, key, value)
+            yield Problem(
+                "labels",
+                f"machines.{machine}.node.kubelet.labels: no kubelet may give its own Node the label {key}",
+                f"remove it there; when the node has joined, run `{command}` with the rights of an administrator",
+            )
+
+
+def _taints(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+    assert settings.node
+    seen: set[tuple[str, str]] = set()
+    for each in taints(settings.node.kubelet):
+        key, effect = each["key"], each["effect"]
+        if (key, effect) in seen:
+            yield Problem(
+                "taints",
+                f"machines.{machine}.node.kubelet: two taints have the key {key} and the effect {effect}",
+                "remove one of them: the API server refuses such a Node",
+            )
+        seen.add((key, effect))
+
+
+def _fields(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+    assert settings.node
+    overlay = settings.node.kubelet.configuration
+    where = f"machines.{machine}.node.kubelet.configuration"
+    for field, advice in PROTECTED.items():
+        if _has(overlay, field.split(".")):
+            yield Problem("kubelet", f"{where}: {field} must not be set", advice)
+    try:
+        json.dumps(overlay, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        yield Problem("kubelet", f"{where}: JSON has no such value: {error}", "write it as a string or a number")
+
+
+def _has(table: object, path: list[str]) -> bool:
+    """Return whether a table sets the field at a path.
+
+    If a part of the path has a value that is not a table, that counts as setting the field: the value replaces all
+    fields below it.
+    """
+    if not path or not isinstance(table, dict):
+        return True
+    return path[0] in table and _has(table[path[0]], path[1:])
+
+
+def _devices(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+    if not settings.nspawn.kmsg:
+        yield Problem(
+            "nspawn", f"machines.{machine}.nspawn.kmsg: no kubelet starts without /dev/kmsg", "remove kmsg = false"
+        )
+
+
+def _names(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+    taken: dict[str, str] = {}
+    for machine, settings in nodes.items():
+        name = settings.node.name if settings.node else ""
+        if name in taken:
+            what = f"be the node {name}" if name else "have the host's name as the name of their nodes"
+            yield Problem(
+                "name", f"machines {taken[name]} and {machine} would both {what}", f"set machines.{machine}.node.name"
+            )
+        taken.setdefault(name, machine)
+
+
+def _networks(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+    shared = [machine for machine, settings in nodes.items() if not own_network(settings.nspawn)]
+    if len(shared) > 1:
+        yield Problem(
+            "network",
+            f"machines {', '.join(shared)} are nodes on the host's network: their kubelets would need the same ports "
+            "(10250, 10248), and their pods the same interfaces and rules",
+            "give all but one a network of its own: "
+            + ", ".join(f"machines.{machine}.nspawn.virtual_ethernet = true" for machine in shared[1:]),
+        )
+
+
+def _sysctls(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+    chosen: dict[str, tuple[str, str]] = {}
+    for machine, settings in nodes.items():
+        wanted: Mapping[str, Any] = settings.node.host.sysctls if settings.node else {}
+        for name, value in ((sysctl_name(each), value) for each, value in wanted.items()):
+            where = f"machines.{machine}.node.host.sysctls: {name}"
+            if (needed := KUBELET_SYSCTLS.get(name, value)) != value:
+                yield Problem(
+                    "sysctls", f"{where} is {value}, but no kubelet starts unless it is {needed}", "remove it"
+                )
+            other, earlier = chosen.setdefault(name, (machine, value))
+            if earlier != value:
+                yield Problem(
+                    "sysctls", f"{where} is {value}, but {earlier} for {other}", "set the same value for both"
+                )

@@ -5,23 +5,31 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from agent.host.observe.units import is_enabled, observe_units
-from agent.host.provision.actions import Action, RemoveDriverRoots, RemoveRoot, RemoveTree
+from agent.host.observe.machine import is_enabled, observe_units
 from agent.host.provision.apply import Progress, Tools, run
-from agent.host.provision.chains import observe_network
-from agent.host.provision.differences import since_found
 from agent.host.provision.host_settings import observe_host, restorable
-from agent.host.provision.leftovers import Leftovers, leftovers
-from agent.host.provision.observe import made_nodes, observe_found, observe_node
-from agent.host.provision.plan import HostFacts, plan_forgetting, plan_removal, plan_restoration, plan_tidying
-from agent.host.provision.record import NodeRecord
-from agent.model.as_found import AsFound
+from agent.host.provision.network import Leftovers, leftovers, observe_network
+from agent.host.provision.node_files import NodeRecord
+from agent.host.provision.plan import (
+    Action,
+    HostFacts,
+    RemoveDriverRoots,
+    RemoveRoot,
+    RemoveTree,
+    made_nodes,
+    observe_found,
+    observe_node,
+    plan_forgetting,
+    plan_removal,
+    plan_restoration,
+    plan_tidying,
+    since_found,
+)
 from agent.model.errors import AgentError
 from agent.model.facts import Absent
-from agent.model.network import Network
-from agent.model.node import HostSettings, HostState, NodeFile, Problem
+from agent.model.node import AsFound, HostSettings, HostState, Network, NodeFile, Problem
 from agent.model.paths import machine_unit
-from agent.system.clearing import refuse_mounts
+from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 

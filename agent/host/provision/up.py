@@ -1,49 +1,138 @@
 """Makes the configured nodes: first checks everything that could keep a node from being made, then runs the steps."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agent.config.node import NodeSettings
-from agent.config.settings import Config
-from agent.host.apply.bootstrap_token import given_token
-from agent.host.observe.units import is_enabled
+from agent.config.settings import Config, NodeSettings
+from agent.host.apply.steps import given_token
+from agent.host.observe.machine import is_enabled
 from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
-from agent.host.provision.actions import Action, GiveToken, RecordHost, boot_units
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
-from agent.host.provision.chains import observe_network
-from agent.host.provision.dns import check_dns
-from agent.host.provision.former_nodes import check_former_nodes
-from agent.host.provision.gpu_labels import gpu_labels
-from agent.host.provision.host_goal import host_changes, host_goal, host_problems
-from agent.host.provision.host_settings import observe_host
+from agent.host.provision.host_settings import NO_SWAP, host_changes, host_goal, host_problems, observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
-from agent.host.provision.inputs import node_inputs
-from agent.host.provision.machine_network import check_network
-from agent.host.provision.node_files import node_files
-from agent.host.provision.observe import NodeFacts, made_nodes, observe_found, observe_node
-from agent.host.provision.plan import HostFacts, RootGoal, must_make_root, plan_boot, plan_host, plan_root
-from agent.host.provision.preflight import Asking, Check, checked
-from agent.host.provision.record import make_record
-from agent.host.provision.refusals import refusals
-from agent.host.provision.remarks import node_remark, swap_remark
-from agent.host.provision.secrets import read_token
+from agent.host.provision.network import observe_network
+from agent.host.provision.node_files import (
+    OF_REGISTRATION,
+    SWAP,
+    NodeRecord,
+    changed_inputs,
+    changed_settings,
+    make_record,
+    node_files,
+    node_inputs,
+    node_names,
+    read_token,
+)
+from agent.host.provision.plan import (
+    Action,
+    GiveToken,
+    HostFacts,
+    NodeFacts,
+    RecordHost,
+    RootGoal,
+    boot_units,
+    made_nodes,
+    must_make_root,
+    observe_found,
+    observe_node,
+    plan_boot,
+    plan_host,
+    plan_root,
+)
+from agent.host.provision.preflight import (
+    Asking,
+    Check,
+    check_dns,
+    check_former_nodes,
+    check_network,
+    checked,
+    refusals,
+)
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, evaluate
 from agent.model.conditions import Status
-from agent.model.facts import Absent, Facts
+from agent.model.errors import AgentError
+from agent.model.facts import Absent, Facts, Seen
 from agent.model.goal import Grant
-from agent.model.network import Network
-from agent.model.node import HostSettings, NodeImage, Problem
+from agent.model.node import AsFound, HostSettings, Network, NodeImage, Problem
 from agent.model.paths import machine_root
-from agent.system.clearing import refuse_mounts
+from agent.system.copy import refuse_mounts
 from agent.system.files import System
-from agent.system.https import ask
+from agent.system.http import ask
 from agent.system.network import NetworkSource
+
+# Finds the labels that a Node gets for its GPUs when it registers.
+
+
+def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[str, str]:
+    """Return the labels of a Node whose machine gets these grants.
+
+    The kubelet never changes these labels later, so they keep the versions that the driver and CUDA had when the Node
+    registered.
+    """
+    granted = {grant.vendor for grant in grants if grant.gpus}
+    labels: dict[str, str] = {}
+    for each in facts.vendors:
+        if each.vendor in granted:
+            vendor = host_vendor(each.vendor)
+            labels |= vendor.node_labels(vendor.driver_for_pods(each, system))
+    return labels
+
+
+# Says which changes of the configuration or of the host have no effect on nodes that exist already.
+
+
+def node_remark(node: NodeFacts, config: Config, system: System) -> str:
+    """Return which settings and inputs have changed since a node was made, and what to do; empty if none has."""
+    changed = (*_changed(node, config), *_changed_inputs(node, config, system))
+    if not changed or not isinstance(node.record, NodeRecord):
+        return ""
+    name, again = node.record.node, f"run `unbounded-agent up --rebuild {node.machine}`"
+    if not set(OF_REGISTRATION).isdisjoint(changed):
+        delete = f"first run `kubectl delete node {name}`, because an existing Node keeps its labels and taints"
+        again = f"{delete}; then {again}"
+    elif _name(node.machine, config, system) not in ("", name):
+        again += f", then `kubectl delete node {name}`: it joins as another Node"
+    return f"node {name} was made with other settings: {', '.join(changed)}; {again}"
+
+
+def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config, system: System) -> str:
+    """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off.
+
+    The sentence says that swap stays off, and how to turn it on. Otherwise, return an empty string. Also return an
+    empty string if a node was made with host.swap = "off": its kubelet would refuse swap, and `node_remark` says what
+    to do.
+    """
+    files = found.host.files if isinstance(found, AsFound) else {}
+    ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)
+    if not ours or host_goal(config).swap_off or any(SWAP in _changed(node, config) for node in nodes):
+        return ""
+    return (
+        f'host.swap is "keep", but swap stays off, as an earlier `up` left it: to use it again, run `rm {NO_SWAP} && '
+        "systemctl daemon-reload && systemctl start swap.target`"
+    )
+
+
+def _name(machine: str, config: Config, system: System) -> str:
+    """Return the name that the Node of a machine would get now; empty if it is unknown."""
+    with suppress(AgentError, OSError):
+        return node_names(config, system)[machine]
+    return ""
+
+
+def _changed(node: NodeFacts, config: Config) -> tuple[str, ...]:
+    settings = config.machines[node.machine].node
+    return changed_settings(node.record, settings) if settings and isinstance(node.record, NodeRecord) else ()
+
+
+def _changed_inputs(node: NodeFacts, config: Config, system: System) -> tuple[str, ...]:
+    return changed_inputs(node.record, node.machine, config, system) if isinstance(node.record, NodeRecord) else ()
 
 
 class NodeWork(Struct, frozen=True):

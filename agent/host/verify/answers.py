@@ -1,12 +1,10 @@
 """Decides whether a machine's report answers its current handoff. Pure."""
 
-from agent.host.observe.machine_report import Report
-from agent.model.conditions import ConditionType, Status
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.host.observe.machine import Report
+from agent.model.conditions import ConditionType, Reason, Status
+from agent.model.facts import Absent, Broken, Facts, Granted, MachineFacts, Unseen
 from agent.model.goal import MachineGoal
-from agent.model.granted import Granted
 from agent.model.paths import STATE
-from agent.model.reasons import Reason
 from agent.model.text import restart_command
 
 MACHINE_SAYS = "machine says: "

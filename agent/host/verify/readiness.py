@@ -1,16 +1,17 @@
 """Evaluates the conditions of one machine, from what both halves observe. Pure."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import starmap
 
 from agent.config.settings import MachineSettings
-from agent.host.observe.machine_report import Report
+from agent.host.observe.machine import Report
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, refusal, why_unanswered
 from agent.model.conditions import (
     IN_MACHINE,
     Condition,
     ConditionType,
+    Reason,
     Status,
     false,
     not_applicable,
@@ -19,13 +20,11 @@ from agent.model.conditions import (
     unknown,
     worst,
 )
-from agent.model.driver_root import StagedRoot
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, StagedRoot, Unseen
 from agent.model.goal import Grant, MachineGoal
 from agent.model.handoff import FabricAnswer, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
-from agent.model.reasons import Reason
-from agent.model.text import restart_command
+from agent.model.text import first_of, restart_command, rfc3339
 from agent.vendors.host_vendor import FabricReport
 
 PLAIN_ADVICE = (
@@ -404,3 +403,225 @@ def _current(
             )
         case _:
             return report
+
+
+# Evaluates the condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure.
+
+
+KIND = ConditionType.GPUS_COMPLETE
+
+
+def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+    """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
+    return tuple(gpu for gpu in _granted_gpus(machine, remembered) if gpu.lost)
+
+
+def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
+    """Return how many GPUs a machine should have. `wanted` is its setting `gpus`; `had` are the GPUs it has or lost."""
+    if wanted == "all":
+        return len(had)
+    return len(wanted) if isinstance(wanted, list) else int(wanted.removeprefix("count="))
+
+
+def with_lost_gpus(
+    conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]
+) -> tuple[Condition, ...]:
+    """Return the conditions with the current GPUsComplete, in the order of ConditionType.
+
+    GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
+    """
+    complete = _complete(machine, remembered)
+    remaining = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
+    all_lost = complete.status is Status.FALSE and not remaining
+
+    by_type = {each.type: each for each in conditions} | {KIND: complete}
+    ready = by_type[ConditionType.READY]
+    if all_lost and (ready.status is not Status.FALSE or ready.reason == Reason.NO_GPU):
+        by_type[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
+    elif isinstance(remembered, Unseen) and (ready.status, ready.reason) == (Status.TRUE, Reason.NO_GPU):
+        why = f"whether the machine has lost all its GPUs is unknown: {remembered.why}"
+        by_type[ConditionType.READY] = unknown(ConditionType.READY, Reason.OBSERVATION_FAILED, why)
+    return tuple(by_type[kind] for kind in ConditionType)
+
+
+def _granted_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+    if not isinstance(remembered, Remembered):
+        return ()
+    return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
+
+
+def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
+    if isinstance(remembered, Absent | Broken | Unseen):
+        return unknown(KIND, Reason.OBSERVATION_FAILED, remembered.why)
+    damage = (
+        f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); check "
+        "with `lspci` that no GPU is missing, then acknowledge the damage: `unbounded-agent gpus forget`"
+    )
+    if lost := lost_gpus(machine, remembered):
+        gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
+        commands = ", ".join(f"`unbounded-agent gpus forget {gpu.pci_address}`" for gpu in lost)
+        forget = f"{'if it' if len(lost) == 1 else 'for each GPU that'} was removed on purpose, run {commands}"
+        message = (
+            f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
+            f"log; {forget}"
+        )
+        return false(KIND, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
+    if remembered.damage:
+        return unknown(KIND, Reason.RECORD_DAMAGED, damage)
+    if not _granted_gpus(machine, remembered):
+        return not_applicable(KIND, "no GPU is granted")
+    return true(KIND, Reason.COMPLETE, "every GPU that the machine was granted is on the PCI bus")
+
+
+# Adds to MachineRunning that files in a machine differ from those that `up` put there. Pure.
+
+
+NAMED = 3
+"""How many changed files, or unknown conditions, a message names; it counts the others."""
+
+
+def with_changed_files(
+    conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
+) -> tuple[Condition, ...]:
+    """Return the conditions. If MachineRunning is True and the report is current, add the changed files to its message.
+
+    MachineRunning stays True: pods run, and only an administrator knows whether the change is intended.
+    """
+    current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
+    if report is None or not report.changed_files or not current:
+        return tuple(conditions)
+    kind, files = ConditionType.MACHINE_RUNNING, first_of(report.changed_files, NAMED)
+    says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {files}"
+    advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {machine.name}`"
+    return tuple(
+        true(kind, Reason.NODE_FILES_CHANGED, f"{each.message}; {says}; {advice}")
+        if each.type is kind and each.status is Status.TRUE
+        else each
+        for each in conditions
+    )
+
+
+# Adds to MachineRunning which of the machine's conditions this release does not know. Pure.
+
+
+def with_ignored(
+    conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
+) -> tuple[Condition, ...]:
+    """Return the conditions. If the report is current, add to MachineRunning's message what this release ignores in it.
+
+    No status changes: what the unknown conditions mean is not known, and all others still count.
+    """
+    current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
+    if report is None or not report.unknown_conditions or not current:
+        return tuple(conditions)
+    remark = (
+        f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and ignores: "
+        "install on the host the release of the agent that the machine's image has"
+    )
+    return with_remark(conditions, ConditionType.MACHINE_RUNNING, remark)
+
+
+# Adjusts the conditions of a machine if it is unknown whether the machine exists. Pure.
+
+
+def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
+    """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
+
+    That is so for users who may not read /var/lib/machines. But a machine exists if its unit runs. If its unit has
+    stopped or failed to start since the host booted, MachineRunning is known; the machine may have been removed since.
+    """
+    if not isinstance(machine.root, Unseen) or not machine.ended:
+        return tuple(conditions)
+    why = f"whether machine {machine.name} exists is unknown: {machine.root.why}"
+    changed = {ConditionType.MACHINE_RUNNING, ConditionType.READY}
+    if machine.has_run:
+        false_ready = any(each.type is ConditionType.READY and each.status is Status.FALSE for each in conditions)
+        changed = set() if false_ready else {ConditionType.READY}
+    return tuple(
+        unknown(each.type, Reason.OBSERVATION_FAILED, why)
+        if each.type in changed and each.status is not Status.UNKNOWN
+        else each
+        for each in conditions
+    )
+
+
+# Adjusts conditions by time and by the previous pass. Pure.
+#
+# Ready may have been lost too often; a start of the Fabric Manager, or GPUs' registration with it, may take too long;
+# and what GPUs said of their fabric is remembered until they say something else.
+
+
+WINDOW = 600.0
+"""Seconds for which a loss of Ready is remembered."""
+LOSSES = 4
+"""Losses within WINDOW after which Ready must settle. Fewer losses may come from manual repairs or planned restarts."""
+SETTLING = 60.0
+"""Seconds without a further loss until Ready is True again."""
+STARTING_LIMIT = 300.0
+"""Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
+TOO_LATE: Mapping[str, Reason] = {
+    Reason.FABRIC_MANAGER_STARTING: Reason.FABRIC_MANAGER_STUCK,
+    Reason.FABRIC_REGISTERING: Reason.FABRIC_NOT_REGISTERED,
+}
+"""Reasons that become others after STARTING_LIMIT."""
+
+
+def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
+    """Return the new conditions, Ready last, adjusted with the help of `old`, the conditions of the previous pass."""
+    before = {each.type: each for each in old}
+    others = [_adjusted(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
+    ready = next(each for each in new if each.type is ConditionType.READY)
+    if others != [each for each in new if each.type is not ConditionType.READY]:
+        ready = summarize(others)
+    return (
+        *(_remembering(each, before.get(each.type)) for each in others),
+        settled(ready, before.get(ready.type), now),
+    )
+
+
+def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
+    """Return Ready as users see it: False at once, but True only after a delay if Ready was lost too often.
+
+    Only False counts as a loss. Unknown does not, because Ready is Unknown until a machine has answered a new handoff.
+    """
+    losses = tuple(at for at in (before.losses if before else ()) if now - at <= WINDOW)
+    good_since = before.good_since if before else 0.0
+    if ready.status is Status.FALSE:
+        return ready._replace(losses=(*losses, now) if good_since else losses, good_since=0.0)
+    if ready.status is Status.TRUE:
+        good_since = good_since or now
+        if len(losses) >= LOSSES and now - good_since < SETTLING:
+            ready = false(
+                ConditionType.READY,
+                Reason.SETTLING,
+                f"all conditions are met, but Ready was lost {len(losses)} times within {WINDOW / 60:.0f} minutes: "
+                f"it becomes True at {rfc3339(good_since + SETTLING)} unless something fails before then",
+            )
+    return ready._replace(losses=losses, good_since=good_since)
+
+
+def _remembering(condition: Condition, before: Condition | None) -> Condition:
+    """Return the condition with what GPUs said last, also if they could not be heard in this pass."""
+    return condition._replace(said=before.said) if before and condition.said is None else condition
+
+
+def _adjusted(condition: Condition, before: Condition | None, now: float) -> Condition:
+    """Return the condition, but with the status False if the fabric has not been ready for too long."""
+    if condition.reason not in TOO_LATE or before is None:
+        return condition
+    # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
+    # counts too, and the limit is reached sooner.
+    waited, late = (
+        now - before.last_transition if before.reason == condition.reason else 0.0,
+        TOO_LATE[condition.reason],
+    )
+    if before.reason != late and waited <= STARTING_LIMIT:
+        return condition
+    if late != Reason.FABRIC_MANAGER_STUCK:
+        return false(condition.type, late, condition.message, condition.gpus)
+    return false(
+        condition.type,
+        late,
+        f"{condition.message}, and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see "
+        "the unit's log, then restart the unit: `unbounded-agent doctor` shows the commands",
+    )

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from agent.model.allocatable import AllocatableDevice
-from agent.model.digits import whole_number
+from agent.model.contract import AllocatableDevice
 from agent.model.paths import PCI_DEVICES
+from agent.model.text import whole_number
 from agent.system.deadlines import read_device_texts
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
+from agent.vendors.drm.machine import HARMLESS_RESOURCES, RESOURCE_PREFIX
 
 
 class DrmDra(DraVendor):
@@ -48,3 +49,29 @@ def _printable(text: str | OSError) -> str:
     """Return a file's text without the newline; empty if the file could not be read or the text is not printable."""
     stripped = text.strip() if isinstance(text, str) else ""
     return stripped if stripped.isprintable() else ""
+
+
+# The attributes of AMD's GPUs for Dynamic Resource Allocation.
+
+
+class AmdDra(DrmDra):
+    """AMD's GPUs. The files are amdgpu's (amdgpu_device.c, amdgpu_vram_mgr.c, amdgpu_pm.c in the kernel)."""
+
+    name = "amd"
+    resource_prefix = "amd.com/"
+    product_file = "product_name"
+    unique_id_file = "unique_id"
+    memory_files = ("mem_info_vram_total",)
+
+
+# The attributes of Intel's GPUs for Dynamic Resource Allocation.
+
+
+class IntelDra(DrmDra):
+    """Intel's GPUs. No file of i915 or xe has the product's name."""
+
+    name = "intel"
+    resource_prefix = RESOURCE_PREFIX
+    harmless_resources = HARMLESS_RESOURCES
+    memory_files = ("tile0/physical_vram_size_bytes",)
+    """A file of the driver xe (xe_vram.c in the kernel)."""

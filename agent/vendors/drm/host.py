@@ -1,16 +1,246 @@
 """The host half of a vendor whose GPUs need only device nodes."""
 
+from msgspec import Struct
+
 from agent.config.settings import MachineSettings
-from agent.model.conditions import Condition, ConditionType
-from agent.model.device import DeviceKind
-from agent.model.facts import DeviceNode, Gpu, VendorFacts
+from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown, worst
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import DISPLAY, Absent, DeviceNode, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
-from agent.model.reasons import Reason
-from agent.system.sysfs import DRI
-from agent.vendors.drm.conditions import drm_conditions
-from agent.vendors.drm.description import Description
-from agent.vendors.drm.observe import observe_drm
-from agent.vendors.host_vendor import FabricReport, HostVendor, Sources
+from agent.model.paths import PCI_DEVICES
+from agent.model.text import counted
+from agent.system.deadlines import read_device_texts
+from agent.system.devices import DRI
+from agent.system.files import System
+from agent.system.trust import classify_error, read_seen
+from agent.vendors.host_vendor import (
+    PROC_DEVICES,
+    FabricReport,
+    HostVendor,
+    Sources,
+    faulty_gpus,
+    parse_majors,
+    unusable,
+)
+
+# Describes how a vendor's GPUs are recognised on the host. Pure.
+
+
+class SharedNode(Struct, frozen=True):
+    """A node that all GPUs of the vendor share."""
+
+    path: str
+    kind: DeviceKind
+    registered: str
+    """The name of the node's driver in /proc/devices."""
+    use: str
+    """What does not work without the node, in words."""
+
+
+class Description(Struct, frozen=True):
+    """One vendor."""
+
+    name: str
+    title: str
+    """The vendor's name for people."""
+    vendor_id: int
+    drivers: tuple[str, ...]
+    """Names of the kernel drivers on the PCI bus, which are also the names of their modules."""
+    firmware: str
+    """Distributions' packages with the GPUs' firmware, in words."""
+    further_classes: tuple[int, ...] = ()
+    """PCI classes (base class and subclass) of GPUs that are not display controllers."""
+    shared: tuple[SharedNode, ...] = ()
+    partition_mode: str = ""
+    """The attribute in sysfs that says in which mode a GPU is divided; empty if the vendor's GPUs have none."""
+    whole: str = ""
+    """The value of the attribute `partition_mode` for a GPU that is not divided."""
+
+    def is_gpu(self, device: PciDevice) -> bool:
+        """Return whether the device is a GPU of this vendor, with or without a driver."""
+        if device.vendor_id != self.vendor_id:
+            return False
+        return device.class_id >> 16 == DISPLAY or device.class_id >> 8 in self.further_classes
+
+
+# Observes a vendor's GPUs and their DRM nodes. Other DRM devices, such as simpledrm, are ignored.
+
+
+ROOT_BUS = "00:"
+"""The bus without a port above it, on which Intel's integrated GPUs are. Those of AMD are behind an internal port."""
+REGISTERED = "drm"
+"""The name in /proc/devices under which all drivers register their DRM nodes."""
+
+
+def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
+    """Return the facts about a vendor. What cannot be observed is Unseen.
+
+    `problems` in the facts name the nodes that must not be used, and the GPUs of which only a part is granted.
+    """
+    pci = sources.pci
+    if not isinstance(pci, tuple):
+        # The devices are Unseen, because an empty list would withdraw every GPU.
+        return VendorFacts(vendor.name, devices=Unseen(pci.why))
+    gpus = tuple(
+        Gpu(
+            each.address,
+            vendor.name,
+            each.driver,
+            why_lost=sources.lost.get(each.address, ""),
+            detached=each.address in sources.detached,
+            override=each.override,
+            virtual=each.virtual,
+            integrated=each.integrated or each.address.partition(":")[2].startswith(ROOT_BUS),
+        )
+        for each in pci
+        if vendor.is_gpu(each)
+    )
+    if not gpus:
+        return VendorFacts(vendor.name)
+    problems: list[str] = []
+    return VendorFacts(
+        vendor.name,
+        gpus,
+        _nodes(vendor, sources, gpus, problems),
+        problems=tuple(problems),
+        # udev loads the driver of a GPU. If none of the vendor's modules is loaded, the driver is not installed or not
+        # wanted. So no driver is expected.
+        driver_expected=any(
+            read_seen(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers
+        ),
+    )
+
+
+def _nodes(
+    vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
+) -> Seen[tuple[DeviceNode, ...]]:
+    """Return the usable nodes; Unseen if any node could not be observed.
+
+    `problems` gets a sentence for each node that must not be used, and for each GPU of which only a part is granted.
+    """
+    if isinstance(sources.drm, Absent):
+        return ()
+    if not isinstance(sources.drm, tuple):
+        return Unseen(sources.drm.why)
+    driven = {gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers}
+    try:
+        majors = parse_majors(sources.system.read_text(PROC_DEVICES))
+        nodes = [_node(sources.system, each, majors, problems) for each in sources.drm if each.pci_address in driven]
+        if driven:
+            nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
+    except OSError as error:
+        return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
+    # A divided GPU has nodes that belong to no PCI device. If there are no such nodes, no GPU is divided, so sysfs need
+    # not be read.
+    if any(not each.pci_address for each in sources.drm):
+        problems += _divided(vendor, sources.system, sorted(driven))
+    return tuple(sorted(node for node in nodes if node))
+
+
+def _divided(vendor: Description, system: System, gpus: list[str]) -> list[str]:
+    """Return a sentence for each divided GPU. Of such a GPU, only the first partition is granted.
+
+    The existence of nodes for partitions does not prove that a GPU is divided: amdgpu makes nodes for eight partitions
+    in every mode (amdgpu_xcp_dev_register). So the attribute in sysfs is read.
+    """
+    if not vendor.partition_mode:
+        return []
+    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in gpus]
+    found = [text.strip() if isinstance(text, str) else "" for text in read_device_texts(system, paths)]
+    return [
+        f"GPU {gpu} is divided ({vendor.partition_mode} is {mode!a}): only its first partition is granted, because the "
+        "nodes of the others belong to no PCI device"
+        for gpu, mode in zip(gpus, found, strict=True)
+        if mode not in ("", "UNKNOWN", vendor.whole)
+    ]
+
+
+def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+    kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+    number = _number(system, device.path, majors.get(REGISTERED), problems)
+    return DeviceNode(device.path, kind, number, device.pci_address) if number else None
+
+
+def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+    number = _number(system, node.path, majors.get(node.registered), problems)
+    return DeviceNode(node.path, node.kind, number) if number else None
+
+
+def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
+    """Return the node's number; None if the node does not exist or must not be used.
+
+    `problems` gets the reason why a node must not be used.
+    """
+    try:
+        number = system.device(path)
+    except FileNotFoundError:
+        # The kernel has not made the node yet, or the driver has no such node.
+        return None
+    if number is None:
+        problems.append(f"{path}: not a character device")
+    elif number.major != major:
+        registered = f"major {major}" if major is not None else "no major"
+        problems.append(f"{path}: is {number.major}:{number.minor}, but its driver has {registered} in {PROC_DEVICES}")
+        return None
+    return number
+
+
+# Evaluates the host's conditions for GPUs that need only their nodes. Messages say what to do next. Pure.
+
+
+def drm_conditions(vendor: Description, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+    """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
+    no_files = f"pods bring the libraries for {vendor.title}'s GPUs themselves"
+    return (
+        _driver_loaded(vendor, facts, grant),
+        _devices_present(vendor, facts, grant),
+        not_applicable(ConditionType.LIBRARIES_PRESENT, no_files),
+        not_applicable(ConditionType.FABRIC_READY, f"{vendor.title}'s GPUs have no fabric manager"),
+        not_applicable(ConditionType.PERSISTENCE_MODE, f"{vendor.title}'s GPUs have no persistence daemon"),
+    )
+
+
+def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
+    kind = ConditionType.DRIVER_LOADED
+    if isinstance(facts.devices, Unseen):
+        return unknown(kind, Reason.OBSERVATION_FAILED, facts.devices.why)
+    drivers = [gpu.driver for gpu in facts.gpus if gpu.driver in vendor.drivers]
+    names = " or ".join(vendor.drivers)
+    if not drivers and grant.gpus:
+        return false(kind, Reason.MODULE_NOT_LOADED, f"no {vendor.title} GPU has a driver; {_load(vendor, grant.gpus)}")
+    if not drivers:
+        return not_applicable(kind, f"no {vendor.title} GPU has driver {names}")
+    parts = [f"{name} for {counted(drivers.count(name), 'GPU')}" for name in dict.fromkeys(drivers)]
+    return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
+
+
+def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
+    return (
+        f"run `modprobe {vendor.drivers[0]}`; if that changes nothing, see `dmesg` for {', '.join(gpus)}: the firmware "
+        f"may be missing ({vendor.firmware}), the kernel may be too old, or its command line may have `nomodeset`; to "
+        "keep a GPU from machines, name the others in machines.NAME.gpus"
+    )
+
+
+def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
+    kind = ConditionType.DEVICES_PRESENT
+    if fault := unusable(facts, grant):
+        return fault
+    advice = "see `dmesg`; if the GPU has just appeared, run `udevadm settle`"
+    if faults := faulty_gpus(
+        facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice, lambda unbound: _load(vendor, unbound)
+    ):
+        return worst(faults)
+    present_kinds = {node.kind for node in grant.nodes}
+    missing_extras = "".join(
+        f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds
+    )
+    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), f'{vendor.title} GPU')}"
+    if grant.detached:
+        detached = f"detached by an administrator: {', '.join(grant.detached)}"
+        return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{missing_extras}")
+    return true(kind, Reason.PRESENT, f"{present}{missing_extras}")
+
 
 NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
 SYMPTOMS = {
@@ -60,3 +290,41 @@ class DrmHost(HostVendor):
 
     def conditions(self, facts: VendorFacts, grant: Grant, fabric: FabricReport) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)
+
+
+# AMD on the host.
+
+
+PROCESSING_ACCELERATOR = 0x1200
+"""PCI class by which amdgpu recognises Instinct accelerators from MI200 on (pciidlist in amdgpu_drv.c)."""
+KFD = SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute")
+
+AMD = DrmHost(
+    Description(
+        name="amd",
+        title="AMD",
+        # AMD's GPUs have this id, AMD's processors have 0x1022.
+        vendor_id=0x1002,
+        # The driver radeon, for GPUs before 2012, is left out, because AMD's tools do not support it.
+        drivers=("amdgpu",),
+        firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",
+        further_classes=(PROCESSING_ACCELERATOR,),
+        shared=(KFD,),
+        partition_mode="current_compute_partition",
+        whole="SPX",
+    )
+)
+
+
+# Intel on the host.
+
+
+INTEL = DrmHost(
+    Description(
+        name="intel",
+        title="Intel",
+        vendor_id=0x8086,
+        drivers=("i915", "xe"),
+        firmware="Debian: firmware-misc-nonfree, from 13 on firmware-intel-graphics; Ubuntu: linux-firmware",
+    )
+)

@@ -1,20 +1,243 @@
 """Evaluates the host's conditions for NVIDIA's GPUs and driver. Messages say what to do next. Pure."""
 
-from collections.abc import Iterator, Sequence
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
-from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown, worst
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, Driver, FabricService, Gpu, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
-from agent.model.reasons import Reason
 from agent.model.text import counted, printable
-from agent.vendors.devices_present import faulty_gpus, unusable
-from agent.vendors.host_vendor import FabricReport
-from agent.vendors.nvidia.fabric import RUNNING, has_unit
-from agent.vendors.nvidia.fabric_states import has_fabric, has_failed, is_answer, is_registered
+from agent.vendors.host_vendor import (
+    Cluster,
+    FabricReport,
+    Finding,
+    KubernetesObject,
+    containers,
+    crashes,
+    environment,
+    faulty_gpus,
+    kubelet_messages,
+    labels,
+    limited_resources,
+    name,
+    pod_spec,
+    seconds,
+    statuses,
+    unusable,
+)
+from agent.vendors.nvidia.contract import has_fabric, has_failed, is_answer, is_registered
+from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
 from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
-from agent.vendors.nvidia.remedies import bind, make_nodes
+
+# The commands that fix faults of NVIDIA's driver on the host. Pure.
+
+
+UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
+"""Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""
+DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
+"""Services that keep GPUs open. If one is not installed, `systemctl stop` stops the others all the same."""
+LOAD = "modprobe -a nvidia nvidia_uvm"
+DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
+REMEDIES_FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
+REMEDIES_REINSTALL = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
+
+RESET = (
+    "dmesg | grep -iE 'nvrm|xid'  # names the GPU",
+    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+    "unbounded-agent gpus holders PCI-ADDRESS  # stop what is still listed, such as nvidia-persistenced",
+    "nvidia-smi --gpu-reset -i PCI-ADDRESS",
+    "unbounded-agent gpus attach PCI-ADDRESS  # forgets a fatal error; running machines open the GPU again",
+    "systemctl reboot  # only if the reset fails: ends all machines of the host: stop the others first too",
+    "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
+)
+"""The order of docs/runbooks.md: a drain leaves the device plugin, which has every GPU open."""
+
+FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): (
+        LOAD,
+        "dmesg | grep -iE 'nvidia|nvrm|key was rejected'  # if that fails",
+        "mokutil --sb-state  # a rejected key: Secure Boot wants a signed module",
+        "dkms autoinstall -k $(uname -r)  # if there is no module for this kernel: needs its linux-headers package",
+    ),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): (
+        "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",
+        "systemctl reboot  # drain the nodes of all machines first",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
+    (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REMEDIES_REINSTALL,),
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
+        "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
+        "or set driver.root or driver.library_directories: docs/drivers.md",
+    ),
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_IN_CONFIGURED_PLACE): (
+        "correct the key that is named above, then: systemctl reload unbounded-agent",
+    ),
+    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): (REMEDIES_REINSTALL,),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING): (REMEDIES_FABRIC_LOG,),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STUCK): (
+        REMEDIES_FABRIC_LOG,
+        "systemctl restart nvidia-fabricmanager",
+    ),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): (
+        "systemctl enable --now nvidia-fabricmanager",
+        REMEDIES_FABRIC_LOG,
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): RESET,
+    (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (
+        "nvidia-smi -L  # is the instance that is named above listed? If not, destroy it and create it again",
+    ),
+    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): (
+        "systemctl unmask nvidia-persistenced  # needed only if it is masked",
+        "systemctl enable --now nvidia-persistenced",
+        "nvidia-smi -pm 1  # instead, only until the next boot",
+    ),
+    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): (
+        "systemctl edit --full nvidia-persistenced  # remove --no-persistence-mode from ExecStart=",
+        "systemctl restart nvidia-persistenced",
+    ),
+}
+
+
+def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
+    """Return the commands that fix the fault behind a condition; none if no commands are known for it.
+
+    `kind` and `reason` are the condition's. `modules` are the loaded kernel modules.
+    """
+    version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
+    match kind, reason:
+        case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH:
+            return (_choose_alternative(version), *reload_driver(modules))
+        case (_, Reason.RELOAD_NEEDED) | (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS):
+            return reload_driver(modules)
+        case ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION:
+            return (REMEDIES_REINSTALL,)
+        case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
+            return _install_fabric_manager(version)
+        case ConditionType.FABRIC_READY, (
+            Reason.FABRIC_REGISTERING | Reason.FABRIC_NOT_REGISTERED | Reason.FABRIC_FAILED
+        ):
+            return _register_gpus(facts.driver.fabric_service if facts.driver else FabricService(), version)
+        case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
+            return _remedies_replace_driver(facts.gpus)
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
+            # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
+            return (bind("PCI-ADDRESS"), DRIVER_LOG)
+        case ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING:
+            # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
+            return (
+                "nvidia-smi",
+                *(f"{each}  # for {_node(each)}" for each in make_nodes(facts)),
+                "nvidia-modprobe -c 255  # for /dev/nvidiactl",
+                "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
+            )
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
+            return _initialise_gpus(facts)
+        case _:
+            return FIXED.get((kind, reason), ())
+
+
+def bind(pci_address: str) -> str:
+    """Return the command that binds the loaded driver to a GPU (sysfs-bus-pci of the kernel's documentation)."""
+    return f"echo {pci_address} > /sys/bus/pci/drivers/nvidia/bind"
+
+
+def make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the commands that make the missing nodes of GPUs; with `addresses`, only of these GPUs."""
+    nodes = facts.devices if isinstance(facts.devices, tuple) else ()
+    present = {node.pci_address for node in nodes if node.kind is DeviceKind.GPU}
+    missing = [
+        gpu.minor
+        for gpu in facts.gpus
+        if gpu.driver and gpu.pci_address not in present and (not addresses or gpu.pci_address in addresses)
+    ]
+    commands = [f"nvidia-modprobe -c {minor}" for minor in missing if minor is not None]
+    # The driver has not said which minor the GPU has.
+    return (*commands, "nvidia-modprobe -c N") if None in missing or not commands else tuple(commands)
+
+
+def _node(command: str) -> str:
+    return f"/dev/nvidia{command.rpartition(' ')[2]}"
+
+
+def reload_driver(modules: Set[str]) -> tuple[str, ...]:
+    """Return how to load the installed driver's modules in place of the loaded ones."""
+    loaded = [each for each in UNLOAD_ORDER if each in modules] or ["nvidia_uvm", "nvidia"]
+    return (
+        "unbounded-agent gpus holders  # stop or drain all users first: machines, containers, a display",
+        f"systemctl stop {' '.join(DAEMONS)}",
+        f"rmmod {' '.join(loaded)}  # in this order",
+        f"modprobe -a {' '.join(reversed(loaded))}",
+        f"systemctl start {' '.join(DAEMONS)}  # those that ran before",
+        "systemctl reboot  # instead, if a module stays in use: drain the nodes of all machines first",
+    )
+
+
+def _choose_alternative(version: str) -> str:
+    why = f"if driver {version or 'of the module'} is installed too, choose it: nothing else is needed"
+    return f"update-alternatives --config nvidia && ldconfig  # Debian: {why}"
+
+
+def _install_fabric_manager(version: str) -> tuple[str, ...]:
+    branch = version.partition(".")[0] or "BRANCH"
+    return (
+        f"apt install nvidia-fabricmanager-{branch}  # exactly version {version or 'of the driver'}",
+        "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
+        "systemctl enable --now nvidia-fabricmanager",
+    )
+
+
+def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
+    modules = service.missing_modules
+    load = (f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them",) if modules else ()
+    return (
+        *load,
+        *_start(service, version),
+        "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv",
+    )
+
+
+def _start(service: FabricService, version: str) -> tuple[str, ...]:
+    """Return how to start the Fabric Manager, or start it again, where it is installed or may be."""
+    if has_unit(service):
+        return ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", REMEDIES_FABRIC_LOG)
+    if service.state == RUNNING:
+        # Not by the name alone: the kernel keeps only its first 15 characters.
+        return (f"pgrep -af {FABRIC_MANAGER}  # it has no unit: see its log, and restart the container that runs it",)
+    if isinstance(service.state, Broken):
+        return (*_install_fabric_manager(version), REMEDIES_FABRIC_LOG)
+    if isinstance(service.state, Unseen):
+        return (REMEDIES_FABRIC_LOG,)
+    # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
+    only = "only if this host manages the fabric"
+    branch = version.partition(".")[0] or "BRANCH"
+    return (
+        f"apt install nvidia-fabricmanager-{branch}  # {only}: exactly version {version or 'of the driver'}",
+        f"systemctl enable --now nvidia-fabricmanager  # {only}",
+    )
+
+
+def _remedies_replace_driver(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return how to give NVIDIA's driver the GPUs that another driver has."""
+    lines: list[str] = []
+    if modules := modules_to_blacklist(gpus):
+        lines += [f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in modules]
+        lines += ["update-initramfs -u  # RPM-based hosts: dracut --force"]
+        lines += ["systemctl reboot  # drain the nodes of all machines first"]
+    for address in built_in(gpus):
+        device = f"/sys/bus/pci/devices/{address}"
+        lines += [f"echo nvidia > {device}/driver_override", f"echo {address} > {device}/driver/unbind"]
+    return (*lines, LOAD) if built_in(gpus) else tuple(lines)
+
+
+def _initialise_gpus(facts: VendorFacts) -> tuple[str, ...]:
+    unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid and not gpu.excluded]
+    if not unknown:
+        return ()
+    return (f"nvidia-smi -L  # initialises {', '.join(unknown)}, whose UUID is not known yet",)
+
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
@@ -349,4 +572,247 @@ def _inferred_persistence(daemon: Seen[str]) -> Condition:
                 "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
                 f"down idle GPUs, and initialises them again for the next user; {first}run `systemctl enable --now "
                 "nvidia-persistenced`",
+            )
+
+
+# Symptoms of each fault: messages of NVIDIA's programs, CUDA and container runtimes.
+
+
+NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
+NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plugin: could not load NVML library"
+# The numbers are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
+NO_FABRIC = (
+    "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH); in a confidential "
+    "virtual machine, GPUs that nobody has set ready cause it too: `nvidia-smi conf-compute -srs 1`"
+)
+MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
+EPERM = "a GPU opens on the host, but not in the machine: EPERM"
+NO_DEVICES = "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"
+UNRESOLVABLE = "pods end with `unresolvable CDI devices`, or have no GPU"
+NO_RUNTIME = "pods stay in ContainerCreating: no runtime for the handler of their RuntimeClass is configured"
+
+SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): NOT_LOADED,
+    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): NOT_LOADED,
+    (ConditionType.DEVICES_PRESENT, ""): NO_DEVICES,
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): "`nvidia-smi`: GPU is lost; Xid 79 in `dmesg`",
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): NO_LIBRARY,
+    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): NO_LIBRARY,
+    (ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): MISMATCH,
+    (ConditionType.FABRIC_READY, ""): NO_FABRIC,
+    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): "the first use of a GPU after a pause takes seconds",
+    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): "the first use of a GPU after a pause takes seconds",
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): EPERM,
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): EPERM,
+    (ConditionType.LIBRARIES_LINKED, ""): NO_LIBRARY,
+    (ConditionType.CDI_SPEC_CURRENT, ""): UNRESOLVABLE,
+    (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
+    (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
+}
+"""Symptoms by condition and reason. An empty reason stands for all reasons of the condition that have no entry of
+their own."""
+
+
+# Finds faults of a cluster that keep pods from NVIDIA's GPUs. Pure.
+
+
+RESOURCE = "nvidia.com/gpu"
+PRESENT = "nvidia.com/gpu.present"
+DEPLOY = "nvidia.com/gpu.deploy."
+RUNTIME_CLASS = "nvidia"
+HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --version VERSION --reuse-values --set"
+"""The beginning of a command that changes a setting of the GPU Operator. Without --version, the command would also
+upgrade the Operator."""
+INSTALLED = "# VERSION is the installed one: helm list -n gpu-operator"
+PLUGIN = "device-plugin"
+STRATEGY = "DEVICE_LIST_STRATEGY"
+VALIDATION = "-validation"
+"""Suffix of the names of the GPU Operator's init containers that wait for its validator's files."""
+LATE = 300.0
+"""Seconds after which an init container is assumed to wait in vain."""
+RECENT = 600.0
+"""Seconds for which the change of a label counts as recent."""
+SETTLED = 3600.0
+"""Age of a Node, in seconds, at which it should have all its labels."""
+MANAGER = re.compile(r"gpu-?operator", re.IGNORECASE)
+"""Pattern of the names under which the GPU Operator owns fields of objects (metadata.managedFields)."""
+
+PLUGIN_LOGS = (
+    (
+        re.compile(r"(libcuda|libnvidia-ml)\.so[.\d]*: cannot open|could not load NVML|ERROR_LIBRARY_NOT_FOUND", re.I),
+        "the device plugin does not find the driver's libraries",
+        (
+            "unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -  # the settings that work",
+            "or set runtimeClassName: nvidia and NVIDIA_DRIVER_ROOT=/ in its values: docs/kubernetes.md",
+            "unbounded-agent status --wide  # on the host: LibrariesLinked",
+        ),
+    ),
+    (
+        re.compile(r"invalid (device.list.)?strategy:? *\S*", re.I),
+        "the device plugin's DEVICE_LIST_STRATEGY has a value that does not exist",
+        ("kubectl -n {namespace} set env {owner} DEVICE_LIST_STRATEGY=envvar  # or cdi-cri",),
+    ),
+)
+"""Patterns of messages in the device plugin's log, each with the cause and the fix."""
+TOO_NEW = re.compile(
+    r"unsatisfied condition: cuda *[<>=]+ *[\d.]+|CUDA driver version is insufficient for CUDA runtime version|"
+    r"(?:system has unsupported|forward compatibility was attempted on non supported) .{0,40}"
+)
+"""Messages of nvidia-container-cli and cudaGetErrorString() if a container's CUDA needs a newer driver."""
+
+
+def cluster_findings(cluster: Cluster) -> Iterator[Finding]:
+    """Yield the faults of the cluster that keep pods from NVIDIA's GPUs."""
+    plugins = [each for each in cluster.pods if _is_plugin(each)]
+    for pod in plugins:
+        yield from _failing_plugin(pod, cluster)
+    for pod in cluster.pods:
+        yield from _waits_for_markers(pod, cluster.now)
+        yield from _needs_newer_driver(pod, cluster)
+    yield from _without_runtime_class(cluster, plugins)
+    for node in cluster.nodes:
+        yield from _unlabelled(node, cluster)
+        yield from _reverted(node, cluster.now)
+        yield from _installs_own_parts(node, cluster)
+
+
+def _is_plugin(pod: KubernetesObject) -> bool:
+    return any(
+        PLUGIN in str(each.get("image", "")) and "nvidia" in str(each.get("image", "")) for each in containers(pod)
+    )
+
+
+def _owner(pod: KubernetesObject) -> str:
+    """Return the pod's owner as `kind/name`; the pod itself if it has no owner.
+
+    The text is quoted for a command, because whoever makes the pod can name any owner.
+    """
+    owner = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
+    name = owner.get("name", (pod.get("metadata") or {}).get("name", ""))
+    return shlex.quote(f"{str(owner.get('kind', 'pod')).lower()}/{name}")
+
+
+def _failing_plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+    if not crashes(pod):
+        return
+    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
+    namespace = str((pod.get("metadata") or {}).get("namespace", ""))
+    for pattern, cause, fix in PLUGIN_LOGS:
+        if found := pattern.search(text):
+            commands = tuple(each.format(namespace=namespace, owner=_owner(pod)) for each in fix)
+            yield Finding(cause, f"pod {name(pod)}: {_line(text, found)}", commands)
+            return
+    logs = f"kubectl -n {namespace} logs {name(pod).rpartition('/')[2]} --previous"
+    yield Finding("the device plugin keeps failing", f"pod {name(pod)}: CrashLoopBackOff", (logs,))
+
+
+def _line(text: str, found: re.Match[str]) -> str:
+    """Return the line that contains a match; of a longer line, only the last 300 characters."""
+    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+    return text[start : end if end >= 0 else len(text)].strip()[-300:]
+
+
+def _waits_for_markers(pod: KubernetesObject, now: float) -> Iterator[Finding]:
+    for each in statuses(pod, init=True):
+        running = (each.get("state") or {}).get("running")
+        late = running is not None and now - seconds(running.get("startedAt")) > LATE
+        if late and str(each.get("name", "")).endswith(VALIDATION) and "nvidia-operator-validator" not in name(pod):
+            yield Finding(
+                "a component of the GPU Operator waits for files of the Operator's validator",
+                f"pod {name(pod)}: init container {each['name']} is still running",
+                (
+                    "set machines.NAME.validation_markers = true, then: systemctl reload unbounded-agent",
+                    "unbounded-agent status --wide  # ValidationMarkersSet says which file is missing and why",
+                ),
+            )
+
+
+def _needs_newer_driver(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
+    if found := TOO_NEW.search(text):
+        yield Finding(
+            "a pod's CUDA is newer than the driver supports",
+            f"pod {name(pod)}: {_line(text, found)}",
+            (
+                "unbounded-agent doctor | grep 'driver for pods'  # on the host: the newest CUDA that works",
+                "use an image with that CUDA version or an older one, or install a newer driver on the host",
+            ),
+        )
+
+
+def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) -> Iterator[Finding]:
+    strategies = {
+        environment(each).get(STRATEGY, "envvar")
+        for pod in plugins
+        for each in containers(pod)
+        if PLUGIN in str(each.get("image", ""))
+    }
+    if strategies != {"envvar"}:
+        # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. If there is no
+        # plugin, or if plugins have different strategies, the strategy that counts for a pod is unknown.
+        return
+    for pod in cluster.pods:
+        running = (pod.get("status") or {}).get("phase") == "Running"
+        if running and RESOURCE in limited_resources(pod) and not pod_spec(pod).get("runtimeClassName"):
+            yield Finding(
+                "a pod has a GPU allocated, but no runtime class that gives it the GPU",
+                f"pod {name(pod)} has a limit {RESOURCE} and no runtimeClassName; the plugin's strategy is envvar",
+                (
+                    f"set runtimeClassName: {RUNTIME_CLASS} in the pod",
+                    "or DEVICE_LIST_STRATEGY=cdi-cri for the plugin, or machines.NAME.default_runtime = true",
+                ),
+            )
+
+
+def _unlabelled(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+    allocatable = (node.get("status") or {}).get("allocatable") or {}
+    if RESOURCE not in allocatable or labels(node).get(PRESENT) == "true":
+        return
+    selecting = [
+        each for each in (*cluster.pods, *cluster.daemon_sets) if PRESENT in (pod_spec(each).get("nodeSelector") or {})
+    ]
+    if selecting:
+        yield Finding(
+            f"node {name(node)} has GPUs, but not the label {PRESENT}=true, which pods select",
+            f"{RESOURCE} is allocatable there; {name(selecting[0])} has the nodeSelector {PRESENT}",
+            (
+                f"kubectl label node {name(node)} {PRESENT}=true",
+                "or set gpu_labels in machines.NAME.node.kubelet before `up`; the GPU Operator sets the label itself",
+            ),
+        )
+
+
+def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
+    metadata = node.get("metadata") or {}
+    if now - seconds(metadata.get("creationTimestamp")) < SETTLED:
+        return
+    for entry in metadata.get("managedFields") or ():
+        owned = (((entry.get("fieldsV1") or {}).get("f:metadata") or {}).get("f:labels") or {}).keys()
+        deploy_labels = [each.removeprefix("f:") for each in owned if each.startswith(f"f:{DEPLOY}")]
+        recent = now - seconds(entry.get("time")) < RECENT
+        if deploy_labels and recent and MANAGER.search(str(entry.get("manager", ""))):
+            yield Finding(
+                f"the GPU Operator keeps setting labels of node {name(node)} that something else changes",
+                f"{', '.join(sorted(deploy_labels)[:3])}: set by {entry['manager']} at {entry['time']}",
+                (
+                    "leave these labels as the Operator sets them: no pods of its driver and toolkit are needed here",
+                    f"{HELM} driver.enabled=false,toolkit.enabled=false  {INSTALLED}",
+                ),
+            )
+
+
+def _installs_own_parts(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+    for part, setting in (("driver", "driver.enabled"), ("container-toolkit", "toolkit.enabled")):
+        label = f"{DEPLOY}{part}"
+        active_sets = [
+            each
+            for each in cluster.daemon_sets
+            if label in (pod_spec(each).get("nodeSelector") or {})
+            and (each.get("status") or {}).get("desiredNumberScheduled", 0)
+        ]
+        if labels(node).get(label) == "true" and active_sets:
+            yield Finding(
+                f"the GPU Operator installs its own {part} into node {name(node)}, which already has it",
+                f"label {label}=true; DaemonSet {name(active_sets[0])} runs pods on such nodes",
+                (f"{HELM} {setting}=false  {INSTALLED}",),
             )

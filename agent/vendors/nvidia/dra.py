@@ -5,14 +5,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
-from agent.model.allocatable import AllocatableDevice
-from agent.model.digits import whole_number
+from agent.model.contract import AllocatableDevice
+from agent.model.device import as_in_sysfs
 from agent.model.errors import AgentError, ExitCodeError
-from agent.model.pci_address import as_in_sysfs
+from agent.model.text import whole_number
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
-from agent.vendors.nvidia.device_plugin import HARMLESS_RESOURCES, RESOURCE_PREFIX, gpu_of
-from agent.vendors.nvidia.nvidia_smi import INVALID, NVIDIA_SMI, list_profiles
+from agent.vendors.nvidia.contract import HARMLESS_RESOURCES, RESOURCE_PREFIX, gpu_of
+from agent.vendors.nvidia.nvidia_ctk import INVALID, NVIDIA_SMI, list_profiles
 
 FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
 """The fields to query. Drivers before 510 do not know the last field."""

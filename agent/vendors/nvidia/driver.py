@@ -2,16 +2,163 @@
 
 import contextlib
 import re
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 
-from agent.model.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen, UserSpace
-from agent.system.deadlines import read_device_text
+from msgspec import Struct
+
+from agent.model.device import DeviceKind
+from agent.model.errors import AgentError, ApplyError, CommandError, ObservationError
+from agent.model.facts import (
+    Absent,
+    Broken,
+    DeviceNode,
+    Driver,
+    FabricService,
+    Gpu,
+    PciDevice,
+    Seen,
+    ServiceDirectory,
+    Unseen,
+    UserSpace,
+)
+from agent.model.text import whole_number
+from agent.system.deadlines import read_device_text, read_device_texts
+from agent.system.devices import program_runs
 from agent.system.files import System
-from agent.system.processes import program_runs
-from agent.system.seen import read_seen
-from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT, RUNNING, observe_fabric, observe_fabric_service
-from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
-from agent.vendors.nvidia.user_space.places import HOST_CACHE
+from agent.system.trust import classify_error, entries_if_present, read_seen
+from agent.vendors.host_vendor import PROC_DEVICES, Sources, parse_majors
+from agent.vendors.nvidia.contract import DIRECTORIES, WRITABLE
+from agent.vendors.nvidia.devices import FRONTEND, KERNEL_DRIVER, SWITCH_CONTROL, VENDOR_ID, has_nvswitch, observe_gpus
+from agent.vendors.nvidia.places import HOST_CACHE
+
+# Observes NVSwitch and the Fabric Manager. GPUs of a host with NVSwitch cannot compute without the Fabric Manager.
+
+
+FABRIC_UNIT = "nvidia-fabricmanager.service"
+FABRIC_MANAGER = "nv-fabricmanager"
+PERSISTENCE_UNIT = "nvidia-persistenced.service"
+RUNNING = "running"
+"""The state of a daemon that runs without its unit. This word is not one of systemd's ActiveStates."""
+ADAPTER_MODULES = ("mlx5_ib", "ib_umad")
+"""Kernel modules by which the Fabric Manager reaches NVSwitches of the fourth generation (see MANAGES_SWITCH)."""
+ADAPTERS = "/sys/class/infiniband"
+MANAGES_SWITCH = "SW_MNG"
+"""A mark in the vital product data of ConnectX-7 adapters that manage NVSwitches. NVSwitches of the fourth generation,
+as in HGX B200, are found by this mark, because they are not PCI devices. NVIDIA's driver container looks for the mark
+too (_assert_nvlink5_system)."""
+
+
+def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
+    """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager.
+
+    If the host has NVSwitch, but the Fabric Manager neither has a unit nor runs without one, return Broken.
+
+    This is an inference: whether a fabric works, only the GPUs themselves know.
+    """
+    if not _shows_nvswitch(sources, nodes):
+        if not isinstance(sources.pci, tuple):
+            return Unseen(sources.pci.why)
+        managed = any(each.vendor_id == VENDOR_ID for each in sources.pci) and _manages_nvswitch(sources)
+        if managed is not True:
+            return managed or Absent("no NVSwitch")
+    state = _unit_state(sources)
+    if isinstance(state, Absent | Broken) and program_runs(sources.system, FABRIC_MANAGER):
+        # The GPU Operator's driver container, for example, starts the Fabric Manager without a unit.
+        return RUNNING
+    if isinstance(state, Absent):
+        # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
+        return Broken(
+            f"this host has NVSwitch, but {FABRIC_UNIT} is not installed; install the Fabric Manager in the driver's "
+            "version"
+        )
+    return state
+
+
+def observe_fabric_service(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]], fabric: Seen[str]) -> FabricService:
+    """Return where to look if GPUs are not registered with their fabric. `fabric` is from `observe_fabric`."""
+    missing: tuple[str, ...] = ()
+    if not _shows_nvswitch(sources, nodes):
+        missing = tuple(name for name in ADAPTER_MODULES if not _is_loaded(sources.system, name))
+    state = RUNNING if fabric == RUNNING else _unit_state(sources)
+    return FabricService(state, sources.started(FABRIC_UNIT) if isinstance(state, str) else 0, missing)
+
+
+def fabric_cause(driver: Driver) -> str | None:
+    """Return Grant.fabric_cause: empty without daemons, None if one's state could not be observed. Pure."""
+    service, causes = driver.fabric_service, []
+    daemons = (
+        (FABRIC_UNIT, service.state, service.started),
+        (PERSISTENCE_UNIT, driver.persistence, driver.persistence_started),
+    )
+    for unit, state, started in daemons:
+        if isinstance(state, Unseen) or not isinstance(started, int):
+            return None
+        if not isinstance(state, Absent):
+            causes.append(f"{unit} {state if isinstance(state, str) else 'unusable'}, started at {started}")
+    missing = service.missing_modules if not isinstance(service.state, Absent) else ()
+    return "; ".join((*causes, *(f"without {each}" for each in missing)))
+
+
+def has_unit(service: FabricService) -> bool:
+    """Return whether the Fabric Manager is known to have a unit on this host that can be started. Pure."""
+    return isinstance(service.state, str) and service.state != RUNNING
+
+
+def _unit_state(sources: Sources) -> Seen[str]:
+    return sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
+
+
+def _is_loaded(system: System, module: str) -> bool:
+    """Return whether a kernel module is loaded. If that cannot be read, it is not called missing."""
+    try:
+        return system.exists(f"/sys/module/{module}")
+    except OSError:
+        return True
+
+
+def _shows_nvswitch(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
+    return _has_node(nodes) or has_nvswitch(sources.pci)
+
+
+def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
+    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
+    return isinstance(nodes, tuple) and any(
+        node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
+    )
+
+
+def _manages_nvswitch(sources: Sources) -> bool | Unseen:
+    """Return whether a network adapter of the host manages NVSwitches; Unseen if the adapters could not be listed.
+
+    Reading an adapter's product data takes milliseconds. So the data are read again only if the adapters have changed.
+    """
+    system = sources.system
+    try:
+        links = [(name, system.read_link(f"{ADAPTERS}/{name}")) for name in entries_if_present(system, ADAPTERS)]
+    except OSError as error:
+        return Unseen(classify_error(ADAPTERS, error).why)
+    if not links:
+        return False
+    return sources.file_cache.get(
+        "adapters of NVSwitch",
+        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
+        # the files would not show that: sysfs makes these times up.
+        tuple(links),
+        system,
+        lambda _: _read(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links]),
+        lambda _: True,
+    )
+
+
+def _read(system: System, paths: list[str]) -> bool:
+    """Return whether one of these files contains MANAGES_SWITCH. The files have the adapters' product data.
+
+    A file that cannot be read counts as a file without the mark. Only root may read these files. And if a network
+    adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
+    """
+    return any(isinstance(text, str) and MANAGES_SWITCH in text for text in read_device_texts(system, paths))
+
 
 MODULE_VERSION = "/sys/module/nvidia/version"
 PROC_VERSION = "/proc/driver/nvidia/version"
@@ -72,3 +219,262 @@ def observe_module(system: System) -> Seen[str]:
         return text
     match = VERSION.search(text.partition("\n")[0])
     return match[0] if match else Broken(f"{PROC_VERSION}: no version in {text[:80]!a}")
+
+
+# Makes the device nodes that NVIDIA's driver leaves to user space: the nodes of each GPU, and the shared nodes.
+#
+# The driver's program nvidia-modprobe makes them if it is installed. Otherwise mknod(1) makes them, with numbers from
+# /proc/devices, and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
+
+
+PARAMETERS = "/proc/driver/nvidia/params"
+MODESET = "/sys/module/nvidia_modeset"
+NVIDIA_MODPROBE = "nvidia-modprobe"
+LIMIT = 30.0
+"""Seconds that one program may take."""
+SETTLE = 5.0
+"""Seconds to wait until the driver is bound to a newly plugged GPU."""
+POLL = 0.5
+"""Seconds between two checks."""
+
+
+class Node(Struct, frozen=True):
+    """A node that should exist."""
+
+    path: str
+    major: int
+    minor: int
+    option: tuple[str, ...]
+    """The option with which nvidia-modprobe makes the node."""
+
+
+class Parameters(Struct, frozen=True):
+    """The parameters of the module nvidia for device nodes (DeviceFile...). The defaults are the driver's."""
+
+    modify: bool = True
+    """Whether user space may make and change nodes at all."""
+    uid: int = 0
+    gid: int = 0
+    mode: int = 0o666
+
+
+def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: Callable[[str], None]) -> None:
+    """Make every node that is missing, or has a stale number from before the driver was reloaded.
+
+    If the driver's parameters forbid user space to make nodes, only report which nodes are wrong. Raises AgentError or
+    OSError.
+    """
+    gpus = _with_minors(list_gpus)
+    parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
+    majors = parse_majors(system.read_text(PROC_DEVICES))
+    nodes = expected_nodes(majors, gpus, modeset=system.exists(MODESET))
+    missing = [each for each in nodes if not _exists(system, each)]
+    if missing and not parameters.modify:
+        paths = ", ".join(_paths(missing))
+        report(
+            f"missing, or with a stale number: {paths}; {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0): use "
+            "mknod, or load the module nvidia with NVreg_ModifyDeviceFiles=1"
+        )
+        return
+    failures = []
+    for node in missing:
+        # This node may exist by now, because one run of nvidia-modprobe can make two nodes.
+        if not _exists(system, node):
+            try:
+                _make(system, node, parameters)
+            except AgentError as error:
+                failures.append(str(error))
+    made = [each for each in missing if _exists(system, each)]
+    if made:
+        report(f"created {', '.join(_paths(made))}")
+    not_made = [each for each in missing if each not in made]
+    if not_made:
+        why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
+        raise ApplyError(f"cannot create {', '.join(_paths(not_made))}: {why}")
+
+
+def parse_parameters(text: str) -> Parameters:
+    """Parse the driver's parameters: lines of `Name: number`. DeviceFileMode is decimal (nv-procfs.c)."""
+    values = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if (number := whole_number(value.strip())) is not None:
+            values[name.strip()] = number
+    default = Parameters()
+    return Parameters(
+        values.get("ModifyDeviceFiles", 1) != 0,
+        values.get("DeviceFileUID", default.uid),
+        values.get("DeviceFileGID", default.gid),
+        values.get("DeviceFileMode", default.mode) & 0o777,
+    )
+
+
+def expected_nodes(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
+    """Return the nodes of the drivers registered in /proc/devices. Pure.
+
+    The fixed minors 254 and 255 are from nv-chardev-numbers.h. `modeset` is whether the module nvidia_modeset
+    is loaded.
+    """
+    nodes = []
+    frontend = next((majors[name] for name in FRONTEND if name in majors), None)
+    if frontend is not None:
+        nodes.append(Node("/dev/nvidiactl", frontend, 255, ("-c", "255")))
+        minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
+        nodes += [Node(f"/dev/nvidia{minor}", frontend, minor, ("-c", str(minor))) for minor in minors]
+        if modeset:
+            # Before 545, modeset has no line of its own in /proc/devices.
+            nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",)))
+    if "nvidia-uvm" in majors:
+        uvm = majors["nvidia-uvm"]
+        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The same run also makes /dev/nvidia-uvm-tools.
+        nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
+        nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
+    return nodes
+
+
+def _with_minors(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
+    """Wait until the minor of every GPU is known, but at most SETTLE seconds. Return the GPUs.
+
+    A GPU's minor becomes known when the driver is bound, some time after the GPU appears.
+    """
+    deadline = time.monotonic() + SETTLE
+    while True:
+        gpus = list_gpus()
+        if all(gpu.minor is not None for gpu in gpus) or time.monotonic() >= deadline:
+            return gpus
+        time.sleep(POLL)
+
+
+def _exists(system: System, node: Node) -> bool:
+    """Return whether the node exists and has the right number."""
+    try:
+        number = system.device(node.path)
+    except FileNotFoundError:
+        return False
+    return number is not None and (number.major, number.minor) == (node.major, node.minor)
+
+
+def _make(system: System, node: Node, parameters: Parameters) -> None:
+    if system.find_program(NVIDIA_MODPROBE):
+        system.run(NVIDIA_MODPROBE, *node.option, timeout=LIMIT)
+        return
+    if system.exists(node.path):
+        if system.device(node.path) is None:
+            raise ApplyError(f"{node.path} is not a device", "remove it")
+        # The number is wrong, because the node is from before the module was reloaded. Another driver may now have that
+        # major number.
+        system.remove(node.path)
+    mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))
+    system.run("mknod", mode, node.path, "c", *numbers, timeout=LIMIT)
+    if (parameters.uid, parameters.gid) != (0, 0):
+        system.run("chown", f"{parameters.uid}:{parameters.gid}", node.path, timeout=LIMIT)
+
+
+def _paths(nodes: Sequence[Node]) -> list[str]:
+    return [node.path for node in nodes]
+
+
+# Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it.
+
+
+NEEDED = ("nvidia", "nvidia_uvm")
+"""Modules without which no container can compute."""
+WANTED = ("nvidia_modeset", "nvidia_drm")
+"""Modules that graphics needs. Driver packages for servers may come without them."""
+KERNEL_MODULES_VERSION = "/sys/module/nvidia/version"
+MODPROBE_LIMIT = 120.0
+"""Seconds to load a module. A host with 16 GPUs probes them one after another."""
+MODINFO_LIMIT = 10.0
+
+
+def load(
+    system: System,
+    list_pci: Callable[[], Seen[tuple[PciDevice, ...]]],
+    detached: Set[str],
+    report: Callable[[str], None],
+) -> None:
+    """Load missing modules and make the device nodes. Raises AgentError or OSError.
+
+    Nothing is loaded if there is no GPU, or if all GPUs have other drivers, such as vfio-pci for virtual machines.
+    Nothing is loaded while a GPU is detached: an administrator may be about to unload the driver, or to bind the GPU
+    to another driver.
+    """
+    gpus = _gpus(system, list_pci)
+    drivers = {gpu.pci_address: gpu.driver or gpu.override for gpu in gpus}
+    for_nvidia = _for_nvidia(gpus)
+    for address in sorted(drivers.keys() - for_nvidia.keys()):
+        report(f"GPU {address} is left to its driver {drivers[address]}")
+    detached_here = sorted(detached & {gpu.pci_address for gpu in gpus})
+    if detached_here:
+        names = ", ".join(detached_here)
+        report(f"loading nothing while a GPU is detached ({names}); `unbounded-agent gpus attach` attaches it")
+        return
+    if not for_nvidia:
+        report("this host has no GPU for NVIDIA's driver")
+        return
+    for module in NEEDED:
+        _load(system, module, report)
+    try:
+        for module in WANTED:
+            _load(system, module, report)
+    except (ApplyError, CommandError) as error:
+        # Do not try the modules after the one that failed: modprobe would load the failed module as their dependency,
+        # even if the failed module is blacklisted.
+        report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
+    # Repeat this until no GPU is new. If a GPU is plugged in during this run, udev starts the unit that runs this, but
+    # systemd merges that start with the run in progress. So this run must make the new GPU's node.
+    made: Set[str] | None = None
+    while (present := _for_nvidia(_gpus(system, list_pci)).keys()) != made:
+        make_nodes(system, lambda: [*_for_nvidia(_gpus(system, list_pci)).values()], report)
+        made = present
+
+
+def _for_nvidia(gpus: Sequence[Gpu]) -> dict[str, Gpu]:
+    """Return the GPUs that have NVIDIA's driver or none, and are not reserved for another driver, by address."""
+    return {gpu.pci_address: gpu for gpu in gpus if (gpu.driver or gpu.override) in ("", KERNEL_DRIVER)}
+
+
+def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
+    listed = observe_gpus(system, list_pci())
+    if listed.unseen:
+        # The GPUs' drivers are unknown: loading modules might interfere with them.
+        raise ObservationError(listed.unseen)
+    return listed.gpus
+
+
+def _load(system: System, module: str, report: Callable[[str], None]) -> None:
+    """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
+
+    Raises ApplyError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
+    or the version of the module differs from that of the loaded driver.
+    """
+    path = f"/sys/module/{module}"
+    if system.exists(path):
+        return
+    _compare_versions(system, module)
+    # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
+    system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
+    if not system.exists(path):
+        hint = (
+            f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand"
+        )
+        why = f"modprobe.d blacklists it, or has an alias or install line for {module}"
+        raise ApplyError(f"kernel module {module} was not loaded: {why}", hint)
+    report(f"loaded kernel module {module}")
+
+
+def _compare_versions(system: System, module: str) -> None:
+    """Raise ApplyError if the module on disk has another version than the loaded driver, and so cannot work with it."""
+    if not system.exists(KERNEL_MODULES_VERSION):
+        return
+    loaded = system.read_text(KERNEL_MODULES_VERSION).strip()
+    try:
+        on_disk = system.run("modinfo", "--field=version", module, timeout=MODINFO_LIMIT).strip()
+    except CommandError:
+        # modprobe will report a missing module.
+        return
+    if on_disk and on_disk != loaded:
+        raise ApplyError(
+            f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
+            "the driver was upgraded: reload its modules, or reboot the host",
+        )

@@ -4,13 +4,12 @@ from collections.abc import Set
 
 from agent.config.settings import MachineSettings
 from agent.model.device import DeviceKind
-from agent.model.driver_root import UNSTAGED, StagedRoot
-from agent.model.facts import DeviceNode, Driver, Gpu, UserSpace, VendorFacts
+from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, UserSpace, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
-from agent.vendors.nvidia.fabric import fabric_cause
-from agent.vendors.nvidia.sockets import DIRECTORIES
-from agent.vendors.nvidia.user_space.places import HOST_CACHE, PLACES
+from agent.vendors.nvidia.contract import DIRECTORIES
+from agent.vendors.nvidia.driver import fabric_cause
+from agent.vendors.nvidia.places import HOST_CACHE, PLACES
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})

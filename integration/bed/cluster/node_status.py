@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from agent.machine.kubelet.node_write import ATTEMPTS, CHANGED_MEANWHILE
+from agent.machine.node_condition import ATTEMPTS, CHANGED_MEANWHILE
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.process import CommandError
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.process import Completed
-from agent.vendors.nvidia.cdi.command import NVIDIA_CTK
+from agent.system.process import Completed, host_runner
+from agent.vendors.nvidia.command import NVIDIA_CTK
 from integration.bed.drivers.nvml import library_name, nvml
 
 NULL = DeviceNumber(1, 3, 0o666)

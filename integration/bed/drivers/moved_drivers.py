@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from agent.model.driver_root import Library
+from agent.model.facts import Library
 from integration.bed.drivers.host_roots import LIBRARIES
 from integration.bed.process import run
 

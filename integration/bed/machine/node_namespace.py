@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from agent.machine.kubelet.node_condition import HOST_STATUS, NOTE, reported
+from agent.machine.node_condition import HOST_STATUS, NOTE, reported
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition
-from agent.model.host_status import host_status, render_host_status
+from agent.model.contract import host_status, render_host_status
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from integration.bed.cache import REPOSITORY
 
 HOST_NAME = "GPU-Node"
@@ -45,7 +45,7 @@ mount --bind "$root/cgroup" /proc/$kubelet/cgroup
 printf '#!/bin/sh\necho %s\n' $kubelet >/usr/local/sbin/systemctl
 chmod +x /usr/local/sbin/systemctl
 status=0
-cd / && "$python" -P -m agent.machine.kubelet.node_condition || status=$?
+cd / && "$python" -P -m agent.machine.node_condition || status=$?
 kill $kubelet
 exit $status
 """

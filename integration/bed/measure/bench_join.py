@@ -12,19 +12,17 @@ import sys
 import time
 from pathlib import Path
 
-from agent.config.node import ImageSettings
-from agent.host.provision.actions import FetchBinaries, FillRoot, PublishRoot, StageRoot
+from agent.config.settings import ImageSettings
 from agent.host.provision.apply import Tools, run, run_together
 from agent.host.provision.binaries import DIRECTORY as PROGRAMS
 from agent.host.provision.image import inspect
-from agent.host.provision.kubelet_files import NodeInputs
-from agent.host.provision.node_files import node_files
-from agent.host.provision.record import make_record
+from agent.host.provision.node_files import NodeInputs, make_record, node_files
+from agent.host.provision.plan import FetchBinaries, FillRoot, PublishRoot, StageRoot
 from agent.model.node import NodeBinary, NodeFile
 from agent.model.paths import machine_root, staged_root
 from agent.system.files import System
-from agent.system.host_runner import host_runner
 from agent.system.network import HostNetwork
+from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 from integration.bed import process
 from integration.bed.cluster.empty_host import Mirror

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agent.host.apply.driver_roots import stage
-from agent.model.driver_root import Library, StagedRoot
+from agent.model.facts import Library, StagedRoot
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from integration.bed.measure.bench_script import Measures
 from integration.bed.measure.pairs import compared
 from integration.bed.process import run

@@ -4,13 +4,11 @@ import shutil
 from pathlib import Path
 
 from agent.config.settings import Config
-from agent.host.observe.host import observe
-from agent.host.observe.memory import Memory
+from agent.host.observe.host import Memory, observe
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Facts
 from agent.model.paths import machine_unit
-from agent.system.host_runner import host_runner
-from agent.system.process import Completed
+from agent.system.process import Completed, host_runner
 from integration.bed.process import run
 from tests.fakes.host import Host, ScriptedRunner
 

@@ -18,10 +18,9 @@ from agent.model.device import DeviceNumber
 from agent.model.handoff import Request
 from agent.model.paths import TREES as DRIVER_TREES
 from agent.model.paths import spec_directory
-from agent.vendors.cdi.document import host_paths
-from agent.vendors.cdi.normalise import normalised
-from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
+from agent.vendors.cdi import host_paths, normalised
 from agent.vendors.nvidia.machine import NvidiaMachine
+from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from integration.bed.cache import cache_root
 from integration.bed.drivers.foreign_trees import crowded_root
 from integration.bed.drivers.generator import GeneratorMachine, with_simulated_nodes

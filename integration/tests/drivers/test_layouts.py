@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from agent.host.apply.driver_roots import stage
-from agent.host.observe.loader_cache import parse_listing
+from agent.host.observe.host import parse_listing
 from agent.host.plan.goal import plan
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.driver_root import Library
-from agent.model.facts import Broken
+from agent.model.facts import Broken, Library
 from agent.model.goal import MachineGoal
 from agent.model.paths import TREES, spec_directory
-from agent.system.host_runner import host_runner
-from agent.vendors.cdi.document import host_paths
+from agent.system.process import host_runner
+from agent.vendors.cdi import host_paths
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.cache import cache_root

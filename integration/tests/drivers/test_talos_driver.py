@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.state.driver_roots import parse_manifest
+from agent.host.state.records import parse_manifest
 from agent.model.paths import MANIFESTS, handoff_file
 from integration.bed.drivers.host_roots import LIBRARIES
 from integration.bed.drivers.moved_drivers import TALOS, talos

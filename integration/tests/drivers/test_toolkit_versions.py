@@ -13,10 +13,9 @@ import pytest
 from agent.model.errors import UnsupportedError
 from agent.model.handoff import GrantedDevice
 from agent.model.paths import spec_directory
-from agent.vendors.cdi.document import host_paths
-from agent.vendors.cdi.normalise import normalised
-from agent.vendors.nvidia.cdi.modes import MODES, NvidiaModes
+from agent.vendors.cdi import host_paths, normalised
 from agent.vendors.nvidia.machine import NvidiaMachine
+from agent.vendors.nvidia.nvidia_ctk import MODES, NvidiaModes
 from integration.bed.drivers.generator import NULL, GeneratorMachine
 from integration.bed.drivers.host_roots import host_root
 from integration.bed.toolkits import NEWEST, VERSIONS, toolkit_of

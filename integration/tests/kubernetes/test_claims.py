@@ -15,8 +15,7 @@ import yaml
 from agent.cli.kube import DIRECTORY
 from agent.dra.claims import CHECKPOINT
 from agent.dra.inventory import device_name
-from agent.model.allocatable import AllocatableDevice
-from agent.model.gpu_states import GpuState, GpuStatus
+from agent.model.contract import AllocatableDevice, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.dra_node import Offering, offering
 from integration.bed.cluster.example_driver import DRIVER, demo

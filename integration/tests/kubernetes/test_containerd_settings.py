@@ -16,17 +16,14 @@ from typing import Any
 
 import pytest
 
-from agent.machine.containerd.active import check_active
-from agent.machine.containerd.configure import configure_vendor
-from agent.machine.context import Context
+from agent.machine.containerd import check_active, configure_vendor
+from agent.machine.notes import Context
 from agent.machine.vendors import machine_vendor
-from agent.model.conditions import Condition, ConditionType, Status, unknown
+from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown
 from agent.model.errors import AgentError
 from agent.model.handoff import Handoff
-from agent.model.reasons import Reason
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.process import Completed
+from agent.system.process import Completed, host_runner
 from integration.bed.machine.containerds import debian_root, upstream_root
 from integration.bed.process import run
 from integration.bed.waiting import wait

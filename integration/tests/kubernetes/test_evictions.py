@@ -13,8 +13,8 @@ import pytest
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.evictions import EXTENDED, Evictions, Pod
 from agent.dra.inventory import Device, Taint
+from agent.model.contract import Effect
 from agent.model.errors import AgentError
-from agent.model.gpu_states import Effect
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.process import CommandError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.machine.kubelet.changed_files import DELAY
+from agent.machine.kubelet import DELAY
 from integration.bed.cluster.empty_host import NODE, EmptyHost
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.waiting import wait

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent.cli.doctor.remedies import remedy
-from agent.model.conditions import ConditionType, false, true
-from agent.model.reasons import Reason
+from agent.cli.doctor.machines import remedy
+from agent.model.conditions import ConditionType, Reason, false, true
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
 from integration.bed.process import CommandError

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from agent.cli.kube import DIRECTORY
-from agent.model.allocatable import AllocatableDevice
-from agent.model.gpu_states import Effect, GpuState, GpuStatus
+from agent.model.conditions import Reason
+from agent.model.contract import AllocatableDevice, Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
-from agent.model.reasons import Reason
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.cluster.stand_in_kubelet import ROOM, DriverSocket, StandInKubelet, listed, until
 from integration.bed.machine.kubelet_relay import DRIVER

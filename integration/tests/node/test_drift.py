@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.machine.containerd.formats import MAIN
+from agent.machine.containerd_tables import MAIN
 from integration.bed.machine.node import Pod
 from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import CONTAINERD

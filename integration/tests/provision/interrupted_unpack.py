@@ -10,12 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-from agent.config.node import ImageSettings
-from agent.host.provision.image import inspect
-from agent.host.provision.unpacking import unpack
+from agent.config.settings import ImageSettings
+from agent.host.provision.image import inspect, unpack
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.process import Completed
+from agent.system.process import Completed, host_runner
 from agent.system.tool_runner import tool_runner
 
 PROGRAMS = ("skopeo", "umoci", "sync")

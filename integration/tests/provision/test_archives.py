@@ -14,13 +14,13 @@ from tests.fakes.node_settings import node_settings
 FILL = """
 import json
 import sys
-from agent.config.node import NodeSettings
-from agent.host.provision.actions import FetchBinaries, FillRoot
+from agent.config.settings import NodeSettings
+from agent.host.provision.plan import FetchBinaries, FillRoot
 from agent.host.provision.apply import Tools, run
 from agent.host.provision.binaries import wanted_binaries
 from agent.system.files import System
 from agent.system.network import HostNetwork
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 
 programs = wanted_binaries(NodeSettings.validated(json.loads(sys.argv[1])), "amd64")

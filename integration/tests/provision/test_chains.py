@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.chains import FAMILIES, observe_chains, remove_chains
-from agent.model.network import Chains
+from agent.host.provision.network import FAMILIES, observe_chains, remove_chains
+from agent.model.node import Chains
 from agent.system.files import System
 from agent.system.process import Completed
 from integration.bed.drivers.host_roots import host_root

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agent.config.node import ContainerdSettings
-from agent.host.provision.containerd_files import CERTS, MAIN, containerd_files
+from agent.config.settings import ContainerdSettings
+from agent.host.provision.node_files import CERTS, MAIN, containerd_files
 from integration.bed.machine.containerds import debian_root, upstream_root
 from integration.bed.process import run
 

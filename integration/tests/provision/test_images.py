@@ -16,16 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.config.node import ImageSettings
+from agent.config.settings import ImageSettings
 from agent.host.provision.binaries import DIRECTORY as BINARIES
-from agent.host.provision.image import choose_image, inspect
-from agent.host.provision.kubelet_files import NodeInputs
-from agent.host.provision.node_files import node_files
-from agent.host.provision.unpacking import unpack
+from agent.host.provision.image import choose_image, inspect, unpack
+from agent.host.provision.node_files import NodeInputs, node_files
 from agent.model.errors import AgentError
+from agent.system.copy import RootWriter
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.system.root_writer import RootWriter
+from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 from integration.bed.cache import REPOSITORY
 from integration.bed.machine.oci_layout import INIT, Entry, Layout, directory, link
@@ -138,13 +136,13 @@ def test_from_a_layout_and_from_archives(layout: Layout, tmp_path: Path) -> None
 
 OFFLINE = """
 import sys
-from agent.config.node import ImageSettings
+from agent.config.settings import ImageSettings
 from agent.host.provision.binaries import fetch
 from agent.host.provision.image import inspect
-from agent.host.provision.unpacking import unpack
+from agent.host.provision.image import unpack
 from agent.model.node import NodeBinary
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 
 name, root, program, digest, programs = sys.argv[1:]

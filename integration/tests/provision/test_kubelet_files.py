@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from agent.config.node import NodeSettings
-from agent.host.apply.bootstrap_token import give_token
-from agent.host.provision.kubelet_files import CERTIFICATE, CONTAINERD_SOCKET, KUBECONFIG, UNITS, NodeInputs
-from agent.host.provision.node_files import node_files
+from agent.config.settings import NodeSettings
+from agent.host.apply.steps import give_token
+from agent.host.provision.node_files import CERTIFICATE, CONTAINERD_SOCKET, KUBECONFIG, UNITS, NodeInputs, node_files
 from agent.host.provision.preflight import check_server
 from agent.model.paths import MACHINE_HANDOFF_DIRECTORY, handoff_directory, token_file
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import kubernetes
 from integration.bed.waiting import wait

@@ -16,10 +16,9 @@ import pytest
 import yaml
 
 from agent.cli.kube import DIRECTORY
-from agent.config.node import KubeletSettings
-from agent.host.provision.kubelet_files import taints as registered_taints
-from agent.model.conditions import ConditionType, false, true
-from agent.model.reasons import Reason
+from agent.config.settings import KubeletSettings
+from agent.host.provision.node_files import taints as registered_taints
+from agent.model.conditions import ConditionType, Reason, false, true
 from integration.bed.cache import REPOSITORY
 from integration.bed.cluster.control_plane import ADMIN, ControlPlane, node_user
 from integration.bed.cluster.node_status import change_node_status

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli.doctor import bundle
-from agent.cli.doctor.command import doctor
-from agent.cli.doctor.redaction import REMOVED, redacted
+from agent.cli.doctor.bundle import REMOVED, doctor, redacted
 from agent.model.paths import CONFIG_FILE
 from agent.system.process import Completed
 from tests.fakes.gpu_host import MACHINE, reconciler

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.doctor.cluster import read_cluster
-from agent.cli.doctor.cluster_symptoms import findings
+from agent.cli.doctor.cluster import findings, read_cluster
 from agent.cli.doctor.host import HostDiagnosis
-from agent.cli.doctor.words import ClusterDiagnosis, Report, in_words
-from agent.model.cluster import Cluster
-from agent.model.finding import Finding
+from agent.cli.doctor.report import ClusterDiagnosis, Report, in_words
+from agent.vendors.host_vendor import Cluster, Finding
 from tests.fakes.host import Host
 
 NOW = 1_800_000_000.0

@@ -7,15 +7,13 @@ import pytest
 
 from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.cli.doctor.machines import Diagnosis, diagnose
-from agent.cli.doctor.words import Report, as_object, in_words
+from agent.cli.doctor.report import Report, as_object, in_words
 from agent.config.settings import Config
-from agent.host.outcome import MachineOutcome
+from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
-from agent.model.conditions import ConditionType, Status, false, true, unknown
+from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
 from agent.model.facts import Broken, Facts
-from agent.model.finding import Finding
-from agent.model.reasons import Reason
-from agent.vendors.host_vendor import DriverForPods
+from agent.vendors.host_vendor import DriverForPods, Finding
 from tests.fakes.conditions_page import rows
 from tests.fakes.gpu_host import VERSION, reconciler
 from tests.fakes.host import Host

@@ -6,16 +6,15 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.doctor.command import doctor, examine
+from agent.cli.doctor.bundle import doctor, examine
 from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
-from agent.host.daemon.event_log import EventLog
-from agent.host.daemon.http.health import status_line
+from agent.host.daemon.health import status_line
+from agent.host.daemon.loop import EventLog
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.reconcile import Reconciler
-from agent.model.facts import PciDevice
-from agent.model.finding import Finding
-from agent.model.gpu_facts import GpuFault
+from agent.model.facts import GpuFault, PciDevice
+from agent.vendors.host_vendor import Finding
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda

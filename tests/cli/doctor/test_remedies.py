@@ -6,20 +6,25 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.doctor.command import examine
+from agent.cli.doctor.bundle import examine
 from agent.cli.doctor.host import SERVICE
-from agent.cli.doctor.machines import Environment, diagnose, environment_of
-from agent.cli.doctor.remedies import AS_ROOT, KERNEL_LOG, REMEDIES, START, remedy
-from agent.host.outcome import MachineOutcome
-from agent.host.reconcile import Reconciler
+from agent.cli.doctor.machines import (
+    AS_ROOT,
+    KERNEL_LOG,
+    REMEDIES,
+    START,
+    Environment,
+    diagnose,
+    environment_of,
+    remedy,
+)
+from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.vendors import HOST_VENDORS
-from agent.model.conditions import ConditionType, Status, false, true, unknown
+from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import Grant
-from agent.model.reasons import Reason
-from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.remedies import FIXED
+from agent.vendors.nvidia.conditions import FIXED, nvidia_conditions
 from tests.fakes import facts
 from tests.fakes.conditions_page import DOCUMENT, rows
 from tests.fakes.gpu_host import reconciler

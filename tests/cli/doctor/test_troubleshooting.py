@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.doctor.command import examine
-from agent.cli.doctor.machines import MachineFinding
-from agent.cli.doctor.remedies import OFFERED, SERVICE_LOG
-from agent.model.conditions import ConditionType, Status, false, true
+from agent.cli.doctor.bundle import examine
+from agent.cli.doctor.machines import OFFERED, SERVICE_LOG, MachineFinding
+from agent.model.conditions import ConditionType, Reason, Status, false, true
 from agent.model.facts import PciDevice
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import REPORT_NAME, live_file, report_directory
-from agent.model.reasons import Reason
 from tests.fakes.driver_generations import upgrade
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from agent.host.apply.driver_roots import stage
 from agent.host.observe.driver_roots import observe_staged
 from agent.model.device import FileIdentity
-from agent.model.driver_root import Library, StagedRoot
 from agent.model.errors import ApplyError
+from agent.model.facts import Library, StagedRoot
 from agent.model.paths import STAGING, TREES
 from agent.system.copy import Copies
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from tests.fakes.host import Host
 from tests.fakes.user_space import MAIN, VERSION, cache_of, put, user_space
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.host.apply.host_status import FRESH, publish_host_status
-from agent.model.conditions import ConditionType, Status, true
-from agent.model.host_status import HostStatus, parse_host_status
+from agent.host.apply.steps import FRESH, publish_host_status
+from agent.model.conditions import ConditionType, Reason, Status, true
+from agent.model.contract import HostStatus, parse_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
-from agent.model.reasons import Reason
-from agent.system.clearing import DOOR
+from agent.system.copy import DOOR
 from agent.system.files import temporary_path
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host

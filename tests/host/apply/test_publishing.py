@@ -13,10 +13,9 @@ from msgspec.structs import replace
 
 from agent.cli.doctor.host import SERVICE, diagnose_host
 from agent.config.settings import Config
-from agent.host.apply.driver_roots import protect, remove_root
-from agent.host.apply.publishing import publish
+from agent.host.apply.driver_roots import protect, publish, remove_root
 from agent.host.observe.driver_roots import STATE_IS_LINKED
-from agent.host.outcome import Outcome
+from agent.host.reconcile import Outcome
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import ApplyError, BusError
 from agent.model.paths import (

@@ -16,18 +16,17 @@ from msgspec.structs import replace
 
 from agent.config.settings import MachineSettings
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.outcome import Outcome
-from agent.host.state.gpu_faults import observe_faults
-from agent.host.state.lost_gpus import observe_lost, record_lost
+from agent.host.reconcile import Outcome
+from agent.host.state.gpus import observe_faults, observe_lost, record_lost
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
 from agent.model.paths import GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS
-from agent.system.kernel_log import BURST, KernelLog, open_kernel_log, parse_record
+from agent.system.devices import BURST, KernelLog, open_kernel_log, parse_record
 from agent.vendors.host_vendor import GpuError
 from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.devices import parse_xid
 from agent.vendors.nvidia.grant import grant_nvidia
-from agent.vendors.nvidia.xid import parse_xid
 from tests.fakes.facts import address, nvidia
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host

@@ -23,13 +23,12 @@ import pytest
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.http.local_server import LocalServer
-from agent.host.daemon.loop import Daemon, Timing
-from agent.host.daemon.sd_notify import Notifier
-from agent.host.daemon.wakeups.poller import Wakeups
+from agent.host.daemon.loop import Daemon, Notifier, Timing
+from agent.host.daemon.server import LocalServer
+from agent.host.daemon.wakeups import Wakeups
 from agent.model.device import FileIdentity
 from agent.system.files import System
-from agent.system.host_runner import host_runner
+from agent.system.process import host_runner
 from tests.fakes import reconciler as simulated_reconciler
 from tests.fakes.waiting import wait_for
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from agent.host.daemon.sd_notify import STATUS_LIMIT, Notifier, listeners, log_to, watchdog_interval
+from agent.host.daemon.loop import STATUS_LIMIT, Notifier, listeners, log_to, watchdog_interval
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -87,7 +87,7 @@ def test_only_own_sockets_that_accept_connections_are_taken() -> None:
     In a process of its own, whose descriptors from 3 on are a listening socket, another socket, and a file.
     """
     code = (
-        "import os, sys; from agent.host.daemon.sd_notify import listeners\n"
+        "import os, sys; from agent.host.daemon.loop import listeners\n"
         "for target, source in enumerate(map(int, sys.argv[1:]), 3): os.dup2(source, target)\n"
         "assert listeners({'LISTEN_PID': '1', 'LISTEN_FDS': '1'}) == (), 'for another process'\n"
         "os.fstat(3)\n"

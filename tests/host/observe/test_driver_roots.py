@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.host.observe.driver_roots import INDICES, Staged, observe_staged
-from agent.host.observe.machine import observe_machine
-from agent.host.observe.owned_files import observe_files, read_owned
-from agent.host.observe.units import Unit
-from agent.host.state.driver_roots import render_manifest
-from agent.host.state.owned_files import OWNED_FILES, Owned
-from agent.model.device_allow import DeviceAllow
-from agent.model.driver_root import Library, StagedRoot
+from agent.host.observe.host import observe_files, read_owned
+from agent.host.observe.machine import Unit, observe_machine
+from agent.host.state.records import OWNED_FILES, Owned, render_manifest
 from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, FileState
-from agent.model.live import LiveSettings, render_live
+from agent.model.facts import Absent, Broken, DeviceAllow, FileState, Library, LiveSettings, StagedRoot, render_live
 from agent.model.paths import (
     HOST_NVIDIA,
     MANIFESTS,
@@ -33,8 +28,8 @@ from agent.model.paths import (
     nspawn_file,
     report_directory,
 )
-from agent.system.ages import Ages
-from agent.system.mounts import MOUNTS
+from agent.system.files import MOUNTS
+from agent.system.journal import Ages
 from tests.fakes.host import Host
 
 DIGEST = "0" * 64

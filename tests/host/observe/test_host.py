@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import Config
-from agent.host.observe.host import observe
-from agent.host.observe.memory import Memory
+from agent.host.observe.host import Memory, observe
 from agent.host.vendors import HOST_VENDORS
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import Absent, VendorFacts
+from agent.model.facts import Absent, DeviceAllow, VendorFacts
 from agent.model.paths import OWNED, machine_unit
 from tests.fakes.host import HOSTS, Host
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.observe.joined import observe_joined
+from agent.host.observe.machine import observe_joined
 from agent.model.paths import joined_file
 from tests.fakes.host import Host
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.loader_cache import Listing, LoaderCache, parse_listing
+from agent.host.observe.host import Listing, LoaderCache, parse_listing
 from agent.model.facts import Absent, Broken, CacheEntry, Unseen
 from agent.model.paths import LOADER_CACHE
 from tests.fakes.host import HOSTS, Host

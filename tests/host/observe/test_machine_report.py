@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.machine_report import parse_report
+from agent.host.observe.machine import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, FabricAnswer, Publication, Repair, render_report

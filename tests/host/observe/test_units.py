@@ -5,7 +5,7 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from agent.host.observe.units import (
+from agent.host.observe.machine import (
     Unit,
     observe_template,
     observe_units,
@@ -13,9 +13,8 @@ from agent.host.observe.units import (
     parse_device_allow,
     with_properties,
 )
-from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
-from agent.model.facts import Absent, Broken, Unseen
+from agent.model.facts import Absent, Broken, DeviceAllow, Unseen
 from agent.system.files import System
 from agent.system.systemd import SYSTEMD
 from tests.fakes.host import HOSTS, Host

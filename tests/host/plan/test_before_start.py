@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.config.nspawn_settings import NspawnSettings
-from agent.config.settings import MachineSettings
-from agent.host.plan.before_start import before_start
-from agent.host.plan.nspawn import render_nspawn
-from agent.host.plan.unit_drop_in import render_drop_in
-from agent.host.state.remains import clear_remains
+from agent.config.settings import MachineSettings, NspawnSettings
+from agent.host.plan.nspawn import before_start, render_drop_in, render_nspawn
+from agent.host.state.records import clear_remains
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, ServiceDirectory
 from agent.model.paths import (

@@ -5,10 +5,9 @@ from msgspec.structs import replace
 
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.goal import plan
-from agent.host.state.owned_files import MARK
-from agent.model.actions import ChangeDevices, ReloadUnits, RemoveDriverRoot, RemoveFile, StageDriverRoot, WriteFile
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import Absent, Broken, Facts, FileState, Unseen
+from agent.host.state.records import MARK
+from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, Unseen
+from agent.model.goal import ChangeDevices, ReloadUnits, RemoveDriverRoot, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.paths import granted_file, handoff_file, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, MACHINE, at_rest, facts, nvidia, running, staged, without_second_gpu
 

@@ -11,20 +11,25 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.observe.units import parse_device_allow
-from agent.host.plan.before_start import CONFIGURED, before_start
+from agent.host.observe.machine import parse_device_allow
 from agent.host.plan.diff import diff
-from agent.host.plan.goal import plan
-from agent.host.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
-from agent.host.plan.selection import select
-from agent.host.plan.unit_drop_in import quote, render_drop_in, stop_limit, stop_order
+from agent.host.plan.goal import plan, select
+from agent.host.plan.nspawn import (
+    CONFIGURED,
+    SYS_MODULE,
+    before_start,
+    bindable,
+    escape,
+    quote,
+    render_drop_in,
+    render_nspawn,
+    stop_limit,
+    stop_order,
+)
 from agent.host.vendors import HOST_VENDORS
-from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.device import DeviceKind
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
-from agent.model.goal import Share
-from agent.model.live import LiveSettings
+from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
+from agent.model.goal import ChangeDevices, ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, TEMPLATE, facts, node, nvidia, staged
 

@@ -10,13 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config
-from agent.host.observe.units import parse_device_allow
+from agent.host.observe.machine import parse_device_allow
 from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Facts, Gpu, ServiceDirectory, VendorFacts
+from agent.model.facts import Absent, Facts, Gpu, MountSource, ServiceDirectory, VendorFacts
 from agent.model.goal import OwnedFile
 from agent.model.handoff import OTHER_DEVICES
-from agent.model.mount_source import MountSource
 from tests.fakes.facts import facts, node, nvidia
 from tests.fakes.golden import GOLDEN, expect_golden
 from tests.fakes.node_settings import NEEDED, TOKEN_FILE

@@ -9,16 +9,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.apply.live_devices import change_devices
-from agent.host.apply.steps import apply
+from agent.host.apply.steps import apply, change_devices
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
-from agent.host.state.owned_files import MARK
-from agent.model.actions import ChangeDevices, RemoveFile, WriteFile
-from agent.model.device_allow import DeviceAllow
+from agent.host.state.records import MARK
 from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
-from agent.model.facts import Facts, FileState, Unseen, VendorFacts
-from agent.model.live import LiveSettings, parse_live, render_live
+from agent.model.facts import DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts, parse_live, render_live
+from agent.model.goal import ChangeDevices, RemoveFile, WriteFile
 from agent.model.paths import (
     OWNED,
     RELOAD_PENDING,

@@ -10,11 +10,8 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import Absent, Facts, FileState, MachineFacts, Unseen
-from agent.model.faults import fault
-from agent.model.granted import Granted
-from agent.model.live import LiveSettings
+from agent.model.facts import Absent, DeviceAllow, Facts, FileState, Granted, LiveSettings, MachineFacts, Unseen
+from agent.model.goal import fault
 from agent.model.paths import machine_files
 from tests.fakes.facts import address, facts, nvidia
 

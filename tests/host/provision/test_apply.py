@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.actions import RemoveTree
 from agent.host.provision.apply import Tools, run_together
+from agent.host.provision.plan import RemoveTree
 from agent.model.errors import ApplyError
 from agent.system.files import System
 from agent.system.network import HostNetwork

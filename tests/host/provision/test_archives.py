@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.archives import ENTRIES_LIMIT, UNPACKED_LIMIT, put_programs
+from agent.host.provision.binaries import ENTRIES_LIMIT, UNPACKED_LIMIT, put_programs
 from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
-from agent.system.root_writer import RootWriter
+from agent.system.copy import RootWriter
 from tests.fakes.archives import entry, packed
 
 CRICTL = NodeBinary("crictl", "/srv/crictl.tar.gz", "0" * 64, "/usr/local/bin/crictl", "program")

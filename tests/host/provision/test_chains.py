@@ -2,9 +2,8 @@
 
 import pytest
 
-from agent.host.provision.chains import observe_chains, observe_network, remove_chains
-from agent.host.provision.leftovers import leftovers
-from agent.model.network import Chains, Network
+from agent.host.provision.network import leftovers, observe_chains, observe_network, remove_chains
+from agent.model.node import Chains, Network
 from agent.model.paths import CHAINS_REMOVAL
 from agent.system.process import Completed
 from tests.fakes.host import Host

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from agent.host.provision.differences import since_found
+from agent.host.provision.plan import since_found
 from agent.model.node import FoundFile, HostState
 from agent.model.typed_json import Base64
 from tests.fakes.provisioned import FOUND

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.durable import Durable
-from agent.model.as_found import AsFound
-from agent.model.digest import json_digest
+from agent.host.provision.node_files import Durable
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.node import FoundFile, HostState
+from agent.model.node import AsFound, FoundFile, HostState
 from agent.model.paths import AS_FOUND
+from agent.model.text import json_digest
 from agent.model.typed_json import Base64
 from tests.fakes.host import Host
 from tests.fakes.provisioned import FOUND

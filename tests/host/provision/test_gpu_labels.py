@@ -1,8 +1,8 @@
 """The labels that a Node gets for its GPUs, on a simulated host."""
 
-from agent.host.provision.gpu_labels import gpu_labels
+from agent.host.provision.up import gpu_labels
 from agent.vendors.host_vendor import DriverForPods
-from agent.vendors.nvidia.node_labels import node_labels
+from agent.vendors.nvidia.host import node_labels
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.host_goal import (
+from agent.host.provision.host_settings import (
     KUBELET_SYSCTLS,
     MODULES,
     NEEDRESTART,
     NO_SWAP,
+    RELEASE,
+    SWAPS,
     SYSCTLS,
+    apply_host,
     host_changes,
     host_goal,
     host_problems,
+    observe_host,
     sysctl_name,
     sysctl_path,
+    undo_host,
 )
-from agent.host.provision.host_settings import RELEASE, SWAPS, apply_host, observe_host, undo_host
 from agent.model.errors import ApplyError
 from agent.model.node import HostSettings, Swap
 from agent.system.process import Completed

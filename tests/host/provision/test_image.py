@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.config.node import ImageSettings
-from agent.host.provision.image import choose_image, inspect
-from agent.host.provision.image_errors import explained
-from agent.host.provision.unpacking import unpack
+from agent.config.settings import ImageSettings
+from agent.host.provision.fetch_errors import explained
+from agent.host.provision.image import choose_image, inspect, unpack
 from agent.model.errors import AgentError, ApplyError, ConfigError, ExitCodeError, ObservationError, UnsupportedError
 from agent.model.node import NodeImage
-from agent.system.clearing import DOOR
+from agent.system.copy import DOOR
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.archives import entry, packed, raw, record

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.provision.inputs import HOST_NAME, changed_inputs, node_inputs, node_names
-from agent.host.provision.kubelet_files import NodeInputs
-from agent.host.provision.record import make_record
+from agent.host.provision.node_files import HOST_NAME, NodeInputs, changed_inputs, make_record, node_inputs, node_names
 from agent.model.errors import ConfigError, ObservationError
 from agent.model.node import NodeImage
 from tests.fakes.host import Host

@@ -2,8 +2,8 @@
 
 from socket import AF_INET
 
-from agent.host.provision.leftovers import leftovers
-from agent.model.network import Link, Network, Route, Rule
+from agent.host.provision.network import leftovers
+from agent.model.node import Link, Network, Route, Rule
 
 BOOT, STATIC, DHCP, BIRD = 3, 4, 16, 12
 LO, ETH0 = Link("lo", ""), Link("eth0", "")

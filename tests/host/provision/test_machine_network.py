@@ -2,8 +2,7 @@
 
 import pytest
 
-from agent.host.provision.machine_network import NETWORKD, check_network
-from agent.host.provision.preflight import Check
+from agent.host.provision.preflight import NETWORKD, Check, check_network
 from tests.fakes.host import Host
 from tests.fakes.node_settings import config
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.host.provision.containerd_files import MAIN as CONTAINERD
-from agent.host.provision.kubelet_files import (
+from agent.host.provision.node_files import (
     BOOTSTRAP_KUBECONFIG,
     CA_FILE,
     CERTIFICATE,
@@ -20,10 +19,10 @@ from agent.host.provision.kubelet_files import (
     KUBECONFIG,
     UNITS,
     NodeInputs,
+    node_files,
 )
-from agent.host.provision.node_files import node_files
-from agent.machine.containerd.formats import CRI_2, Configuration
-from agent.machine.containerd.tables import problems, render
+from agent.host.provision.node_files import MAIN as CONTAINERD
+from agent.machine.containerd_tables import CRI_2, Configuration, problems, render
 from agent.model.node import NodeFile
 from agent.vendors.machine_vendor import RuntimeHandler
 from tests.fakes.golden import expect_golden

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.observe import made_nodes, observe_node
-from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.plan import made_nodes, observe_node
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL, cordoned_file, staged_root
 from tests.fakes.host import Host

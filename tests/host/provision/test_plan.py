@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.host.provision.actions import (
+from agent.host.provision.network import Leftovers
+from agent.host.provision.node_files import NodeRecord
+from agent.host.provision.plan import (
     ChangeHost,
     DisableUnit,
     EnableUnit,
@@ -14,20 +16,17 @@ from agent.host.provision.actions import (
     FillRoot,
     ForgetHost,
     ForgetNode,
+    HostFacts,
+    NodeFacts,
     PublishRoot,
     RecordHost,
     RemoveLeftover,
     RemoveRoot,
     RemoveTree,
     RestoreHost,
+    RootGoal,
     StageRoot,
     StopMachine,
-)
-from agent.host.provision.leftovers import Leftovers
-from agent.host.provision.observe import NodeFacts
-from agent.host.provision.plan import (
-    HostFacts,
-    RootGoal,
     must_make_root,
     plan_boot,
     plan_forgetting,
@@ -36,10 +35,8 @@ from agent.host.provision.plan import (
     plan_restoration,
     plan_root,
 )
-from agent.host.provision.record import NodeRecord
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.network import Link
-from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
+from agent.model.node import HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage, Problem
 from tests.fakes.provisioned import FOUND, NETWORK
 
 DIGEST = "sha256:" + "a1" * 32

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.config.node import NodeSettings
+from agent.config.settings import NodeSettings
 from agent.host.provision.preflight import (
     PROGRAMS,
     Check,
@@ -20,7 +20,7 @@ from agent.model.errors import AgentError
 from agent.model.facts import Facts
 from agent.model.node import NodeBinary
 from agent.model.paths import MACHINE_ROOTS
-from agent.system.https import Answer
+from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.provision.refusals import label_command, may_set, refusals
+from agent.host.provision.preflight import label_command, may_set, refusals
 from tests.fakes.node_settings import config
 
 OWN = {"virtual_ethernet": True}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.provision.secrets import read_secret, read_token, secret_file
+from agent.host.provision.node_files import read_secret, read_token, secret_file
 from agent.model.errors import ConfigError
 from tests.fakes.host import Host
 from tests.fakes.node_settings import TOKEN, TOKEN_FILE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.state.condition_history import read_history, write_history
+from agent.host.state.records import read_history, write_history
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.paths import CONDITIONS
 from tests.fakes.host import Host

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.state.detached_gpus import observe_detached, record_detached, record_tainted
-from agent.host.state.driver_roots import parse_handed, parse_manifest, render_handed, render_manifest
-from agent.host.state.gpu_faults import observe_faults, record_fault
-from agent.host.state.granted import GRANTED
-from agent.host.state.lost_gpus import LOG_POSITION, LogPosition, observe_lost, record_lost
-from agent.host.state.owned_files import OWNED_FILES, Owned
-from agent.model.driver_root import Library, StagedRoot
+from agent.host.state.gpus import (
+    GRANTED,
+    LOG_POSITION,
+    LogPosition,
+    observe_detached,
+    observe_faults,
+    observe_lost,
+    record_detached,
+    record_fault,
+    record_lost,
+    record_tainted,
+)
+from agent.host.state.records import OWNED_FILES, Owned, parse_handed, parse_manifest, render_handed, render_manifest
 from agent.model.errors import DocumentError
-from agent.model.gpu_facts import GpuFault, Tainted
-from agent.model.granted import Granted
+from agent.model.facts import GpuFault, Granted, Library, StagedRoot, Tainted
 from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, LOST_GPUS
 from tests.fakes.host import Host
 

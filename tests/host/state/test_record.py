@@ -3,10 +3,10 @@
 import pytest
 from msgspec import Struct
 
-from agent.host.state.record import Record
+from agent.host.state.records import Record
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken
-from agent.system.damage import discarded
+from agent.system.trust import discarded
 from tests.fakes.host import Host
 
 PATH = "/run/unbounded-agent/numbers.json"

@@ -4,16 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config
-from agent.host.observe.machine_report import Report
+from agent.host.observe.machine import Report
 from agent.host.plan.goal import plan
 from agent.host.verify.answers import STALE_AFTER, answers, names_handoff, released, why_unanswered
-from agent.model.conditions import ConditionType, false
-from agent.model.facts import Absent, Broken, FileState, MachineFacts, Seen, Unseen
+from agent.model.conditions import ConditionType, Reason, false
+from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Seen, Unseen
 from agent.model.goal import MachineGoal
-from agent.model.granted import Granted
 from agent.model.handoff import Publication
-from agent.model.live import LiveSettings
-from agent.model.reasons import Reason
 from tests.fakes.facts import facts
 
 NOW, BEFORE = Publication(2, 20), Publication(1, 10)

@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.cli.summary import causes
-from agent.host.outcome import MachineOutcome
-from agent.host.reconcile import Reconciler
-from agent.model.conditions import Condition, ConditionType, Status, false
+from agent.cli.output import causes
+from agent.host.reconcile import MachineOutcome, Reconciler
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false
 from agent.model.errors import BusError
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.state.condition_history import read_history, write_history
-from agent.host.verify.flapping import LOSSES, SETTLING, STARTING_LIMIT, WINDOW, settled, with_time
+from agent.host.state.records import read_history, write_history
+from agent.host.verify.readiness import LOSSES, SETTLING, STARTING_LIMIT, WINDOW, settled, with_time
 from agent.model.conditions import (
     Condition,
     ConditionType,
+    Reason,
     Status,
     false,
     summarize,
@@ -19,7 +20,6 @@ from agent.model.conditions import (
     unknown,
     with_transitions,
 )
-from agent.model.reasons import Reason
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 

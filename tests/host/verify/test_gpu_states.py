@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.attach import attach
-from agent.host.apply.documents import publish_documents
-from agent.host.state.detached_gpus import forget_detached, record_detached, record_tainted
-from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
-from agent.host.state.lost_gpus import record_lost
+from agent.cli.gpus import attach
+from agent.host.apply.steps import publish_documents
+from agent.host.state.gpus import (
+    forget_detached,
+    forget_fault,
+    observe_faults,
+    record_detached,
+    record_fault,
+    record_lost,
+    record_tainted,
+)
+from agent.model.contract import Effect, GpuState, GpuStatus, parse_gpu_states
 from agent.model.errors import ObservationError
-from agent.model.facts import Unseen
-from agent.model.gpu_facts import GpuFault
-from agent.model.gpu_states import Effect, GpuState, GpuStatus, parse_gpu_states
+from agent.model.facts import GpuFault, Unseen
 from agent.model.paths import GPU_FAULTS, LOST_GPUS, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host

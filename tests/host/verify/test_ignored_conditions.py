@@ -2,12 +2,11 @@
 
 import pytest
 
-from agent.host.observe.machine_report import Report
+from agent.host.observe.machine import Report
 from agent.host.verify.answers import STALE_AFTER
-from agent.host.verify.ignored_conditions import with_ignored
-from agent.model.conditions import ConditionType, true
+from agent.host.verify.readiness import with_ignored
+from agent.model.conditions import ConditionType, Reason, true
 from agent.model.facts import MachineFacts
-from agent.model.reasons import Reason
 
 RUNNING = true(ConditionType.MACHINE_RUNNING, Reason.RUNNING, "machine gpu-node is running")
 

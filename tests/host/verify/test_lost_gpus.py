@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.verify.lost_gpus import expected_gpus
+from agent.host.verify.readiness import expected_gpus
 
 HAD = ("0000:01:00.0", "0000:02:00.0")
 

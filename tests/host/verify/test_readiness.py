@@ -6,17 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config
-from agent.host.observe.machine_report import Report
+from agent.host.observe.machine import Report
 from agent.host.verify.answers import STALE_AFTER
 from agent.host.verify.readiness import evaluate, held
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, MountSource, Unseen, VendorFacts
 from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
-from agent.model.mount_source import MountSource
 from agent.model.paths import driver_root, mount_unit
-from agent.model.reasons import Reason
 from tests.fakes.facts import MACHINE, at_rest, facts, node, nvidia
 
 KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.cdi.foreign_specs import SIZE_LIMIT
-from agent.machine.containerd.effective import NOTE
-from agent.machine.containerd.formats import CRI_2, MAIN
+from agent.machine.containerd import EFFECTIVE_NOTE
+from agent.machine.containerd_tables import CRI_2, MAIN
+from agent.machine.foreign_specs import SIZE_LIMIT
 from agent.machine.notes import Notes
 from agent.machine.run import run
 from agent.system.process import Completed
@@ -95,7 +95,7 @@ def test_containerd_looks_into_further_directories(
 def test_directories_that_an_earlier_release_did_not_note_are_found(machine: Machine) -> None:
     machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/etc/cdi", "/srv/cdi"]\n')
     run(machine)
-    Notes(machine).save(NOTE, {})
+    Notes(machine).save(EFFECTIVE_NOTE, {})
     machine.put("/srv/cdi/site.json", json.dumps(recorded_spec()))
     assert condition(machine)[:2] == ("False", "Shadowed")
 
@@ -328,7 +328,7 @@ BOMBS = {
 READ_AS_AMD = """
 import resource, sys, time
 from agent.model.errors import AgentError
-from agent.vendors.cdi.names import device_names
+from agent.vendors.cdi import device_names
 text, before = sys.stdin.read(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     device_names(text)

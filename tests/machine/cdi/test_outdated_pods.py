@@ -5,12 +5,11 @@ The bundles' specifications are cut down from one that containerd 1.7 wrote.
 
 import pytest
 
-from agent.machine.cdi.outdated_pods import BUNDLES, name_outdated, outdated_pods
-from agent.machine.context import Context
+from agent.machine.cdi import BUNDLES, name_outdated, outdated_pods
+from agent.machine.notes import Context
 from agent.machine.run import run
-from agent.model.conditions import ConditionType, false, true
+from agent.model.conditions import ConditionType, Reason, false, true
 from agent.model.handoff import with_remark
-from agent.model.reasons import Reason
 from agent.model.text import MESSAGE_LIMIT
 from tests.fakes.machine import EMPTY, REQUEST, Machine
 from tests.fakes.pod_bundles import UVM, bundle, specification

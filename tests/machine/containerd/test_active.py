@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd.active import plugin_errors
-from agent.machine.containerd.formats import CRI_2, MAIN
-from agent.machine.context import Once
+from agent.machine.containerd import plugin_errors
+from agent.machine.containerd_tables import CRI_2, MAIN
+from agent.machine.notes import Once
 from agent.machine.run import run
 from agent.system.process import Completed
 from tests.fakes.containerd_files import MAIN_2

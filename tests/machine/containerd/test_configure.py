@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import tomlkit
 
-from agent.machine.containerd.active import CHANGED
-from agent.machine.containerd.files import DUMP_MIGRATES, parse, with_import
-from agent.machine.containerd.formats import CRI_2, CRI_3, MAIN, Configuration
-from agent.machine.containerd.imports import parsed_imports
-from agent.machine.containerd.tables import (
+from agent.machine.containerd import CHANGED, DUMP_MIGRATES, parse, parsed_imports, with_import
+from agent.machine.containerd_tables import (
+    CRI_2,
+    CRI_3,
     IMPORT,
+    MAIN,
+    Configuration,
     covers,
     cri_of,
     imports,
@@ -35,8 +36,8 @@ from agent.model.errors import AgentError, DocumentError, UnsupportedError
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.machine_vendor import RuntimeHandler
-from agent.vendors.nvidia.cdi.nvidia_ctk import parse_version as parse_toolkit
-from agent.vendors.nvidia.cdi.runtime_config import edit_runtime_config
+from agent.vendors.nvidia.machine import edit_runtime_config
+from agent.vendors.nvidia.nvidia_ctk import parse_version as parse_toolkit
 from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
 from tests.fakes.machine import REQUEST, Machine, containerd, hang, systemctl
 from tests.fakes.node import stat

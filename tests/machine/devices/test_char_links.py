@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.context import Context
-from agent.machine.devices.char_links import link_nodes
+from agent.machine.devices import link_nodes
+from agent.machine.notes import Context
 from agent.machine.run import run
 from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
 

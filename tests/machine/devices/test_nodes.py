@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent.machine.context import Context
-from agent.machine.devices.left_open import FAILED_SEARCHES, name_left_open
-from agent.machine.devices.nodes import WITHDRAWN
-from agent.machine.notes import OWNED_COPY, Notes
+from agent.machine.devices import FAILED_SEARCHES, WITHDRAWN, name_left_open
+from agent.machine.notes import OWNED_COPY, Context, Notes
 from agent.machine.run import run
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd.formats import MAIN
-from agent.machine.kubelet.changed_files import DELAY, NOTE
+from agent.machine.containerd_tables import MAIN
+from agent.machine.kubelet import CHANGED_FILES_NOTE, DELAY
 from agent.machine.notes import Notes
 from agent.machine.run import run
-from agent.model.node_files import render_node_files
+from agent.model.contract import render_node_files
 from agent.model.paths import NODE_FILES
 from tests.fakes.machine import REQUEST, Machine, gpu_machine
 
@@ -36,8 +36,8 @@ def node(tmp_path: Path) -> Machine:
 def reported(machine: Machine) -> list[str]:
     """Return the changed files that a run reports which is late enough after the boot."""
     notes = Notes(machine)
-    noted = notes.load(NOTE)
-    notes.save(NOTE, {**noted, "first_run": noted.get("first_run", time.monotonic()) - DELAY})
+    noted = notes.load(CHANGED_FILES_NOTE)
+    notes.save(CHANGED_FILES_NOTE, {**noted, "first_run": noted.get("first_run", time.monotonic()) - DELAY})
     run(machine)
     found: list[str] = machine.report().get("changed_files", [])
     return found

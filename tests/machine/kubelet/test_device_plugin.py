@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
+from agent.machine.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
 from agent.machine.notes import OWNED_COPY
 from agent.model.errors import DocumentError
 from agent.model.paths import OWNED
-from agent.vendors.nvidia.device_plugin import gpu_of
+from agent.vendors.nvidia.contract import gpu_of
 from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, SPEC, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, gpu_machine
 

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet import node_condition
-from agent.machine.kubelet.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, run_until_current
-from agent.machine.kubelet.node_write import ATTEMPTS, NODE, TYPE
+from agent.machine import node_condition
+from agent.machine.node_condition import AGAIN_WITHIN, ATTEMPTS, HEARTBEAT, HOST_STATUS, NODE, TYPE, run_until_current
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
-from agent.model.conditions import Condition, ConditionType, Status, false
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false
+from agent.model.contract import SILENT_AFTER, host_status, parse_host_status, render_host_status
 from agent.model.errors import DocumentError
-from agent.model.host_status import SILENT_AFTER, host_status, parse_host_status, render_host_status
 from agent.model.paths import NODE_CONDITION_MARK
-from agent.model.reasons import Reason
 from agent.system.process import Completed
 from tests.fakes.machine import gpu_machine, hang
 from tests.fakes.node import KUBELET, KUBELETS_OWN, NOW, READY, SERVICE, Node

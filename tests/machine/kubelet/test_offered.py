@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
+from agent.machine.kubelet import KUBELET_SOCKET, PLUGINS
 from agent.machine.run import run
-from agent.model.allocatable import AllocatableDevice, AllocatableVendor, parse_allocatable
-from agent.model.dra_status import SILENT_AFTER, DraStatus, VendorOffer, render_dra_status
+from agent.model.contract import (
+    DRA_STATUS_SILENT_AFTER,
+    AllocatableDevice,
+    AllocatableVendor,
+    DraStatus,
+    VendorOffer,
+    parse_allocatable,
+    render_dra_status,
+)
 from agent.model.handoff import DRA
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
-from agent.vendors.amd.machine import AmdMachine
+from agent.vendors.drm.machine import AmdMachine
 from agent.vendors.nvidia.machine import NvidiaMachine
 from tests.fakes.kubelet import UUIDS, Kubelet
 from tests.fakes.machine import (
@@ -187,7 +194,7 @@ def test_what_keeps_gpus_from_pods_is_named(
 
 
 def test_a_status_from_the_future_proves_nothing(kubelet: Kubelet) -> None:
-    tell(kubelet.machine, well()._replace(at=time.time() + SILENT_AFTER + 60))
+    tell(kubelet.machine, well()._replace(at=time.time() + DRA_STATUS_SILENT_AFTER + 60))
     assert kubelet.condition() == ("False", "DRADriverDown")
 
 
@@ -200,7 +207,7 @@ def test_a_clock_that_was_set(kubelet: Kubelet, jump: float, monkeypatch: pytest
     assert kubelet.condition() == ("True", "Advertised")
     tell(kubelet.machine, well())
     assert kubelet.condition() == ("True", "Advertised")
-    monkeypatch.setattr(time, "monotonic", lambda: since_boot() + SILENT_AFTER + 1)
+    monkeypatch.setattr(time, "monotonic", lambda: since_boot() + DRA_STATUS_SILENT_AFTER + 1)
     assert kubelet.condition() == ("False", "DRADriverDown")
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.device_plugin import PLUGINS
-from agent.machine.kubelet.plugin_restart import RESTART_INTERVAL
+from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL
 from agent.machine.notes import Notes
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.vendors.nvidia.device_plugin import SPEC, SPEC_KIND
+from agent.vendors.nvidia.contract import SPEC, SPEC_KIND
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, gpu_machine, recorded_spec
 from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, restarts

@@ -10,7 +10,7 @@ import pytest
 
 from agent.machine.run import run
 from agent.system.process import Completed
-from agent.vendors.nvidia.validation_markers import DIRECTORY
+from agent.vendors.nvidia.contract import DIRECTORY
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl
 
 DRIVER, TOOLKIT = f"{DIRECTORY}/driver-ready", f"{DIRECTORY}/toolkit-ready"

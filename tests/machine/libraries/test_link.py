@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.machine.libraries.plan import FOREIGN, link_directories, plan_links, wanted_links
+from agent.machine.libraries import FOREIGN, link_directories, plan_links, wanted_links
 from agent.machine.run import run
 from agent.model.handoff import GrantedFile
 from agent.model.paths import MACHINE_STATE

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.model.errors import DocumentError
-from agent.vendors.cdi.names import device_names
+from agent.vendors.cdi import device_names
 from tests.fakes.cdi_specs import drm_spec
 from tests.fakes.machine import recorded_spec
 
@@ -206,7 +206,7 @@ def test_no_text_raises_another_error(text: str) -> None:
 
 def test_without_pyyaml_yaml_is_refused_and_json_is_read() -> None:
     """The image of a machine may not have the package; -S hides installed packages."""
-    code = "from agent.vendors.cdi.names import device_names; import sys; print(device_names(sys.argv[1]))"
+    code = "from agent.vendors.cdi import device_names; import sys; print(device_names(sys.argv[1]))"
 
     def read(text: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

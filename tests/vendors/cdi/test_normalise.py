@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.machine.run import run
-from agent.vendors.cdi.normalise import normalised, without_groups
-from agent.vendors.cdi.version import lowest_version
+from agent.vendors.cdi import lowest_version, normalised, without_groups
 from tests.fakes.cdi_specs import NODE, VERSIONS, Spec, drm_spec, spec
 from tests.fakes.json_values import JSON
 from tests.fakes.machine import gpu_machine, nvidia_ctk, recorded_spec

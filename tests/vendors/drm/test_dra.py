@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.allocatable import AllocatableDevice
+from agent.model.contract import AllocatableDevice
 from agent.system.files import System
-from agent.vendors.amd.dra import AmdDra
 from agent.vendors.dra_vendor import DeviceFacts, DraVendor, Version
-from agent.vendors.intel.dra import IntelDra
+from agent.vendors.drm.dra import AmdDra, IntelDra
 from tests.fakes.machine import Machine
 
 GPU = AllocatableDevice("0000:03:00.0", ("v.com/gpu=0000:03:00.0",))

@@ -5,18 +5,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.holders import gpu_nodes, why_unknown
+from agent.cli.gpus import gpu_nodes, why_unknown
 from agent.config.settings import Config
-from agent.host.observe.machine_report import Report
-from agent.host.plan.goal import plan
-from agent.host.plan.selection import select
+from agent.host.observe.machine import Report
+from agent.host.plan.goal import plan, select
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.host.verify.readiness import evaluate
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, DrmDevice, Facts, FileState, MachineFacts, PciDevice, Unseen, VendorFacts
+from agent.model.facts import Absent, DrmDevice, Facts, FileState, Granted, MachineFacts, PciDevice, Unseen, VendorFacts
 from agent.model.goal import Grant, Share
-from agent.model.granted import Granted
 from agent.model.paths import machine_files
 from agent.vendors.host_vendor import FabricReport, Sources
 from tests.fakes.host import PROC_DEVICES, Host

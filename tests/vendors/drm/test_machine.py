@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 import tomlkit
 
-from agent.machine.context import Context
-from agent.machine.devices.nodes import GRANTED, withdraw_nodes
-from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
-from agent.machine.notes import Notes
+from agent.machine.devices import GRANTED, withdraw_nodes
+from agent.machine.kubelet import KUBELET_SOCKET, PLUGINS
+from agent.machine.notes import Context, Notes
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
-from agent.vendors.amd.machine import AmdMachine
-from agent.vendors.drm import cdi as drm
-from agent.vendors.drm.machine import parse_groups
-from agent.vendors.intel.machine import IntelMachine
+from agent.vendors.drm import machine as drm
+from agent.vendors.drm.machine import AmdMachine, IntelMachine, parse_groups
 from tests.fakes import machine as machine_root
 from tests.fakes.kubelet import Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl

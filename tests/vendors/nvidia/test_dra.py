@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.allocatable import AllocatableDevice
+from agent.model.contract import AllocatableDevice
 from agent.model.errors import AgentError
 from agent.system.files import System
 from agent.system.process import Completed, TimeLimitError

@@ -11,13 +11,12 @@ from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Driver, PciDevice, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
-from agent.system.file_cache import FileCache
+from agent.system.trust import FileCache
 from agent.vendors.host_vendor import FabricReport, Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.driver import observe_driver, observe_module
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT
-from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.nvidia.user_space.places import HOST_CACHE
+from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, observe_driver, observe_module
+from agent.vendors.nvidia.host import observe_nvidia
+from agent.vendors.nvidia.places import HOST_CACHE
 from tests.fakes.host import Host
 
 PROPRIETARY = (

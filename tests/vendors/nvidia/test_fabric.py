@@ -7,10 +7,9 @@ from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unsee
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
 from agent.vendors.host_vendor import FabricReport, Sources
-from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.fabric import FABRIC_UNIT, PERSISTENCE_UNIT, fabric_cause
-from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.nvidia.remedies import remedies
+from agent.vendors.nvidia.conditions import nvidia_conditions, remedies
+from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, fabric_cause
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
 
 GPUS = tuple(f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))

@@ -3,15 +3,15 @@
 import pytest
 
 from agent.config.settings import Config
-from agent.host.plan.selection import select
+from agent.host.plan.goal import select
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, VendorFacts
 from agent.model.goal import DriverRoots, Grant, Share
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.contract import Instance, complete, parse_instance
 from agent.vendors.nvidia.grant import grant_nvidia
-from agent.vendors.nvidia.mig import Instance, complete, parse_instance
-from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import INFORMATION, Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"

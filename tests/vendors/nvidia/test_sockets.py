@@ -6,17 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import MachineSettings
-from agent.host.apply.live_devices import change_devices
+from agent.host.apply.steps import change_devices
 from agent.host.plan.nspawn import render_nspawn
-from agent.model.actions import ChangeDevices
-from agent.model.facts import ServiceDirectory
-from agent.model.goal import DriverRoots
+from agent.model.facts import LiveSettings, ServiceDirectory
+from agent.model.goal import ChangeDevices, DriverRoots
 from agent.model.handoff import Handoff, parse_handoff, render_handoff
-from agent.model.live import LiveSettings
-from agent.vendors.nvidia.cdi.complete import with_additions
-from agent.vendors.nvidia.cdi.verify import verify
 from agent.vendors.nvidia.grant import grant_nvidia
-from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.host import observe_nvidia
+from agent.vendors.nvidia.nvidia_ctk import with_additions
+from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import LIVE, PRESENT
 from tests.fakes.host import Host
 from tests.fakes.machine import REQUEST, Machine, gpu_machine, recorded_spec

@@ -2,13 +2,12 @@
 
 import pytest
 
+from agent.model.conditions import Reason
 from agent.model.facts import Absent, VendorFacts
 from agent.model.goal import Grant
-from agent.model.reasons import Reason
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.nvidia.remedies import remedies
+from agent.vendors.nvidia.conditions import nvidia_conditions, remedies
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"

@@ -11,17 +11,13 @@ from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
 from agent.machine.run import run
-from agent.model.actions import ChangeDevices
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceKind
-from agent.model.device_allow import DeviceAllow
-from agent.model.facts import Absent, DeviceNode, Facts, Unseen, VendorFacts
-from agent.model.goal import MachineGoal
+from agent.model.facts import Absent, DeviceAllow, DeviceNode, Facts, Unseen, VendorFacts
+from agent.model.goal import ChangeDevices, MachineGoal
 from agent.model.handoff import GrantedDevice, Request
-from agent.vendors.host_vendor import Sources
-from agent.vendors.other_devices.host import OTHER
-from agent.vendors.other_devices.nodes import DEVICE_CLASSES, NODE_DIRECTORIES, NODE_NAMES
-from agent.vendors.proc_devices import names_by_major, parse_misc
+from agent.vendors.host_vendor import Sources, names_by_major, parse_misc
+from agent.vendors.other_devices import DEVICE_CLASSES, NODE_DIRECTORIES, NODE_NAMES, OTHER
 from tests.fakes.facts import facts, nvidia
 from tests.fakes.host import PROC_DEVICES, Host
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.daemon.http.endpoint import Endpoint
-from agent.host.daemon.http.server import Page, Site
+from agent.host.daemon.server import Endpoint, Page, Site
 from agent.model.errors import AgentError
 
 SITE = Site(fresh={"/livez": Page(HTTPStatus.OK, b"ok\n")}, fresh_until=time.monotonic() + 10**9)

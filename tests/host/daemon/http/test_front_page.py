@@ -4,10 +4,10 @@ from html.parser import HTMLParser
 
 from msgspec.structs import replace
 
-from agent.host.daemon.http.front_page import HTML, front_page
-from agent.host.daemon.http.metrics import without_evidence
-from agent.host.daemon.http.view import Pass, View
-from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.daemon.health import Pass, View
+from agent.host.daemon.metrics import without_evidence
+from agent.host.daemon.pages import HTML, front_page
+from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from tests.fakes import eight_gpus
 from tests.fakes.reconciler import conditions

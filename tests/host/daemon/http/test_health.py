@@ -2,10 +2,9 @@
 
 from http import HTTPStatus
 
-from agent.host.daemon.http.health import changes, machine_pages, status_line
-from agent.host.outcome import MachineOutcome
-from agent.model.conditions import ConditionType, false, unknown
-from agent.model.reasons import Reason
+from agent.host.daemon.health import changes, machine_pages, status_line
+from agent.host.reconcile import MachineOutcome
+from agent.model.conditions import ConditionType, Reason, false, unknown
 from tests.fakes.reconciler import conditions
 
 NOT_YET = MachineOutcome("gpu-node", ())

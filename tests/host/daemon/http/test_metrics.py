@@ -11,13 +11,31 @@ from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from agent.host.daemon.http.families import PREFIX
-from agent.host.daemon.http.machine_gauges import VERSIONS
-from agent.host.daemon.http.metrics import ACTIONS, OPENMETRICS, TEXT, Metrics, result, without_evidence
-from agent.host.daemon.http.view import View
-from agent.host.daemon.wakeups.poller import Tally
-from agent.host.outcome import MachineOutcome
-from agent.model.actions import (
+from agent.host.daemon.health import View
+from agent.host.daemon.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, VERSIONS, Metrics, result, without_evidence
+from agent.host.daemon.wakeups import Tally
+from agent.host.reconcile import MachineOutcome
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import (
+    Absent,
+    Broken,
+    DeviceNode,
+    Driver,
+    Gpu,
+    GpuFacts,
+    GpuFault,
+    Library,
+    MachineFacts,
+    Remembered,
+    RememberedGpu,
+    Seen,
+    StagedRoot,
+    Unseen,
+    UserSpace,
+    VendorFacts,
+)
+from agent.model.goal import (
     Action,
     ChangeDevices,
     Done,
@@ -30,24 +48,7 @@ from agent.model.actions import (
     StageDriverRoot,
     WriteFile,
 )
-from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.driver_root import Library, StagedRoot
-from agent.model.facts import (
-    Absent,
-    Broken,
-    DeviceNode,
-    Driver,
-    Gpu,
-    MachineFacts,
-    Seen,
-    Unseen,
-    UserSpace,
-    VendorFacts,
-)
-from agent.model.gpu_facts import GpuFacts, GpuFault
 from agent.model.handoff import Repair
-from agent.model.remembered import Remembered, RememberedGpu
 from tests.fakes.reconciler import GPUS, VENDOR, conditions, outcome
 
 READY = MachineOutcome("gpu-node", conditions(), gpus=GPUS)

@@ -20,16 +20,16 @@ from socketserver import TCPServer
 
 import pytest
 
-from agent.host.daemon.http.local_server import LocalServer
-from agent.host.daemon.http.peers import Peers
-from agent.host.daemon.http.server import (
+from agent.host.daemon.server import (
     CONNECTIONS,
     HEAD_BYTES,
     OPENMETRICS,
     POLICY,
     VERBOSE,
     Limits,
+    LocalServer,
     Page,
+    Peers,
     Server,
     Site,
 )
@@ -150,14 +150,14 @@ def test_a_body_is_not_waited_for(server: Server, kind: bytes) -> None:
 
 SERVE_TCP = """
 import sys, time
-from agent.host.daemon.http.server import Limits, Server
+from agent.host.daemon.server import Limits, Server
 server = Server("127.0.0.1:0", Limits(headers=60.0, whole=120.0))
 print(server.port, flush=True)
 time.sleep(600)
 """
 SERVE_LOCALLY = """
 import sys, time
-from agent.host.daemon.http.local_server import LocalServer
+from agent.host.daemon.server import LocalServer
 server = LocalServer(sys.argv[1], "statusz.sock")
 server.limits = type(server.limits)(headers=60.0, whole=120.0)
 print(0, flush=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.http.statusz import page
-from agent.host.daemon.http.view import Pass, View
-from agent.host.daemon.wakeups.poller import Tally
-from agent.host.outcome import MachineOutcome
+from agent.host.daemon.health import Pass, View
+from agent.host.daemon.pages import page
+from agent.host.daemon.wakeups import Tally
+from agent.host.reconcile import MachineOutcome
 from agent.model.facts import Absent, MachineFacts, Unseen
 from tests.fakes.reconciler import GPUS, conditions, outcome
 

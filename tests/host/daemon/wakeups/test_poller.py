@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.daemon.wakeups.inotify import Directories
-from agent.host.daemon.wakeups.poller import BACK_OFF, Settling, Source, Wakeups
+from agent.host.daemon.wakeups import BACK_OFF, Directories, Settling, Source, Wakeups
 from tests.fakes.host import Host
 
 

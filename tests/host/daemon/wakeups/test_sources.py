@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.forget import forget
+from agent.cli.gpus import forget
 from agent.config.settings import DriverSettings
-from agent.host.daemon.wakeups.inotify import Directories
-from agent.host.daemon.wakeups.sources import (
+from agent.host.daemon.wakeups import (
     HEARTBEAT,
     MANY,
     PERIOD,
+    Directories,
     NewReports,
+    Udev,
     device_nodes,
     driver_libraries,
     host_sources,
     machined,
+    matters,
 )
-from agent.host.daemon.wakeups.udev import Udev, matters
 from agent.host.vendors import HOST_VENDORS
-from agent.system.udev import CONTROL
+from agent.system.devices import CONTROL
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 
@@ -347,9 +348,9 @@ E: SUBSYSTEM=usb
 PROGRAM = """
 import ctypes, select, sys
 from agent.system.files import System
-from agent.system.host_runner import host_runner
-from agent.host.daemon.wakeups.udev import Udev, matters
-from agent.system.udev import CONTROL
+from agent.system.process import host_runner
+from agent.host.daemon.wakeups import Udev, matters
+from agent.system.devices import CONTROL
 
 library = ctypes.CDLL("libumockdev.so.0")
 library.umockdev_testbed_new.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
 """The command that generates a CDI specification. What it does not ask for, pods do not get."""
 
-from agent.vendors.nvidia.cdi.command import generate_command
-from agent.vendors.nvidia.cdi.modes import mode_command
+from agent.vendors.nvidia.command import generate_command
+from agent.vendors.nvidia.nvidia_ctk import mode_command
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from agent.vendors.nvidia.cdi.command import HOOK
-from agent.vendors.nvidia.cdi.complete import in_words, with_additions
-from agent.vendors.nvidia.cdi.verify import verify
+from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.nvidia_ctk import in_words, with_additions
+from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import COMPLETE, LIVE, PRESENT, X86_32
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
 

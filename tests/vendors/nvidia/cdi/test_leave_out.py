@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
-from agent.vendors.cdi.normalise import normalised
-from agent.vendors.nvidia.cdi.command import HOOK
-from agent.vendors.nvidia.cdi.complete import with_additions
-from agent.vendors.nvidia.cdi.leave_out import Kept, without_unknown
-from agent.vendors.nvidia.cdi.modes import MODES
-from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
-from agent.vendors.nvidia.cdi.verify import verify
-from agent.vendors.nvidia.cdi.verify_devices import is_gpu_name
-from agent.vendors.nvidia.cdi.verify_edits import Expectations
+from agent.vendors.cdi import normalised
+from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.nvidia_ctk import MODES, with_additions, with_no_gpu
+from agent.vendors.nvidia.verify import Expectations, Kept, is_gpu_name, verify, without_unknown
 from tests.fakes.cdi_modes import answer, published, recorded
 from tests.fakes.cdi_modes import machine as machine  # the fixture
 from tests.fakes.cdi_specs import LIVE, Spec
@@ -304,8 +299,7 @@ def test_a_newer_agent_looks_again(tmp_path: Path, asked: tuple[str, ...], monke
     generations(machine)
     run(machine)
     assert generations(machine) == 0
-    for module in ("spec", "modes"):
-        monkeypatch.setattr(f"agent.machine.cdi.{module}.__version__", "9.0.0")
+    monkeypatch.setattr("agent.machine.cdi.__version__", "9.0.0")
     run(machine)
     assert generations(machine) == 1 + len(asked)
 

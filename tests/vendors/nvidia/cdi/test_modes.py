@@ -14,9 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from agent.config.settings import MachineSettings
-from agent.machine.cdi.modes import publish_modes
-from agent.machine.context import Context
-from agent.machine.notes import OWNED_COPY, Owned
+from agent.machine.cdi import publish_modes
+from agent.machine.notes import OWNED_COPY, Context, Owned
 from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
@@ -26,10 +25,9 @@ from agent.model.paths import OWNED
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.files import System
 from agent.system.process import Completed, TimeLimitError
-from agent.vendors.nvidia.cdi.modes import MODES, NvidiaModes, mode_command
-from agent.vendors.nvidia.cdi.nvidia_ctk import GENERATE_LIMIT
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.machine import NvidiaMachine
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, NvidiaModes, mode_command
 from tests.fakes.cdi_modes import (
     FS,
     GDRDRV,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Request
-from agent.vendors.cdi.document import host_paths
+from agent.vendors.cdi import host_paths
 from agent.vendors.machine_vendor import Verdict
-from agent.vendors.nvidia.cdi.command import HOOK
-from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
-from agent.vendors.nvidia.cdi.verify import verify
+from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
+from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
 from tests.fakes.json_values import JSON
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from agent.machine.cdi.spec import UNPARTITIONED_FOR
-from agent.machine.kubelet.device_plugin import KUBELET_SOCKET
+from agent.machine.cdi import UNPARTITIONED_FOR
+from agent.machine.kubelet import KUBELET_SOCKET
 from agent.machine.notes import Notes
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
 from agent.system.process import Completed
 from agent.vendors.machine_vendor import Verdict
-from agent.vendors.nvidia.cdi.verify import verify
-from agent.vendors.nvidia.cdi.verify_devices import without_incomplete
+from agent.vendors.nvidia.verify import verify, without_incomplete
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import GPUS, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk, smi_rows
 from tests.fakes.mig import CAPS, DEVICES, MIG_REQUEST, UUIDS, Spec, live_mode, mig_spec

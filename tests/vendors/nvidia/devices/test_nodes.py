@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
-from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.devices.gpus import Information, parse_information
-from agent.vendors.nvidia.devices.nodes import PREFIXES, RULES
-from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.proc_devices import parse_majors
+from agent.vendors.host_vendor import Sources, parse_majors
+from agent.vendors.nvidia.devices import PREFIXES, RULES, Information, parse_information
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import PROC_DEVICES, Host
 
 CREATE_AGAIN = "remove the node and create it again"

@@ -3,12 +3,11 @@
 import pytest
 
 from agent.model.conditions import Condition, Status
-from agent.model.driver_root import Library
-from agent.model.facts import Unseen, VendorFacts
+from agent.model.facts import Library, Unseen, VendorFacts
 from agent.model.goal import Grant
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.observe import observe_nvidia
-from agent.vendors.nvidia.user_space.file_groups import GROUPS
+from agent.vendors.nvidia.file_groups import GROUPS
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
 from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from agent.model.driver_root import Library
-from agent.model.facts import Absent, Broken, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Library, Unseen, VendorFacts
 from agent.model.paths import LOADER_CACHE
-from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
 from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
 

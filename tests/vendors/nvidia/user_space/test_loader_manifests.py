@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
-from agent.host.state.driver_roots import parse_manifest
-from agent.model.driver_root import Library, StagedRoot
+from agent.host.state.records import parse_manifest
 from agent.model.errors import ApplyError
+from agent.model.facts import Library, StagedRoot
 from agent.model.paths import MANIFESTS, TREES
 from tests.fakes.host import Host
 from tests.fakes.user_space import I386, MAIN, VERSION, X86, X86_64, by_target, cache_of, put, user_space

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.loader_cache import Listing, LoaderCache
+from agent.host.observe.host import Listing, LoaderCache
 from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Unseen
 from agent.system.deadlines import bounded, stuck
-from agent.vendors.nvidia.user_space.places import PLACES, watched_directories
+from agent.vendors.nvidia.places import PLACES, watched_directories
 from tests.fakes.host import Host
 from tests.fakes.user_space import (
     AARCH64,

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from agent.host.observe.loader_cache import Listing, LoaderCache
+from agent.host.observe.host import Listing, LoaderCache
 from agent.model.facts import CacheEntry, Seen, Unseen, UserSpace
-from agent.system.file_cache import FRESH, FileCache
+from agent.system.trust import FRESH, FileCache
 from agent.vendors.host_vendor import Sources
-from agent.vendors.nvidia.user_space.observe import observe_user_space
+from agent.vendors.nvidia.user_space import observe_user_space
 from tests.fakes.host import Host
 from tests.fakes.user_space import cache_of, put
 

@@ -1,0 +1,269 @@
+"""The base class of the configuration's tables, and the checks that `Annotated` attaches to the types of their keys.
+
+pydantic validates a document, because it finds all mistakes; msgspec would stop at the first one. Nevertheless, the
+tables are msgspec structs: to load pydantic takes 80 ms and 13 MB, so only code that validates a new document loads it.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+from msgspec.structs import fields
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
+
+
+class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the configuration. Its `__post_init__` raises ValueError if keys contradict each other."""
+
+    @classmethod
+    def validated(cls, document: object) -> Self:
+        """Return the table in a document. Raises pydantic.ValidationError."""
+        table: Self = _adapter(cls).validate_python(document, strict=True)
+        return table
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        """Tell pydantic how to validate the table (pydantic's documentation, "Custom types")."""
+        from pydantic_core import core_schema
+
+        keys = {
+            each.name: core_schema.typed_dict_field(handler.generate_schema(each.type), required=each.required)
+            for each in fields(cls)
+        }
+        table = core_schema.typed_dict_schema(keys, extra_behavior="forbid")
+        return core_schema.no_info_after_validator_function(lambda values: cls(**values), table)
+
+
+@cache
+def _adapter(table: type[Table]) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(table)
+
+
+class Check(Struct, frozen=True):
+    """Checks the value of a key, or an item in that value."""
+
+    function: Callable[[Any], object]
+    """Takes the value, and returns it, perhaps in another form. Raises ValueError if the value is not allowed."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        """Let pydantic call the function after it has checked the type."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.function, handler(source))
+
+
+class Range(Struct, frozen=True):
+    """Limits a whole number. The limits themselves are allowed."""
+
+    lowest: int
+    highest: int
+
+    def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        """Let pydantic check the number."""
+        from pydantic_core import core_schema
+
+        return core_schema.int_schema(ge=self.lowest, le=self.highest)
+
+
+def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False) -> Check:
+    """Return a check for strings that match a regular expression as a whole.
+
+    In the error, `expected` says what the string should be. If `longest` is not 0, it limits the string's length. If
+    the string may be `secret`, the error does not quote it: everyone can read the error in conditions and on the
+    service's pages.
+    """
+
+    def check(value: str) -> str:
+        # Check the length first: the time that a regular expression takes may grow with the square of the length.
+        if longest and len(value) > longest:
+            raise ValueError(f"must not be longer than {longest} characters")
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{'it' if secret else repr(value)} is not {expected}")
+        return value
+
+    return Check(check)
+
+
+# The checks of values that several settings share: paths, hosts, URLs, and lists without repetitions. Pure.
+
+
+T = TypeVar("T")
+
+PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
+"""Matches a path that systemd takes literally in a Bind= line, once the path's colons are escaped. The path neither
+begins nor ends with a blank, which systemd would strip. It has no backslash, which would begin an escape sequence."""
+PATH_LIMIT, NAME_LIMIT = 4095, 255
+"""The largest numbers of bytes in a path, and in each name in it (PATH_MAX and NAME_MAX of limits.h)."""
+
+
+def absolute(value: str) -> str:
+    """Return the path without doubled or trailing slashes.
+
+    Raises ValueError if it is not absolute, has a component `.` or `..`, or has unprintable characters.
+    """
+    if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
+        why = "is not an absolute path, such as /opt/driver/lib, or has `.`, `..` or unprintable characters in it"
+        raise ValueError(f"{value!r} {why}")
+    return "/" + "/".join(part for part in value.split("/") if part)
+
+
+AbsolutePath = Annotated[str, Check(absolute)]
+"""Normalised: no trailing and no doubled slashes."""
+
+
+def plain(value: str) -> str:
+    """Return the path. Raises ValueError if it is too long, or if systemd would not take it literally."""
+    if not PLAIN.fullmatch(value) or not value.isprintable():
+        raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
+    if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
+        raise ValueError(f"{value[:40]!r}... is longer than a path can be")
+    return value
+
+
+def host_name(value: str) -> str:
+    """Return the host name or address.
+
+    Raises ValueError if Python could not look it up, for example because a label (a part between two dots) is empty.
+    """
+    try:
+        value.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{value!r} is not a host: {error}") from None
+    return value
+
+
+def usable_url(value: str) -> str:
+    """Return the URL. Raises ValueError if http.client could not use it, or if it has a query or a fragment.
+
+    The error does not quote the URL, because it may contain a secret.
+    """
+    try:
+        parts = urlsplit(value)
+        unusable = not host_name(parts.hostname or "") or parts.port == 0 or parts.query or parts.fragment
+    except ValueError:
+        unusable = True
+    if unusable or not value.isascii():
+        raise ValueError("no request can be sent there: check the host and the port, and use ASCII without `?` and `#`")
+    return value
+
+
+def is_below(path: str, others: Iterable[str]) -> bool:
+    """Return whether the path is one of the others, or lies below one of them."""
+    return f"{path}/".startswith(tuple(f"{other}/" for other in others))
+
+
+def once(kind: str, key: Callable[[T], str]) -> Check:
+    """Return a check for lists that raises ValueError if two items have the same key.
+
+    In the error, `kind` says what the items are.
+    """
+
+    def check(values: list[T]) -> list[T]:
+        keys = [key(value) for value in values]
+        if repeated := next((each for each in keys if keys.count(each) > 1), ""):
+            raise ValueError(f"{kind} {repeated} appears twice")
+        return values
+
+    return Check(check)
+
+
+# Validates settings that become names and values in Kubernetes' API. Pure.
+#
+# The rules are those of IsQualifiedName and IsValidLabelValue (util/validation of k8s.io/apimachinery).
+
+
+NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+SUBDOMAIN_LIMIT = 253
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+NodeName = Annotated[
+    str,
+    text(
+        SUBDOMAIN, "a DNS name (lower-case letters, digits and hyphens, parts joined by dots)", longest=SUBDOMAIN_LIMIT
+    ),
+]
+"""A DNS subdomain (RFC 1123) in lower case, as Kubernetes requires it."""
+
+
+def is_subdomain(text: str) -> bool:
+    """Return whether the text is a DNS subdomain, as the name of a Node must be."""
+    return len(text) <= SUBDOMAIN_LIMIT and bool(re.fullmatch(SUBDOMAIN, text))
+
+
+def label_key(value: str) -> str:
+    """Check a key of a label or taint, and return it. Raises ValueError if it is not a qualified name."""
+    prefix, slash, name = value.rpartition("/")
+    if slash and not is_subdomain(prefix):
+        raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"{value!r} is not a key: its name must have 1 to 63 letters, digits, dots, hyphens and underscores, and "
+            "must begin and end with a letter or digit"
+        )
+    return value
+
+
+def label_value(value: str) -> str:
+    """Check a value of a label or taint, and return it. Raises ValueError if Kubernetes would reject it."""
+    if value and not NAME.fullmatch(value):
+        raise ValueError(
+            f"{value!r} is not a value: it must have at most 63 letters, digits, dots, hyphens and underscores, and "
+            "must begin and end with a letter or digit"
+        )
+    return value
+
+
+def taint(value: str) -> str:
+    """Check a taint, and return it. Raises ValueError if it is neither KEY=VALUE:EFFECT nor KEY:EFFECT."""
+    split_taint(value)
+    return value
+
+
+def startup_taint(value: str) -> str:
+    """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pod away."""
+    if value and split_taint(value)[2] == "PreferNoSchedule":
+        raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
+    return value
+
+
+def split_taint(text: str) -> tuple[str, str, str]:
+    """Return the key, value and effect of a taint. Raises ValueError if it is malformed."""
+    key_and_value, colon, effect = text.rpartition(":")
+    key, _, value = key_and_value.partition("=")
+    if not colon or effect not in EFFECTS:
+        raise ValueError(f"{text!r} is not a taint: write KEY=VALUE:EFFECT with one of {', '.join(EFFECTS)}")
+    return label_key(key), label_value(value), effect
+
+
+def ip_address(value: str) -> str:
+    """Return the IP address in its usual form. Raises ValueError if it is malformed."""
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not an IP address") from None
+
+
+def node_addresses(value: str) -> str:
+    """Return at most one IPv4 and one IPv6 address, separated by a comma. Raises ValueError for anything else."""
+    addresses = [ip_address(each) for each in value.split(",")] if value else []
+    if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
+        raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")
+    return ",".join(addresses)
+
+
+LabelKey = Annotated[str, Check(label_key)]
+LabelValue = Annotated[str, Check(label_value)]
+Taint = Annotated[str, Check(taint)]
+StartupTaint = Annotated[str, Check(startup_taint)]
+IpAddress = Annotated[str, Check(ip_address)]
+NodeAddresses = Annotated[str, Check(node_addresses)]

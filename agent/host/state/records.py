@@ -1,0 +1,359 @@
+"""Reads, validates and writes the JSON files in which the host half keeps its state."""
+
+import posixpath
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, astuple
+
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.errors import DocumentError, ObservationError
+from agent.model.facts import Absent, Broken, Library, MachineFacts, Seen, StagedRoot, Unseen
+from agent.model.json_document import NAME_SHOWN
+from agent.model.paths import (
+    AGES,
+    CONDITIONS,
+    DETACHED_GPUS,
+    MACHINES_STATE,
+    MANIFESTS,
+    OWNED,
+    RELOAD_PENDING,
+    REMEMBERED_GPUS,
+    REPORT_NAME,
+    WAKE,
+    conditions_file,
+    granted_file,
+    handed_roots_file,
+    joined_file,
+    live_file,
+    machine_files,
+    report_directory,
+    rewritten_nspawn,
+    start_began_mark,
+)
+from agent.model.text import sha256
+from agent.model.typed_json import Format
+from agent.system.files import NEW, System
+from agent.system.journal import STEP, Ages, Observation
+from agent.system.trust import discard, read_seen, write_record
+
+T = TypeVar("T")
+
+
+class Record(Format[T]):
+    """The format of a JSON file that keeps an object of type T."""
+
+    def read_seen(self, path: str, system: System) -> Seen[T]:
+        """Return the value in a file; Broken if the file is damaged, which the caller must report."""
+        data = read_seen(system.read, path)
+        try:
+            return self.parse(path, data) if isinstance(data, bytes) else data
+        except DocumentError as error:
+            return Broken(str(error))
+
+    def read(self, path: str, system: System) -> T | None:
+        """Return the value in a file; None if the file is missing or unusable. A damaged file is discarded."""
+        try:
+            return self.read_known(path, system)
+        except ObservationError:
+            return None
+
+    def read_known(self, path: str, system: System) -> T | None:
+        """Do what `read` does, but raise ObservationError if the file cannot be read now."""
+        found = self.read_seen(path, system)
+        if isinstance(found, Unseen):
+            raise ObservationError(found.why)
+        if isinstance(found, Broken):
+            discard(path, found.why, system)
+        return None if isinstance(found, Absent | Broken) else found
+
+    def write(self, path: str, value: T, system: System, mode: int = 0o644) -> None:
+        """Write a value to a file. Raises OSError."""
+        write_record(system, path, self.render(value), mode)
+
+
+# Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
+#
+# All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are
+# read. Without this correction, on a host whose clock has no battery and is set after boot, conditions would look years
+# old, and a start that has just begun would look overdue.
+
+
+History = Mapping[str, tuple[Condition, ...]]
+"""Conditions by machine."""
+
+
+Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
+"""Seconds since the epoch. Numbers beyond these limits, as in a damaged file, could not be shown as a date."""
+
+
+class _Condition(Struct, frozen=True):
+    """A Condition up to `good_since`, with `gpus` and `said`."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    message: str
+    last_transition: Time
+    losses: tuple[Time, ...]
+    good_since: Time
+    booted: Time
+    """When the host booted, by the wall clock as it was set when the times above were written."""
+    gpus: tuple[str, ...]
+    said: tuple[tuple[str, str, str], ...] | None
+
+
+_RECORD = Record(dict[str, tuple[_Condition, ...]])
+
+
+def read_history(system: System) -> History:
+    """Return the history; empty if it is missing or unreadable, because it is only a cache."""
+    content, booted = _RECORD.read(CONDITIONS, system) or {}, _booted()
+    return {machine: tuple(_read(each, booted) for each in conditions) for machine, conditions in content.items()}
+
+
+def write_history(system: System, history: History) -> tuple[str, ...]:
+    """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
+    try:
+        before = _RECORD.read_seen(CONDITIONS, system)
+        content = _content(history, _recorded(before, _booted()))
+        if before != content:
+            _RECORD.write(CONDITIONS, content, system)
+    except OSError as error:
+        return (
+            f"cannot write {CONDITIONS}: {error.strerror or error}; commands may then show wrong times of changes: "
+            "see `df /run`",
+        )
+    return ()
+
+
+def _booted() -> float:
+    """Return when the host booted, by the wall clock. The result changes only if somebody sets the clock."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
+    """Return the recorded time of the boot; `booted` if there is none, or if the clock was set since.
+
+    `booted` is a little different in each pass. With the recorded time instead, the file does not change as long as the
+    history does not change.
+    """
+    known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
+    return next((each for each in known if abs(each - booted) < STEP), booted)
+
+
+def _read(found: _Condition, booted: float) -> Condition:
+    """Return the condition. If the clock was set since its times were written, correct them."""
+    *condition, recorded, gpus, said = astuple(found)
+    read = Condition(*condition)._replace(gpus=gpus, said=said)
+    set_by = booted - recorded
+    if abs(set_by) < STEP:
+        return read
+    return read._replace(
+        last_transition=read.last_transition and read.last_transition + set_by,
+        losses=tuple(at + set_by for at in read.losses),
+        good_since=read.good_since and read.good_since + set_by,
+    )
+
+
+def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
+    return {
+        machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus, said=each.said) for each in conditions)
+        for machine, conditions in history.items()
+    }
+
+
+# Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of a machine's record of driver roots. Pure.
+#
+# The record lists the roots that handoffs have named since the machine's start.
+
+
+class _File(Struct, frozen=True):
+    target: Annotated[str, Meta(min_length=1)]
+    source: str
+    link: str
+    size: int
+    mtime_ns: int
+    executable: bool
+    text: str
+
+
+class _Manifest(Struct, frozen=True, kw_only=True):
+    index: Annotated[int, Meta(ge=0)]
+    vendor: str
+    driver_version: str
+    place: str
+    files: tuple[_File, ...]
+
+
+class _Handed(Struct, frozen=True):
+    indices: list[Annotated[int, Meta(ge=0)]]
+
+
+_MANIFEST = Record(_Manifest, 1, advice="the driver root is ignored, and staged again")
+_HANDED = Record(_Handed, 1, advice="no driver root is removed until the machine's next start")
+
+
+def render_manifest(root: StagedRoot) -> bytes:
+    """Return the manifest of a driver root."""
+    files = tuple(_File(**asdict(file)) for file in root.files)
+    return _MANIFEST.render(
+        _Manifest(index=root.index, vendor=root.vendor, driver_version=root.version, place=root.place, files=files)
+    )
+
+
+def parse_manifest(path: str, data: bytes) -> StagedRoot:
+    """Return the driver root in a manifest. Raises DocumentError, which names the key."""
+    manifest = _MANIFEST.parse(path, data)
+    files = tuple(Library(**asdict(each)) for each in manifest.files)
+    return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files, manifest.place)
+
+
+def render_handed(indices: Iterable[int]) -> bytes:
+    """Return the record of the driver roots that handoffs have named since the machine's start."""
+    return _HANDED.render(_Handed(sorted(set(indices))))
+
+
+def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
+    """Return the indices in a record that `render_handed` made. Raises DocumentError, which names the key."""
+    return tuple(_HANDED.parse(path, data).indices)
+
+
+# Keeps in /run how old files are, so that the next process knows these ages even if the wall clock was set.
+
+
+_FILE_AGES_RECORD = Record(dict[str, Observation])
+
+
+def read_ages(system: System) -> Ages:
+    """Return the ages as the last pass knew them. Without a record, each file's first age depends on the wall clock."""
+    return Ages(_FILE_AGES_RECORD.read(AGES, system))
+
+
+def write_ages(system: System, ages: Ages) -> None:
+    """Write the ages if a file has changed. Ignores failures: the record only matters once the clock is set."""
+    now, before = ages.observations, _FILE_AGES_RECORD.read_seen(AGES, system)
+    known = {path: each.changed for path, each in before.items()} if isinstance(before, dict) else None
+    if known != {path: each.changed for path, each in now.items()}:
+        with suppress(OSError):
+            _FILE_AGES_RECORD.write(AGES, now, system)
+
+
+# Format of the ownership record: the files that the agent wrote, with digests of their content. Pure.
+
+
+MARK = b"# Written by unbounded-agent"
+"""The first bytes of every settings file that the agent writes on the host. Its JSON files do not have them."""
+
+
+def is_ours(content: bytes, digest: str) -> bool:
+    """Return whether a recorded file is still the agent's.
+
+    A file is the agent's if it is unchanged, or still begins with the agent's first line, which warns that edits are
+    overwritten. An empty or zeroed file, which some file systems leave after a loss of power, is the agent's too. Any
+    other content means that somebody has replaced the file.
+    """
+    no_content = not content.strip(b"\0")
+    return no_content or sha256(content) == digest or content.startswith(MARK)
+
+
+class Owned(Struct, frozen=True):
+    """The whole record."""
+
+    files: dict[str, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]
+    """SHA-256 digests in hexadecimal, by path."""
+
+
+class _OwnedFiles(Record[Owned]):
+    def parse(self, where: str, data: bytes) -> Owned:
+        owned = super().parse(where, data)
+        # Recorded files may be removed later, so only paths are accepted that cannot lead to a different file.
+        for path in owned.files:
+            if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
+                raise DocumentError(f"{where}: key files[{path[:NAME_SHOWN]!a}] must be a normal absolute path", ADVICE)
+        return owned
+
+
+ADVICE = "discarding it; the agent recognises its settings files by their first line"
+OWNED_FILES = _OwnedFiles(Owned, 1, advice=ADVICE)
+
+
+# Marks the machines that have started, or that a command has stopped, since the host booted.
+#
+# The marks are needed because systemd forgets the start of a unit when it unloads the unit, and does not record the
+# stop of a unit that did not run.
+
+
+def mark_start(machine: str, system: System) -> None:
+    """Mark a machine whose start has begun, or that is about to be stopped.
+
+    Ignores failures: if the machine runs, the next pass marks it.
+    """
+    # The mark is a directory, because one call makes it. A file would be written by way of a temporary file.
+    with suppress(OSError):
+        system.make_directory(start_began_mark(machine))
+
+
+def mark_starts(machines: Iterable[MachineFacts], system: System) -> None:
+    """Mark those machines that run. A machine may have started before the agent was installed."""
+    for machine in machines:
+        if isinstance(machine.unit_state, str) and not machine.ended:
+            mark_start(machine.name, system)
+
+
+def has_started(machine: str, system: System) -> bool:
+    """Return whether the machine is marked."""
+    return system.is_directory(start_began_mark(machine))
+
+
+# Removes what earlier runs left: temporary files of killed writers, and a machine's old report.
+
+
+HOST_FILES = (AGES, CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
+"""Files that are written only under the pass lock, which the caller of `clear_remains` holds. Other files, such as the
+record of what the service read in the kernel log, are left out, because somebody may be writing them at this moment.
+The next writer of such a file removes its leftovers."""
+
+
+def machines_with_state(system: System) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the machines that the agent has files for, also those no longer configured, and failures in sentences."""
+    try:
+        return system.entries(MACHINES_STATE), ()
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: {error.strerror}",)
+
+
+def clear_remains(system: System, machines: Collection[str]) -> None:
+    """Remove temporary files next to the agent's files. Ignores failures, because leftovers do no harm."""
+    # The files are removed by name, because the agent never lists a directory in which a machine can write.
+    for path in (*HOST_FILES, *(path for name in machines for path in _state_files(name))):
+        with suppress(OSError):
+            system.remove_temporary(path)
+    # The shell in the machine's unit writes this file under the pass lock, or without the lock if it could not get the
+    # lock within some seconds. This pass holds the lock, so the file is very probably a leftover.
+    for name in machines:
+        with suppress(OSError):
+            system.remove(rewritten_nspawn(name))
+    with suppress(OSError):
+        for name in system.entries(MANIFESTS):
+            if name.endswith(NEW):
+                system.remove(f"{MANIFESTS}/{name}")
+
+
+def clear_report(system: System, machine: str) -> None:
+    """Before the machine starts, remove its old report, and the file that says that its kubelet has joined.
+
+    Both files are from the machine's last run, or from an earlier machine of this name.
+    """
+    for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
+        with suppress(OSError):
+            system.remove(path)
+
+
+def _state_files(name: str) -> tuple[str, ...]:
+    return (*machine_files(name), conditions_file(name), granted_file(name), handed_roots_file(name), live_file(name))

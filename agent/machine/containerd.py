@@ -1,0 +1,1061 @@
+"""Checks whether containerd runs with its current configuration and serves the kubelet, and restarts it if needed."""
+
+import contextlib
+import errno
+import json
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from agent.machine import containerd_tables
+from agent.machine.containerd_tables import (
+    CRI_2,
+    IMPORT,
+    MAIN,
+    Configuration,
+    Table,
+    at,
+    covers,
+    cri_of,
+    imports,
+    new_version,
+    parse_version,
+)
+from agent.machine.notes import Context, Notes, record_repair
+from agent.machine.vendors import VENDOR_NAMES, machine_vendor
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
+from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
+from agent.model.handoff import Repair, Request
+from agent.model.paths import MACHINE_STATE
+from agent.model.text import dotted, one_line, sha256, whole_number
+from agent.model.toml_document import parse_toml
+from agent.system.files import System
+from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
+
+# Notes what other steps need of containerd's effective configuration, so that they need not read it back.
+
+
+EFFECTIVE_NOTE = "containerd-effective"
+LIMIT = 32
+"""The largest number of directories that are noted."""
+
+
+def note_effective(notes: Notes, effective: Table) -> None:
+    """Note the directories of CDI specifications and the socket. An error does not matter: they are read back again."""
+    listed = cri_of(effective).get("cdi_spec_dirs")
+    # Version 4 of the format has the socket in a table of its own (serviceMigrate in containerd's config.go).
+    server = at(effective, "plugins", "io.containerd.server.v1.grpc") or at(effective, "grpc")
+    with contextlib.suppress(OSError):
+        notes.save(
+            EFFECTIVE_NOTE,
+            {
+                "directories": [str(each) for each in listed[:LIMIT]] if isinstance(listed, list) else [],
+                "address": str(server.get("address", "")),
+            },
+        )
+
+
+def effective_is_noted(notes: Notes) -> bool:
+    return bool(notes.load(EFFECTIVE_NOTE))
+
+
+def noted_directories(notes: Notes) -> tuple[str, ...]:
+    """Return the directories in containerd's order, in which later ones take precedence; none if they are unknown."""
+    return tuple(notes.load(EFFECTIVE_NOTE).get("directories", ()))
+
+
+def noted_address(notes: Notes) -> str:
+    """Return the path of containerd's socket; empty if it is unknown."""
+    return str(notes.load(EFFECTIVE_NOTE).get("address", ""))
+
+
+ACTIVE = ConditionType.RUNTIME_ACTIVE
+UNIT = "containerd.service"
+CHANGED = "containerd-changed"
+"""Name of the note about the agent's last change to containerd's configuration.
+
+`microseconds` is the time of the change by the monotonic clock. `effective` is null until all files are written, then
+empty until the effective configuration has been read back, and then the digest of that configuration. If a run is
+killed, the next run knows from `effective` at which step that happened.
+"""
+LOADED = "containerd-loaded"
+"""Name of the note about the last containerd process that was known to run with its current configuration: when it
+started, and a digest of the configuration."""
+REPLACED = "containerd-replaced"
+"""Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
+specifications: the path of the running program in /proc, and that program's identity."""
+PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID,Job"
+COMMAND_LINE_LIMIT = 1 << 20
+ANSWER_SHOWN = 200
+"""Characters that a condition shows of an answer that is none."""
+OPTIONS = {name: re.compile(rf"--?{name[0]}(?:{name[1:]})?(?:=(.*))?", re.DOTALL) for name in ("config", "address")}
+"""Match containerd's global options for its main configuration file and its socket. The value may be the next
+argument."""
+CRI_PLUGINS = ("type==io.containerd.grpc.v1,id==cri", "type==io.containerd.cri.v1")
+"""Filters of `ctr plugins ls` for the plugin that serves the kubelet, and for those that it needs (containerd 2)."""
+
+
+def note_change(notes: Notes, *, written: bool) -> None:
+    """Note that containerd's configuration has changed or, if `written` is False, is about to change.
+
+    From then on, containerd is up to date only if it started after the noted time, or if it already runs with the same
+    effective configuration. The digest of that configuration is added once it is known (`note_result`).
+    """
+    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": "" if written else None})
+
+
+def note_result(notes: Notes, effective: str) -> None:
+    """Add the digest of the effective configuration to the note CHANGED.
+
+    The noted time stays, because every containerd that started after that time has this configuration.
+    """
+    notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
+
+
+def change_was_interrupted(notes: Notes) -> bool:
+    """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
+    changed = notes.load(CHANGED)
+    return bool(changed) and not changed.get("effective")
+
+
+def writing_was_interrupted(notes: Notes) -> bool:
+    """Return whether a run began to change the configuration, and may have been killed before its last write."""
+    return notes.load(CHANGED).get("effective", "") is None
+
+
+def check_active(context: Context, configured: Condition) -> Condition:
+    """Return RuntimeActive: whether containerd runs with the agent's last change to its configuration, and serves CRI.
+
+    If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
+    """
+    if configured.reason == Reason.NOT_APPLICABLE:
+        return configured._replace(type=ACTIVE)
+    if configured.status is not Status.TRUE:
+        return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
+    notes = context.notes
+    changed = notes.load(CHANGED)
+    changed_at = changed.get("microseconds", 0)
+    try:
+        unit = unit_properties(context)
+    except CommandError as error:
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"cannot tell whether containerd runs: {error}")
+    # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
+    started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
+    if unit.get("LoadState") == "not-found":
+        return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
+    # containerd's unit itself may have started this run, with an ExecStartPost= from the agent's drop-in for the unit.
+    # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
+    running = unit.get("ActiveState") == "active" or unit.get("SubState") == "start-post"
+    command_line = _command_line(context.system, unit.get("MainPID", "0")) if running else b""
+    config_path = _normal(argument(command_line, "config"))
+    if config_path not in ("", MAIN):
+        return false(
+            ACTIVE,
+            Reason.OTHER_CONFIGURATION,
+            f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
+        )
+    loaded = {"started": started, "effective": changed.get("effective", "")}
+    # If containerd started before the change, it is up to date only if it already runs with the same effective
+    # configuration. That is so if the change only restored a file that somebody had edited.
+    if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
+        notes.save(LOADED, loaded)
+        address = argument(command_line, "address")
+        return context.once.get("cri", lambda: _check_cri(context.system, address or noted_address(notes)))
+    if running:
+        return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
+    return _not_running(unit, has_run=bool(notes.load(LOADED)))
+
+
+def _not_running(unit: Mapping[str, str], *, has_run: bool) -> Condition:
+    """Return RuntimeActive for a containerd that does not run.
+
+    `unit` has its unit's properties. `has_run` says whether it has run since the machine's boot.
+    """
+    state = unit.get("ActiveState", "unknown")
+    if state == "failed":
+        return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
+    if state == "inactive":
+        masked = unit.get("LoadState") == "masked"
+        start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
+        # If it is being restarted, this run comes between its stop and its start, which is queued then.
+        if has_run and not unit.get("Job"):
+            return false(ACTIVE, Reason.STOPPED, f"{UNIT} was stopped: run {start} in the machine")
+        # While the machine boots, that is normal: this run comes before containerd's start.
+        advice = f"if the machine has booted, run {start} in the machine"
+        return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {'masked' if masked else state}: {advice}")
+    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
+
+
+def _check_cri(system: System, address: str) -> Condition:
+    """Return RuntimeActive for a containerd that runs with its configuration: whether it serves CRI to the kubelet.
+
+    If one of its plugins fails, containerd and its unit stay active without it. Each run asks: ctr takes as long as
+    systemctl, and nobody would notice a containerd that hangs otherwise. At boot, nothing waits for the answer, because
+    containerd does not run yet.
+    """
+    running = f"{UNIT} runs with this configuration"
+    if system.find_program("ctr") is None:
+        remark = "ctr is not in the image, so that it serves the kubelet (CRI) is inferred"
+        return true(ACTIVE, Reason.RUNNING, f"{running}; {remark}")
+    options = ("--address", address) if address else ()
+    try:
+        output = system.run("ctr", *options, "plugins", "ls", "--detailed", *CRI_PLUGINS)
+    except CommandError as error:
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"{running}, but did not say whether it serves the kubelet: {error}")
+    plugins = plugin_errors(output)
+    if output.strip() and not plugins:
+        answer = one_line(output)[:ANSWER_SHOWN]
+        return unknown(ACTIVE, Reason.NO_ANSWER, f"{running}, but `ctr plugins ls` printed no plugin: {answer}")
+    errors = [error for error in plugins.values() if error]
+    if CRI_2 not in plugins:
+        errors.append(f"it has no plugin {CRI_2}")
+    if not errors:
+        return true(ACTIVE, Reason.RUNNING, f"{running} and serves the kubelet")
+    # A plugin's error quotes that of the plugin that it needs.
+    said = "; ".join(each for each in errors if not any(each != other and each in other for other in errors))
+    advice = f"correct what it names, then run `systemctl restart {UNIT}` in the machine"
+    return false(ACTIVE, Reason.CRI_FAILED, f"{UNIT} runs, but does not serve the kubelet (CRI): {said}: {advice}")
+
+
+def plugin_errors(output: str) -> dict[str, str]:
+    """Return the error of each plugin in the output of `ctr plugins ls --detailed`, by name; empty if it has none."""
+    found = {}
+    for block in f"\n{output}".split("\nType:")[1:]:
+        kind, _, rest = block.partition("\nID:")
+        name, _, details = rest.partition("\n")
+        _, failed, error = f"\n{details}".partition("\nError:")
+        message = one_line(error.partition("Message:")[2]) or one_line(error)
+        found[f"{kind.strip()}.{name.strip()}"] = (message or "it failed") if failed else ""
+    return found
+
+
+def _command_line(system: System, process: str) -> bytes:
+    """Return the command line of containerd's process; empty if it cannot be read.
+
+    The unit's ExecStart= does not always show it: it may have variables, or name a script that executes containerd.
+    """
+    try:
+        return system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
+    except OSError:
+        return b""
+
+
+def argument(command_line: bytes, name: str) -> str:
+    """Return containerd's argument for one of OPTIONS; empty if it has none, or if the command is another program's.
+
+    The unit's main process may be another program, such as a shell that waits for containerd.
+    """
+    program, *arguments = command_line.decode(errors="surrogateescape").split("\0")
+    value = ""
+    if posixpath.basename(program) == "containerd":
+        for each, following in pairwise(arguments):
+            if option := OPTIONS[name].fullmatch(each):
+                value = following if option[1] is None else option[1]
+    return value
+
+
+def _normal(path: str) -> str:
+    # normpath keeps two slashes at the start.
+    return posixpath.normpath(path).replace("//", "/") if path else ""
+
+
+def unit_properties(context: Context) -> dict[str, str]:
+    """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
+
+    `systemctl show` takes a tenth of a CDI generator's time, so it runs only once for all steps. Raises CommandError.
+    """
+
+    def show() -> dict[str, str]:
+        output = context.system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
+        return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+
+    return context.once.get(UNIT, show)
+
+
+def containerd_state(context: Context) -> list[object]:
+    """Return everything that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
+    system = context.system
+    program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
+    # The note is about a process whose program file was replaced. While that process runs, specifications must suit the
+    # old program, which rejects additionalGids. After the process has ended, they may have additionalGids.
+    ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
+    return [program and program_identity(system, program), ended]
+
+
+def program_identity(system: System, path: str) -> list[object] | None:
+    """Return a program's identity as a list, as notes have it; None if the program cannot be inspected."""
+    try:
+        return list(system.identity(path))
+    except OSError:
+        # For a process that has just exited, the kernel may return EACCES.
+        return None
+
+
+def restart(system: System) -> None:
+    """Restart containerd. This must be the last step of a run. Raises CommandError."""
+    # containerd is ordered after this service, so its start waits until this run ends. Without --no-block, systemctl
+    # would wait for that start. containerd's stop does not wait (job_compare in systemd's job.c), so there is no CRI
+    # from now until this run ends.
+    system.run("systemctl", "--no-block", "try-restart", UNIT)
+
+
+# Reads and writes containerd's configuration files.
+
+
+DUMP_MIGRATES = (2, 0, 6)
+"""The first containerd 2 whose `config dump` prints the configuration that the daemon uses (see effective_config)."""
+TOKENS = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*"""
+    r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
+    re.DOTALL | re.MULTILINE,
+)
+"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
+VENDOR, LOCAL = "/usr/", "/usr/local/"
+"""Where packages have files that are not meant to be edited; and where, below that, administrators have theirs."""
+UNWRITABLE = (errno.EROFS, errno.EBUSY, errno.EPERM, errno.EACCES)
+"""Errors for a file that cannot be replaced: it is on a read-only file system, is itself a mount, is immutable, or is
+on a network file system on which root has no rights."""
+# After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
+HEADER = "# Written by unbounded-agent whenever containerd's other files change; edits here are overwritten.\n"
+
+
+def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:
+    """Return containerd's effective configuration for a main file and its imports, including defaults.
+
+    Raises CommandError or DocumentError.
+    """
+    # From 2.0.0 to 2.0.5, `dump` prints defaults instead of the tables of a version 2 file. `migrate` prints what the
+    # daemon uses (cmd/containerd/command/config.go; `server.New` in cmd/containerd/server/server.go).
+    verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
+    text = system.run("containerd", "--config", main, "config", verb)
+    return parse(main, text.encode(errors="surrogateescape"))
+
+
+def parse(path: str, text: bytes) -> Table:
+    """Parse TOML. Raises DocumentError, which names the file."""
+    try:
+        return parse_toml(text.decode())
+    except RecursionError as error:
+        raise DocumentError(f"{path}: nested too deeply: {error}", "nest its tables less deeply") from error
+    # The text is not TOML or UTF-8, or has a number with more digits than int() accepts.
+    except ValueError as error:
+        raise DocumentError(
+            f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
+        ) from error
+
+
+def read_optional(system: System, path: str) -> bytes | None:
+    """Return a file's content; None if the file does not exist. Raises OSError."""
+    try:
+        return system.read(path)
+    except FileNotFoundError:
+        return None
+
+
+def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
+    """Return plain data as TOML text. Raises DocumentError."""
+    # Imported here: the import takes longer than a run that writes nothing.
+    import tomlkit
+
+    try:
+        return (header + tomlkit.dumps(table)).encode()
+    except RecursionError as error:
+        raise DocumentError(
+            f"{MAIN}, or what it imports, cannot be edited: its tables are nested too deeply", "repair it"
+        ) from error
+
+
+def with_import(text: bytes, pattern: str) -> bytes:
+    """Return the main file's text with one more import. Comments and layout stay. Raises DocumentError."""
+    document = parse(MAIN, text)
+    if "imports" not in document:
+        # Added at the start, because at the end `imports` would become a key of the last table.
+        return f'imports = ["{pattern}"]\n'.encode() + text
+    # Raises DocumentError if `imports` is not a list.
+    imports(MAIN, document)
+    document["imports"] = [*document["imports"], pattern]
+    try:
+        edited = _append_import(text.decode(), pattern).encode()
+        if parse(MAIN, edited) == document:
+            return edited
+        why = "the edit would change more than its imports"
+    # Any exception, because tomlkit raises exceptions of its own, and a file that containerd reads must stay intact.
+    except Exception as error:
+        why = str(error)
+    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
+
+
+def _append_import(text: str, pattern: str) -> str:
+    import tomlkit
+
+    # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of
+    # tables that containerd accepts.
+    head = _before_tables(text)
+    if len(head) > EDIT_LIMIT:
+        raise DocumentError(f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}")
+    listing = tomlkit.parse(head)
+    listed: Any = listing["imports"]
+    listed.append(pattern)
+    return tomlkit.dumps(listing) + text.removeprefix(head)
+
+
+def _before_tables(text: str) -> str:
+    """Return the text before the header of the first table.
+
+    A header is a line that begins with a bracket, outside lists and strings. The text must be valid TOML, in which
+    every string and list ends. The search takes linear time, whatever the text contains.
+    """
+    depth = 0
+    for token in TOKENS.finditer(text):
+        match token.lastgroup:
+            case "line" if not depth:
+                return text[: token.start()]
+            case "line" | "open":
+                depth += 1
+            case "close":
+                depth -= 1
+            case _:
+                pass
+    return text
+
+
+def put(system: System, files: Mapping[str, bytes | None]) -> None:
+    """In the order of `files`, write each file whose content differs, and remove each file whose content is None."""
+    for path, content in files.items():
+        if content is None:
+            system.remove(path)
+        elif read_optional(system, path) != content:
+            write(system, path, content)
+
+
+def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
+    """Write a file and keep its mode. If the path is a link, write the file that the link leads to.
+
+    `mode` is the mode of a new file. By default, only root may read a new file, because it may contain passwords of
+    registries. A link is replaced by a file if it leads to a package's file (VENDOR), or to one that cannot be
+    replaced.
+    """
+    place = path
+    if system.exists(path):
+        mode = system.mode(path)
+        if system.read_link(path) is not None:
+            real = system.real_path(path)
+            place = real if real.startswith(LOCAL) or not real.startswith(VENDOR) else path
+    try:
+        system.write(place, content, mode)
+    except OSError as error:
+        if place == path or error.errno not in UNWRITABLE:
+            raise
+        system.write(path, content, mode)
+
+
+# Writes the agent's part of containerd's configuration, reads it back, and undoes the change if it is wrong.
+
+
+RESTORED = "restored"
+"""Stands for the digest of the effective configuration in the note about the change of a killed run, after a later run
+has restored the files that it found."""
+
+
+class PlannedChange(NamedTuple):
+    """The new contents of the main file and the drop-in, and what the result is compared with."""
+
+    main: bytes | None
+    """The new main file; None if it stays as it is."""
+    drop_in: bytes | None
+    """The new drop-in; None if it stays as it is."""
+    baseline: Table
+    """containerd's effective configuration without the drop-in."""
+    loaded_later: tuple[str, ...]
+    """Files that containerd loads after the drop-in."""
+    document: Table
+    """The content of the drop-in."""
+    version: tuple[int, ...]
+    """The version of the containerd that reads the files."""
+    pattern: str
+    """The main file's import that covers the drop-in."""
+    mixture: str
+    """Why containerd does not read its files as they are written; empty if it does."""
+
+
+class DropInPaths(NamedTuple):
+    """Paths of the agent's part of containerd's configuration."""
+
+    drop_in: str
+    former: tuple[str, ...]
+    """Earlier paths of the drop-in, where it must be removed."""
+
+
+def write_and_read_back(
+    context: Context,
+    vendor: MachineVendor,
+    paths: DropInPaths,
+    planned: PlannedChange,
+    before: dict[str, bytes | None],
+    digest_inputs: Callable[[], str],
+) -> tuple[str, str]:
+    """Write the files that differ, and read back the result.
+
+    Return what is wrong with the result (empty if it is right), and the digest of what the result depends on.
+    `digest_inputs` computes this digest. It is called before the result is read back, so that the next run notices if
+    somebody changes the files after the call.
+
+    `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
+    result is wrong or unknown, the files are restored. If the result is wrong and restoring cannot help, because the
+    drop-in that this run found is faulty too, it is emptied if containerd may not even start with it. Raises AgentError
+    or OSError if the result is unknown, for example because of a full disk or a time limit.
+    """
+    notes, drop_in = context.notes, paths.drop_in
+    written = {
+        path: content for path, content in ((drop_in, planned.drop_in), (MAIN, planned.main)) if content is not None
+    }
+    # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of the
+    # files.
+    changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
+    noted, unchecked = notes.load(CHANGED), change_was_interrupted(notes)
+    try:
+        result = _attempt(context, vendor, drop_in, planned, changes, digest_inputs)
+    except (AgentError, OSError):
+        _restore(context, changes, before, noted)
+        raise
+    if result.faults:
+        _restore(context, changes, before, noted)
+        done = [f"restored {', '.join(changes)}"] if changes else []
+        suspect = before[drop_in] is not None and (unchecked or result.refused)
+        if suspect and (not written or _is_refused(context, planned.version)):
+            # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
+            # change, or containerd has changed since that check. containerd works without the drop-in (`baseline`), but
+            # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a
+            # file that is imported by its path is missing.
+            put(context.system, {drop_in: HEADER.encode()})
+            notes.save(CHANGED, {})
+            done.append(f"emptied {drop_in}")
+        elif unchecked:
+            # Otherwise, each later run would try again.
+            note_result(notes, RESTORED)
+        return "; ".join([f"the drop-in does not work: {result.faults}", *done]), result.inputs
+    if change_was_interrupted(notes):
+        # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
+        note_result(notes, result.effective)
+    for path in paths.former:
+        context.owned.remove(path)
+    return "", result.inputs
+
+
+class _Result(NamedTuple):
+    """What came of a change."""
+
+    inputs: str
+    """The digest of what the result depends on; empty if it is unknown."""
+    faults: str
+    """What is wrong with the result; empty if it is right."""
+    refused: bool = False
+    """containerd refused its configuration."""
+    effective: str = ""
+    """The digest of the effective configuration; empty if containerd printed none."""
+
+
+def _attempt(
+    context: Context,
+    vendor: MachineVendor,
+    drop_in: str,
+    planned: PlannedChange,
+    changes: dict[str, bytes | None],
+    digest_inputs: Callable[[], str],
+) -> _Result:
+    """Make the changes, and read back the result. Raises AgentError or OSError if the result is unknown."""
+    inputs = ""
+    try:
+        if changes or writing_was_interrupted(context.notes):
+            context.owned.claim(drop_in)
+            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
+            note_change(context.notes, written=False)
+            put(context.system, changes)
+            # Noted again, with the present time: a containerd that started before the last write may have read only
+            # some of the new files.
+            note_change(context.notes, written=True)
+        inputs = digest_inputs()
+        resulting = effective_config(context.system, MAIN, planned.version)
+    except (ExitCodeError, DocumentError) as error:
+        return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
+    note_effective(context.notes, resulting)
+    default = context.handoff.default_runtime
+    faults = "; ".join(
+        containerd_tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default)
+    )
+    if faults and planned.loaded_later:
+        faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
+    if faults and planned.mixture:
+        faults += f"; {planned.mixture}"
+    # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
+    effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
+    return _Result(inputs, faults, effective=effective)
+
+
+def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
+    """Undo the changes in reverse order, and restore the note about the last change."""
+    put(context.system, {path: before[path] for path in reversed(tuple(changes))})
+    context.notes.save(CHANGED, noted)
+
+
+def _is_refused(context: Context, version: tuple[int, ...]) -> bool:
+    """Return whether containerd refuses its configuration as it is now. Raises CommandError."""
+    try:
+        effective_config(context.system, MAIN, version)
+    except ExitCodeError:
+        return True
+    except DocumentError:
+        pass
+    return False
+
+
+def digest(content: bytes | None) -> str:
+    """Return a digest of the content; empty if there is no file."""
+    return "" if content is None else sha256(content)
+
+
+# Finds the files that containerd's main configuration file imports.
+
+
+SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
+"""Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
+`[!`, and has backslashes as escapes."""
+
+
+def loaded_files(system: System, main: bytes, drop_in: str) -> dict[str, bytes]:
+    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
+
+    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
+    If an import covers the agent's drop-in, the result has the drop-in with empty content, whether it exists or not.
+    """
+    loaded: dict[str, bytes] = {}
+    pending = list(parsed_imports(MAIN, main))
+    while pending:
+        pattern = pending.pop(0)
+        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
+        if covers(pattern, drop_in):
+            matches.add(drop_in)
+        for path in sorted(matches - {MAIN, *loaded}):
+            loaded[path] = b"" if path == drop_in else _load(system, path)
+            pending += parsed_imports(path, loaded[path])
+    return loaded
+
+
+def new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
+    """Return the pattern by which the main file is to import the drop-in. Raises DocumentError or OSError.
+
+    The pattern is IMPORT if IMPORT covers the drop-in, and matches only the agent's drop-ins and files that containerd
+    already loads. `own` has the agent's other drop-ins. Otherwise, the pattern is the path of the drop-in with an
+    asterisk before the suffix. The plain path is not used, because containerd does not start if a file that is imported
+    by its plain path is missing.
+    """
+    loaded = loaded_files(system, main, drop_in)
+    if covers(IMPORT, drop_in) and not {*_glob(system, IMPORT)} - {drop_in, *own, *loaded}:
+        return IMPORT
+    stem, suffix = posixpath.splitext(drop_in)
+    return f"{stem}*{suffix}"
+
+
+def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
+    """Return a file's imports as absolute patterns. Raises DocumentError."""
+    patterns = imports(path, parse(path, content))
+    for pattern in patterns:
+        if "*" in pattern and not re.fullmatch(SAME_IN_GO, pattern):
+            raise DocumentError(
+                f"{path}: key imports: the agent cannot read the pattern {pattern} as containerd does",
+                "write it without a backslash, and with only letters, digits, dots and underscores in brackets",
+            )
+    return patterns
+
+
+def _load(system: System, path: str) -> bytes:
+    # The agent lists all imported files in a TOML file of its own (`_baseline` in agent.machine.containerd),
+    # and TOML can only have names in UTF-8.
+    if any("\udc80" <= character <= "\udcff" for character in path):
+        raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
+    content = read_optional(system, path)
+    if content is None:
+        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
+    return content
+
+
+def _glob(system: System, pattern: str) -> list[str]:
+    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
+    paths = [""]
+    for part in pattern.split("/")[1:]:
+        wild = any(character in part for character in "*?[")
+        directories = [each for each in paths if system.is_directory(each or "/")]
+        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
+        paths = [
+            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
+        ]
+    return [path for path in paths if system.exists(path)]
+
+
+# Configures containerd, and reads back the resulting configuration.
+
+
+CONFIGURED = ConditionType.RUNTIME_CONFIGURED
+BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+OTHER_RUNTIMES = (
+    "/run/k3s/containerd/containerd.sock",  # Also RKE2's.
+    "/run/k0s/containerd.sock",
+    "/var/snap/microk8s/common/run/containerd.sock",
+    "/run/crio/crio.sock",  # Also MicroShift's.
+    "/run/cri-dockerd.sock",
+)
+"""Sockets of runtimes that the agent does not configure. Other sockets may be those of a proxy before containerd."""
+CDI_ENABLED = true(
+    CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else"
+)
+
+
+def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
+    """Configure containerd for a request, and return RuntimeConfigured."""
+    if not request.gpus:
+        # The configuration stays: removing it would restart containerd now, and again when GPUs come back.
+        return not_applicable(CONFIGURED, "no GPU is granted to this machine")
+    others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
+    if vendor.handler is None and any(each and each.handler for each in others):
+        return not_applicable(CONFIGURED, "the drop-in for another vendor's runtime also enables CDI")
+    return configure_vendor(context, vendor)
+
+
+def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
+    """Configure containerd for a vendor's runtime, and return RuntimeConfigured.
+
+    If the vendor has no runtime, containerd is configured for CDI alone.
+
+    Raises AgentError or OSError.
+    """
+    system, notes = context.system, context.notes
+    handler, paths = vendor.handler, _drop_in_paths(context, vendor)
+    drop_in, name = paths.drop_in, _note(vendor)
+    program = system.find_program("containerd")
+    if other := _other_runtime(context, program):
+        hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
+        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
+    if program is None:
+        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
+    if handler and not system.exists(handler.binary):
+        return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
+    if not context.owned.make_way(drop_in):
+        return false(
+            CONFIGURED,
+            Reason.FOREIGN_FILE,
+            f"{drop_in} exists and was not written by the agent, so it was left unchanged: move it away",
+        )
+    if handler:
+        _edit_runtime_config(context, vendor)
+    noted = notes.load(name)
+    # If nothing that the result depends on has changed, no program is started.
+    state = _inputs_digest(context, program, vendor, drop_in)
+    known = noted.get("problem") or effective_is_noted(notes)
+    if noted.get("state") == state and not change_was_interrupted(notes) and known:
+        return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
+    # Imported here: most runs do not need containerd's version.
+
+    if handler is None and not paths.former and _enabled_without_drop_in(context, drop_in, program):
+        notes.save(name, {"state": state, "by_others": True})
+        return CDI_ENABLED
+    version = containerd_version(context, program)
+    before = {path: read_optional(system, path) for path in (MAIN, drop_in, *paths.former)}
+    planned = _planned_change(context, version, vendor, paths, before)
+    faults, inputs = write_and_read_back(
+        context, vendor, paths, planned, before, lambda: _inputs_digest(context, program, vendor, drop_in)
+    )
+    if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
+        record_repair(notes, Repair.CONTAINERD, problem)
+    # After a fault, `write_and_read_back` has restored or emptied the drop-in, so its content must be read again.
+    content = read_optional(system, drop_in) if faults else planned.drop_in or before[drop_in]
+    result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
+    notes.save(name, result if faults else {**result, "import": planned.pattern})
+    return _condition(faults, drop_in)
+
+
+def _other_runtime(context: Context, program: str | None) -> str:
+    """Return which program has another runtime than this containerd; empty if none has, or if none is known."""
+    system, own = context.system, noted_address(context.notes)
+    sockets = [path for path in OTHER_RUNTIMES if path != own and system.exists(path)]
+    if program and not sockets:
+        return ""
+    # Imported here: few machines have another runtime.
+    from agent.system.kubelet_identity import other_runtime, program_with_kubelet
+
+    return other_runtime(system, sockets) or ("" if program else program_with_kubelet(system))
+
+
+def _note(vendor: MachineVendor) -> str:
+    """Return the name of the note about a vendor's part of the configuration. Vendors without a runtime share one."""
+    return f"containerd-{vendor.name if vendor.handler else 'cdi'}"
+
+
+def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
+    """Return the path of the drop-in, and the former paths where it must be removed.
+
+    If only CDI is needed, the drop-ins for vendors' runtimes stay, because their removal would restart containerd.
+    """
+    drop_in = context.handoff.containerd_drop_in or containerd_tables.drop_in_path(vendor.handler)
+    kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
+    own = (path for path in context.owned.paths if path.endswith(containerd_tables.SUFFIXES))
+    return DropInPaths(drop_in, tuple(path for path in own if path not in kept))
+
+
+def _vendor_drop_ins() -> list[str]:
+    """Return the default paths of the drop-ins for vendors' runtimes."""
+    return [containerd_tables.drop_in_path(handler) for handler in _handlers()]
+
+
+def _names_a_runtime(system: System, drop_in: str) -> bool:
+    """Return whether the drop-in is for a vendor's runtime, judged by its content: its path may be a configured one."""
+    content = read_optional(system, drop_in) or b""
+    return any(handler.binary.encode() in content for handler in _handlers())
+
+
+def _handlers() -> list[RuntimeHandler]:
+    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
+    return [vendor.handler for vendor in vendors if vendor and vendor.handler]
+
+
+def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
+    """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
+
+    Return False without a check if there is a drop-in for CDI alone, and none for a vendor's runtime: the existing
+    drop-in is taken to be needed. Also return False if there is no main file. Otherwise, check containerd's effective
+    configuration. The agent's drop-in for a vendor's runtime may enable CDI there, because that drop-in stays when the
+    vendor's last GPU is withdrawn. containerd loads that drop-in after the one for CDI alone, so containerd 1.x ignores
+    the table in the one for CDI alone.
+    """
+    system = context.system
+    for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
+    if not system.exists(MAIN) or (system.exists(drop_in) and not for_vendor):
+        return False
+
+    try:
+        version = known_version(context, program)
+        effective = effective_config(system, MAIN, version)
+        note_effective(context.notes, effective)
+        return not list(containerd_tables.cdi_problems(effective))
+    except (ExitCodeError, DocumentError):
+        # The following steps report what is wrong.
+        return False
+
+
+def _condition(problem: str, drop_in: str) -> Condition:
+    if problem:
+        return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
+    message = f"`containerd config dump` shows what {drop_in} sets, and no other setting is lost"
+    return true(CONFIGURED, Reason.READ_BACK, message)
+
+
+def _changed_by_others(noted: Mapping[str, Any], found_digest: str, planned: PlannedChange, drop_in: str) -> str:
+    """Return what somebody changed in the agent's part of the configuration since it was noted; empty if nothing."""
+    if not noted.get("drop_in") or noted.get("path") != drop_in:
+        return ""
+    if planned.drop_in is not None and found_digest != noted["drop_in"]:
+        return f"somebody {'changed' if found_digest else 'removed'} {drop_in}"
+    return f"somebody removed the import of {drop_in} from {MAIN}" if planned.main is not None else ""
+
+
+def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
+    """Set the agent's keys in the configuration file of the handler's program, and keep other keys.
+
+    The file belongs to the program's package. The program reads it whenever a container starts, so no restart is
+    needed.
+    """
+    system, notes = context.system, context.notes
+    name, settings = f"runtime-{vendor.name}", json.dumps(vendor.runtime_settings)
+    present, noted = read_optional(system, vendor.runtime_config), notes.load(name).get("edited")
+    if present is not None and noted == [settings, sha256(present)]:
+        return
+    text = (present or b"").decode(errors="surrogateescape")
+    edited = vendor.edit_runtime_config(text)
+    content = edited.encode(errors="surrogateescape")
+    if content != present:
+        write(system, vendor.runtime_config, content, 0o644)
+        # If other settings are noted, the change is not a repair: an older agent had set other keys.
+        if noted and noted[0] == settings:
+            record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+    notes.save(name, {"edited": [settings, sha256(content)]})
+
+
+def _planned_change(
+    context: Context,
+    version: tuple[int, ...],
+    vendor: MachineVendor,
+    paths: DropInPaths,
+    before: dict[str, bytes | None],
+) -> PlannedChange:
+    """Return the change that makes containerd load the agent's tables. Raises AgentError or OSError."""
+    system, drop_in = context.system, paths.drop_in
+    text = before[MAIN] or b""
+    main = parse(MAIN, text)
+    if not main:
+        # The main file is missing, or has only comments, which are kept.
+        text = render_toml({"version": new_version(version)}) + text
+    pattern = next(
+        (each for each in containerd_tables.imports(MAIN, main) if containerd_tables.covers(each, drop_in)), ""
+    )
+    if not pattern:
+        # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
+        # pattern is used again if it covers the drop-in.
+        former: str = context.notes.load(_note(vendor)).get("import", "")
+        known = "*" in former and containerd_tables.covers(former, drop_in)
+        pattern = former if known else new_import(system, text, drop_in, paths.former)
+        text = with_import(text, pattern)
+    main = parse(MAIN, text)
+    contents = loaded_files(system, text, drop_in)
+    all_loaded = {path: parse(path, content) for path, content in contents.items()}
+    # Without the former drop-ins, which will be removed.
+    order = [path for path in all_loaded if path not in paths.former]
+    loaded_later = tuple(order[order.index(drop_in) + 1 :])
+    loaded = {path: all_loaded[path] for path in order if path != drop_in}
+    configuration = Configuration(main, loaded, {}, loaded_later, drop_in)
+    configuration = configuration._replace(dump=_baseline(system, configuration, version))
+    document = containerd_tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
+    try:
+        same = before[drop_in] is not None and parse(drop_in, before[drop_in] or b"") == document
+    except AgentError:
+        # The drop-in is no longer TOML.
+        same = False
+    return PlannedChange(
+        main=None if text == before[MAIN] else text,
+        drop_in=None if same else render_toml(document, HEADER),
+        baseline=configuration.dump,
+        loaded_later=loaded_later,
+        document=document,
+        version=version,
+        pattern=pattern,
+        mixture=configuration.mixture(version),
+    )
+
+
+def _baseline(system: System, configuration: Configuration, version: tuple[int, ...]) -> Table:
+    """Return containerd's effective configuration for the main file and its imports alone.
+
+    Raises DocumentError if containerd refuses them; also CommandError and OSError.
+    """
+    imported = list(configuration.imported)
+    system.write(BASELINE, render_toml(configuration.main | {"imports": imported}), 0o600)
+    try:
+        return effective_config(system, BASELINE, version)
+    except ExitCodeError as error:
+        raise DocumentError(
+            f"containerd refuses {MAIN} and its imports, even without the agent's drop-in (tried as the copy "
+            f"{BASELINE}): {error}{configuration.newer_files(version)}",
+            "repair these files: containerd cannot start with them either",
+        ) from error
+
+
+def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
+    """Return a digest of everything that the result of `configure_vendor` depends on.
+
+    That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
+    """
+    system, default = context.system, context.handoff.default_runtime
+    parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
+    main, own = read_optional(system, MAIN), read_optional(system, drop_in)
+    loaded = loaded_files(system, main or b"", drop_in)
+    others = {path: content for path, content in loaded.items() if path != drop_in}
+    for path, content in {MAIN: main, drop_in: own, **others}.items():
+        parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]
+    return sha256(b"".join(parts))
+
+
+# Finds containerd's version, and adapts CDI specifications to it.
+
+
+NOTE = "containerd-version"
+GROUPS_SINCE = (1, 7, 16)
+"""The first containerd with version 0.7 of CDI's library. An older containerd ignores every specification with the key
+additionalGids, which version 0.7.0 of the format added."""
+
+
+def containerd_version(context: Context, program: str) -> tuple[int, ...]:
+    """Return containerd's version.
+
+    The result is noted, so `containerd --version` runs again only after the program has changed or the machine has
+    booted, or if no version was found. Raises CommandError, DocumentError or OSError.
+    """
+    system, notes = context.system, context.notes
+    identity, noted = list(system.identity(program)), notes.load(NOTE)
+    if noted.get("program") == identity and isinstance(noted.get("version"), list):
+        return tuple(noted["version"])
+    version = parse_version(system.run("containerd", "--version"))
+    notes.save(NOTE, {"program": identity, "version": list(version)})
+    return version
+
+
+def known_version(context: Context, program: str) -> tuple[int, ...]:
+    """Return containerd's version; () for a custom build that reports none. Raises CommandError or OSError."""
+    try:
+        return containerd_version(context, program)
+    except DocumentError:
+        return ()
+
+
+def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
+    """Return a CDI specification in a form that this machine's containerd accepts, and a remark if it was changed.
+
+    Raises CommandError or OSError.
+    """
+    # Imported here: agent.machine.containerd needs only the version.
+    from agent.vendors.cdi import without_groups
+
+    groupless = without_groups(spec)
+    if groupless == spec or not (version := _version_without_groups(context)):
+        return spec, ()
+    return groupless, (
+        f"containerd {version} does not support additionalGids (added in {dotted(GROUPS_SINCE)}), so they are left "
+        "out: containers that do not run as root need the groups of their device nodes as supplementalGroups",
+    )
+
+
+def _version_without_groups(context: Context) -> str:
+    """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
+
+    A specification must suit both the program on disk and a running containerd whose program has been replaced. If the
+    version is the running containerd's, advice to restart it follows the version.
+    """
+    program = context.system.find_program("containerd")
+    if program is None or not context.system.is_file(program):
+        return ""
+    try:
+        version = containerd_version(context, program)
+        if version < GROUPS_SINCE:
+            return dotted(version)
+    except DocumentError:
+        # A custom build, which RuntimeConfigured reports.
+        pass
+    return _running_without_groups(context, program)
+
+
+def _running_without_groups(context: Context, program: str) -> str:
+    """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
+
+    Otherwise return an empty string, also if the version is unknown. If containerd still runs the program that is on
+    disk, return an empty string without a look at the version: the caller has checked that program. If a version is
+    returned, the running process is noted, because the result changes when that process exits.
+    """
+    system = context.system
+    process = unit_properties(context).get("MainPID", "0")
+    # This link leads to the running program, even if its file was removed (proc(5)).
+    running = f"/proc/{process}/exe"
+    identity = program_identity(system, running)
+    if identity is None or identity == program_identity(system, program):
+        return ""
+    if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
+        # The process may be another program, such as a shell that waits for containerd. It must not be run.
+        return ""
+    try:
+        version = parse_version(system.run(running, "--version"))
+    except DocumentError:
+        return ""
+    if version >= GROUPS_SINCE:
+        return ""
+    context.notes.save(REPLACED, {"running": running, "identity": identity})
+    return f"{dotted(version)} (it is still running: restart {UNIT})"

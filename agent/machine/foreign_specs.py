@@ -1,0 +1,370 @@
+"""Finds CDI specifications in the machine that the agent did not write, and their effect on the agent's devices.
+
+The rules are those of Cache.refresh in pkg/cdi/cache.go of CDI's Go library. A later directory takes precedence over
+earlier ones; a device name in two files of one directory is unusable; an invalid file is skipped.
+
+Container runtimes also read files that are not regular (scanSpecDirs), so they hang on a FIFO until somebody writes to
+it. This module does not read such files, but reports them.
+
+A pod that may write in one of the directories can put anything there, in any number. So what one run reads and checks
+is limited in number, bytes and time, and what was found out about a file is noted, also that it could not be read.
+"""
+
+import errno
+import posixpath
+import stat
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from agent.machine.containerd import noted_directories
+from agent.machine.notes import Context, next_attempt
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false
+from agent.model.errors import AgentError, CommandError
+from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
+from agent.model.text import first_of, first_quoted, printable, quoted, sha256
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor
+
+SUFFIXES = (".json", ".yaml")
+ENABLED = "/etc/systemd/system/multi-user.target.wants"
+MASKS = "/etc/systemd/system"
+SHOWN = 4
+"""How many device names, and how many files, a message shows; there may be hundreds."""
+NAMES_READ = 16_384
+"""How many names of a directory are read."""
+FILES = 256
+"""How many files of a directory are read. A node with NVIDIA's DRA driver has one for each claim."""
+SIZE_LIMIT = 256 * 1024
+"""Bytes of the largest file that is read. A specification of 16 GPUs with 7 MIG instances each has half of that. What a
+parser makes of a file takes thousands of times its size at worst."""
+SIZE_OF_ALL = 4 << 20
+"""Bytes of all files that one run reads, and of the names of their devices."""
+TIME_LIMIT = 10.0
+"""Seconds in which one run checks new files. The next run checks the others."""
+SHORTEST = 0.5
+"""Seconds of TIME_LIMIT that must be left to check one more file."""
+DEVICES = 1024
+"""How many devices a file may have. One for 16 GPUs with 7 MIG instances each has 256, each with two names."""
+LONGEST_NAME = 256
+"""Characters of the longest qualified name that is kept. None of the agent's devices has a longer one."""
+TEXT_SHOWN = 200
+"""How much of a tool's message is shown. It may quote the file."""
+
+
+class OwnSpec(Protocol):
+    """One of the agent's specifications. MachineVendor explains these attributes, and has them itself."""
+
+    @property
+    def spec_path(self) -> str: ...
+
+    @property
+    def spec_kind(self) -> str: ...
+
+    @property
+    def rival_spec(self) -> str: ...
+
+    @property
+    def rival_units(self) -> tuple[str, ...]: ...
+
+
+class ForeignSpec(NamedTuple):
+    """A specification file that the agent did not write."""
+
+    path: str
+    devices: tuple[str, ...]
+    """Qualified names of its devices."""
+    fault: str = ""
+    """Why it has no devices, as the end of a message that begins with the path; empty if it has some."""
+    blocking: bool = False
+    """Whether runtimes that read the file may hang forever."""
+    checked: bool = True
+    """Whether it is known which devices runtimes find in the file."""
+    outranked: bool = False
+    """Whether the agent's directory takes precedence over the file's directory."""
+
+
+class Foreign(NamedTuple):
+    """Other programs' specifications that have devices of the same kind as one of the agent's specifications."""
+
+    same_directory: Mapping[str, str]
+    """By qualified device name, the path of a specification in the same directory as the agent's."""
+    preferred: Mapping[str, str]
+    """By qualified device name, the path of a specification in a directory that takes precedence over the agent's."""
+    remarks: tuple[str, ...] = ()
+    """Remarks on files that do not affect the agent's devices."""
+    blocking: tuple[str, ...] = ()
+    """Sentences on files that may make runtimes hang, so that the runtimes read no specification at all."""
+
+    def names(self) -> frozenset[str]:
+        """Return the names of devices that pods do not get from the agent's specification."""
+        return frozenset({*self.same_directory, *self.preferred})
+
+
+def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
+    """Return what other programs' specifications offer of the vendor's kind.
+
+    Runs `nvidia-ctk`, or the tool of another vendor, to check files that are new or have changed.
+
+    The remarks name invalid files, and enabled units that may write a rival specification.
+    """
+    specs = foreign_specs(context, vendor)
+    faulty = sorted((spec for spec in specs if spec.fault and not spec.blocking), key=lambda spec: spec.checked)
+    broken = [f"{quoted(spec.path)} {spec.fault}" for spec in faulty]
+    blocking = tuple(f"{quoted(spec.path)} {spec.fault}" for spec in specs if spec.blocking)
+    remarks = (*((first_of(broken, SHOWN, "; "),) if broken else ()), *_writer_remark(context.system, vendor))
+    return with_same_kind(specs, vendor)._replace(remarks=remarks, blocking=blocking)
+
+
+def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
+    """Return the devices in the specifications that have the same kind as `own`, with their files. Pure."""
+    own_directory = posixpath.dirname(own.spec_path)
+    same: dict[str, str] = {}
+    preferred: dict[str, str] = {}
+    for spec in specs:
+        if spec.outranked:
+            continue
+        paths_by_name = same if posixpath.dirname(spec.path) == own_directory else preferred
+        paths_by_name.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
+    return Foreign(same, preferred)
+
+
+def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
+    """Return all specifications that the agent did not write. Runs the vendor's tool for each new or changed file."""
+    name = f"foreign-specs-{vendor.name}"
+    reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
+    try:
+        for directory, outranked in _directories(context).items():
+            specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
+    finally:
+        context.notes.save(name, reader.notes)
+    return tuple(specs)
+
+
+def _directories(context: Context) -> dict[str, bool]:
+    """Return the directories in which runtimes look for specifications, each with ForeignSpec.outranked of its files.
+
+    These are CDI_DIRECTORIES, the only ones of nvidia-container-runtime, and the further ones of containerd.
+    """
+    system, own = context.system, CDI_DIRECTORIES[0]
+    found = dict.fromkeys(CDI_DIRECTORIES, False)
+    places = {_place(system, each) for each in CDI_DIRECTORIES}
+    noted = noted_directories(context.notes)
+    # From the last one, which counts if a directory is listed twice, perhaps through a link.
+    for index, directory in reversed(tuple(enumerate(noted))):
+        if directory.startswith("/") and (place := _place(system, directory)) not in places:
+            places.add(place)
+            found[posixpath.normpath(directory)] = own in noted[index + 1 :]
+    return found
+
+
+def _place(system: System, directory: str) -> str:
+    try:
+        return system.real_path(directory)
+    except (OSError, ValueError):
+        return posixpath.normpath(directory)
+
+
+def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
+    """Return the condition if a specification with these devices must not be published; None if it may be.
+
+    A device name that two files in one directory define is unusable. If another program's file defines one of these
+    names, and the agent's file does not exist yet, publishing would take the device from pods that now get it from that
+    other file. If the agent's file exists, the names that both files define are unusable already, so the agent's file
+    may be replaced.
+    """
+    shared_names = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
+    if not shared_names or system.exists(own.spec_path):
+        return None
+    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared_names))
+    return false(
+        ConditionType.CDI_SPEC_CURRENT,
+        Reason.NAMES_COLLIDE,
+        f"{own.spec_path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
+        f"{first_quoted(paths, SHOWN)}; {_removal(own, paths)}",
+    )
+
+
+def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, own: OwnSpec) -> Condition:
+    """Return the condition of a specification with these devices, adjusted to other programs' specifications. Pure."""
+    if condition.status is not Status.TRUE:
+        return condition
+    if foreign.blocking:
+        return false(condition.type, Reason.RUNTIME_BLOCKED, f"{first_of(foreign.blocking, SHOWN, '; ')}; remove it")
+    own_names = [f"{own.spec_kind}={name}" for name in devices]
+    for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
+        shared_names = [name for name in own_names if name in paths_by_name]
+        if shared_names:
+            paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
+            return _collision(reason, shared_names, paths, own)
+    further = [
+        f"{quoted(path)} has further devices of this kind: {first_quoted(names, SHOWN)}"
+        for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
+    ]
+    shown = [first_of(further, SHOWN, "; ")] if further else []
+    return condition._replace(message=printable("; ".join([condition.message, *shown, *foreign.remarks])))
+
+
+def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
+    """Return the condition for devices that both the agent's published specification and other files define. Pure."""
+    names, where = first_of(shared_names, SHOWN), first_quoted(paths, SHOWN)
+    if reason is Reason.SHADOWED:
+        why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
+    else:
+        why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
+    return false(ConditionType.CDI_SPEC_CURRENT, reason, f"{why}; {_removal(own, paths)}")
+
+
+def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
+    """Return what to do against these files of other programs."""
+    steps = [_advice(own)] if own.rival_spec in paths else []
+    if others := [path for path in paths if path != own.rival_spec]:
+        steps.append(f"remove {first_quoted(others, SHOWN)}, and stop what writes it")
+    return "; ".join(steps)
+
+
+class _Reader:
+    """Reads and checks the files, within the limits of one run."""
+
+    def __init__(self, context: Context, vendor: MachineVendor, noted: Mapping[str, object]) -> None:
+        self._system, self._owned, self._vendor, self._noted = context.system, context.owned, vendor, noted
+        self._bytes, self._deadline = SIZE_OF_ALL, time.monotonic() + TIME_LIMIT
+        self.notes: dict[str, dict[str, object]] = {}
+        """What this run knows, by path: a digest with the devices' names, or with a failure and when to try again."""
+
+    def read_directory(self, directory: str) -> list[ForeignSpec]:
+        """Return the specifications in a directory, if there is one."""
+        if not self._system.is_directory(directory):
+            return []
+        names = self._system.some_entries(directory, NAMES_READ)
+        paths = [f"{directory}/{name}" for name in names if name.endswith(SUFFIXES)]
+        # The file that the toolkit itself may write comes first: others cannot keep it from being read.
+        paths = sorted(paths, key=lambda path: path != self._vendor.rival_spec)
+        paths = [path for path in paths if not self._owned.has(path)]
+        specs = [self._read(path) for path in paths[:FILES] if _file_type(self._system, path) != stat.S_IFDIR]
+        if len(paths) > FILES or len(names) == NAMES_READ:
+            why = f"has more than {FILES} specifications of other programs, and the others are NotChecked"
+            specs.insert(0, ForeignSpec(directory, (), why, checked=False))
+        return specs
+
+    def _read(self, path: str) -> ForeignSpec:
+        try:
+            if _file_type(self._system, path) not in (None, stat.S_IFREG):
+                why = "container runtimes that read it may hang, so no container with a GPU starts"
+                return ForeignSpec(path, (), f"is not a regular file: {why}", blocking=True)
+            content = _content(self._system, path, max(0, min(SIZE_LIMIT, self._bytes)))
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                why = f"it is larger than {SIZE_LIMIT} bytes, or all files are larger than {SIZE_OF_ALL}"
+                return ForeignSpec(path, (), f"is NotChecked: {why}; remove it if nothing needs it", checked=False)
+            return ForeignSpec(path, (), f"cannot be read: {error.strerror}", checked=False)
+        self._bytes -= len(content)
+        noted = self._noted.get(path)
+        same = isinstance(noted, dict) and noted.get("digest") == sha256(content)
+        return self._check(path, content, noted if isinstance(noted, dict) and same else {"digest": sha256(content)})
+
+    def _check(self, path: str, content: bytes, noted: dict[str, object]) -> ForeignSpec:
+        """Return the specification with this content. `noted` is what is known of it, and has at least its digest."""
+        self.notes[path] = noted
+        now, until, listed = time.monotonic(), noted.get("until"), noted.get("devices")
+        if not isinstance(listed, list) and isinstance(until, float) and now < until:
+            return ForeignSpec(path, (), str(noted.get("fault")), checked=False)
+        if not isinstance(listed, list):
+            left = self._deadline - now
+            if left < SHORTEST:
+                why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
+                return ForeignSpec(path, (), why, checked=False)
+            try:
+                listed = self._list(path, content, left)
+            except (AgentError, OSError) as error:
+                fault = f"cannot be read: {_in_words(error)}"
+                since, until = next_attempt(noted.get("since"), time.monotonic())
+                self.notes[path] = {"digest": noted["digest"], "fault": fault, "since": since, "until": until}
+                return ForeignSpec(path, (), fault, checked=False)
+            self.notes[path] = {"digest": noted["digest"], "devices": listed}
+        self._bytes -= sum(map(len, listed))
+        # A specification without devices is invalid.
+        fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"
+        return ForeignSpec(path, tuple(map(str, listed)), fault)
+
+    def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
+        """Return the names of the devices in a specification with this content. Raises AgentError or OSError."""
+        # The file is copied into a separate directory, so that the listed devices are only those of this file.
+        directory = f"{MACHINE_STATE}/cdi-foreign"
+        # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
+        suffix = next(each for each in SUFFIXES if path.endswith(each))
+        for each in SUFFIXES:
+            self._system.remove_tree(f"{directory}/spec{each}")
+        self._system.write(f"{directory}/spec{suffix}", content)
+        listed = self._vendor.list_devices(self._system, directory, timeout)
+        if len(listed) > DEVICES or sum(map(len, listed)) > self._bytes:
+            raise OSError(errno.EFBIG, f"NotChecked, it has more than {DEVICES} devices, or their names are too long")
+        return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]]
+
+
+def _in_words(error: AgentError | OSError) -> str:
+    """Return an error in words. What a tool printed may quote the file, into which a pod may have put anything."""
+    if isinstance(error, CommandError):
+        printed = f", and printed {quoted(' '.join(error.stderr.split()), TEXT_SHOWN)}" if error.stderr.strip() else ""
+        return f"{' '.join(error.argv[:3])}: {error.ended}{printed}"
+    return (error.strerror or "") if isinstance(error, OSError) else str(error)
+
+
+def _content(system: System, path: str, limit: int) -> bytes:
+    """Return the file's content. Raises OSError.
+
+    A link is followed only to a world-readable file. Otherwise a pod that may write in the directory could link to a
+    secret, and the tool's error, which the report contains, would quote it.
+    """
+    if system.read_link(path) is None:
+        return system.read_untrusted(path, limit)[0]
+    with system.open_public(system.real_path(path)) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
+    return content
+
+
+def _file_type(system: System, path: str) -> int | None:
+    """Return the type (stat.S_IFMT) of the file that a path leads to; None for a dangling link, which runtimes ignore.
+
+    The kernel must not follow the link: a pod may link to /proc/PID/root, where a file system of the pod may hang. For
+    a link that leads there, S_IFLNK is returned.
+    """
+    try:
+        return stat.S_IFMT(system.owner(system.real_path(path))[0])
+    except OSError as error:
+        return stat.S_IFLNK if error.errno == errno.EXDEV else None
+
+
+def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
+    """Return a remark on enabled units that may write a rival specification later, which would take precedence."""
+    enabled = [
+        unit
+        for unit in vendor.rival_units
+        if system.exists(f"{ENABLED}/{unit}") and system.read_link(f"{MASKS}/{unit}") != "/dev/null"
+    ]
+    if not enabled:
+        return ()
+    return (
+        f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled and would write {vendor.rival_spec}, "
+        f"which would take precedence: "
+        f"{_advice(vendor)}",
+    )
+
+
+def _advice(own: OwnSpec) -> str:
+    if not own.rival_units:
+        return f"remove {own.rival_spec}, and stop running the program that wrote it"
+    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they must be
+    # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
+    # there.
+    units = " ".join(own.rival_units)
+    return f"in the machine, `systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"
+
+
+def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        names.setdefault(path, []).append(name)
+    return names

@@ -1,0 +1,671 @@
+"""Checks in the kubelet's files whether the granted GPUs are advertised, without asking the plugin or the API server.
+
+The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends a list of
+devices, and when a pod gets devices, but not when the kubelet starts. When a plugin exits, its devices become unhealthy
+at once, but the kubelet writes the checkpoint only five minutes later. So the plugin's sockets are tried as well, and a
+checkpoint that is older than the sockets proves nothing.
+"""
+
+import fnmatch
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from agent.machine.cdi import publish_allocatable, spec_changed_at
+from agent.machine.containerd_tables import MAIN
+from agent.machine.devices import live_numbers, may_have_content
+from agent.machine.notes import Context, Notes, attempt, noted_ages
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
+from agent.model.contract import (
+    DRA_STATUS_SILENT_AFTER,
+    DRA_STATUS_SIZE_LIMIT,
+    AllocatableVendor,
+    DraStatus,
+    parse_dra_status,
+    parse_node_files,
+)
+from agent.model.device import gives_gpus
+from agent.model.errors import CommandError, DocumentError
+from agent.model.handoff import SIZE_LIMIT, Request
+from agent.model.paths import DRA_STATUS, NODE_FILES
+from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
+from agent.system.files import UNUSABLE, System
+from agent.system.journal import Ages
+from agent.vendors.machine_vendor import MachineVendor, Marker
+
+PLUGINS = "/var/lib/kubelet/device-plugins"
+"""The kubelet's directory for device plugins, which is not configurable (DevicePluginPath of k8s.io/kubelet)."""
+KUBELET_SOCKET = f"{PLUGINS}/kubelet.sock"
+CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
+CHECKPOINT_LIMIT = 4 << 20
+"""Bytes of the largest checkpoint that is read. It lists the devices of each container."""
+NAMES_READ = 16_384
+"""How many names in the kubelet's directory are read. Pods of device plugins may write in it."""
+SOCKETS = 64
+"""How many sockets of one vendor's plugin are tried. It has one for each resource."""
+NAME_SHOWN = 120
+"""How many characters of a name, which a pod may have chosen, a message shows."""
+NAMES_SHOWN = 16
+"""How many names a message shows."""
+FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
+"""Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet."""
+
+KIND = ConditionType.GPUS_ADVERTISED
+
+
+class Plugin(NamedTuple):
+    """A vendor's device plugin, as the kubelet's directory shows it."""
+
+    serving: Mapping[str, int]
+    """Sockets that accept connections, each with the id of the process that listens. The id is 0 for a process outside
+    this PID namespace."""
+    dead: tuple[str, ...] = ()
+    """Sockets that nobody listens on."""
+    registered: Mapping[str, tuple[str, ...]] | None = None
+    """Ids of the vendor's registered devices by resource, according to the checkpoint; None without a checkpoint."""
+    begun: int = 0
+    """When the plugin began to serve: the time of its newest socket, in nanoseconds since the epoch."""
+    begun_at: float = -math.inf
+    """The same time by CLOCK_MONOTONIC."""
+    up_to_date: bool = False
+    """Whether the checkpoint was written after the plugin began to serve."""
+
+
+def check_advertised(
+    context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
+    """Return GPUsAdvertised. `published` has the names of the devices in the CDI specification. Raises OSError."""
+    condition = _by_kubelet(context, vendor, request, published)
+    if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
+        return condition
+    # Imported here: few plugins make a specification of their own.
+
+    return with_plugin_spec(context.system, vendor, request, condition)
+
+
+def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
+    """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
+    system = context.system
+    if not system.is_directory(PLUGINS):
+        if not request.gpus:
+            return not_applicable(KIND, "no GPU is granted to this machine")
+        return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+    try:
+        with noted_ages(context.notes) as ages:
+            plugin = _read_plugin(system, vendor, ages)
+            published_at = ages.changed_at(vendor.spec_path, spec_changed_at(context, vendor) / 1e9)
+    except DocumentError as error:
+        return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
+    in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
+    if system.listening_process(KUBELET_SOCKET) is None:
+        return unknown(
+            KIND,
+            Reason.KUBELET_DOWN,
+            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
+        )
+    if not request.gpus and not any((plugin.registered or {}).values()):
+        return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
+    not_running = _not_running(vendor, plugin)
+    if not_running is not None:
+        return not_running
+    once_advertised = _once_advertised(context.notes, vendor, request, plugin)
+    outdated = not vendor.plugin_rescans and published_at > plugin.begun_at
+    registered = plugin.registered or {}
+    condition = _compare(vendor, request, in_spec, registered, once_advertised if outdated else None)
+    return condition._replace(advertised=len(in_spec & _gpus(vendor, request, registered)))
+
+
+def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
+    """Return the GPUs that this run or an earlier one found advertised since the plugin began to serve."""
+    name = f"device-plugin-{vendor.name}"
+    noted = notes.load(name)
+    before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
+    gpus = {*before, *_gpus(vendor, request, plugin.registered or {})}
+    notes.save(name, {"begun": plugin.begun, "known": sorted(gpus)})
+    return gpus
+
+
+def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
+
+
+def _gives_gpus(vendor: MachineVendor, resource: str) -> bool:
+    return gives_gpus(resource, vendor.resource_prefix, vendor.harmless_resources)
+
+
+def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
+    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
+    names = fnmatch.filter(system.some_entries(PLUGINS, NAMES_READ), vendor.plugin_sockets)[:SOCKETS]
+    return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+
+
+def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
+    """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
+    sockets = plugin_sockets(system, vendor)
+    serving = {path: process for path, process in sockets.items() if process is not None}
+    dead = tuple(path for path, process in sockets.items() if process is None)
+    try:
+        # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
+        written = system.identity(CHECKPOINT, follow=False).mtime_ns
+        registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
+        times = {path: system.identity(path, follow=False).mtime_ns for path in serving}
+    except FileNotFoundError:
+        return Plugin(serving, dead)
+    except OSError as error:
+        raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
+    by_resource = {name: ids for name, ids in registered.items() if _gives_gpus(vendor, name)}
+    # The times are converted by `ages` before they are compared: the wall clock may have been set between two of them.
+    begun = [(ages.changed_at(path, mtime_ns / 1e9), mtime_ns) for path, mtime_ns in times.items()]
+    begun_at, newest = max(begun, default=(-math.inf, 0))
+    up_to_date = ages.changed_at(CHECKPOINT, written / 1e9) >= begun_at
+    return Plugin(serving, dead, by_resource, newest, begun_at, up_to_date)
+
+
+def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
+    """Return the ids of the registered devices, by resource. Raises DocumentError.
+
+    All versions of Kubernetes write this part of the file in the same way, except that `Data` is missing before 1.10.
+    The checksum is not verified, because it depends on how Go prints the structure.
+    """
+    hint = "see the kubelet's log; the kubelet writes the file again when a device plugin registers"
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
+    if not isinstance(document, dict):
+        raise DocumentError(f"{CHECKPOINT}: not a JSON object", hint)
+    content, where = document.get("Data", document), "Data"
+    if isinstance(content, dict):
+        content, where = content.get("RegisteredDevices"), "Data.RegisteredDevices"
+    if not isinstance(content, dict):
+        raise DocumentError(f"{CHECKPOINT}: key {where} is not an object", hint)
+    registered = {}
+    for resource, listed in content.items():
+        # Go writes a slice without elements as null or as [].
+        ids = [] if listed is None else listed
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise DocumentError(f"{CHECKPOINT}: key {where}[{resource[:100]!a}] is not a list of strings", hint)
+        registered[resource] = tuple(ids)
+    return registered
+
+
+def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
+    """Return the condition if a part of the plugin is not running, or the kubelet has no list from it; else None."""
+    advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
+    if not plugin.serving:
+        if not plugin.dead and not plugin.registered:
+            message = f"no device plugin for {vendor.resource_prefix}* has registered with the kubelet"
+            return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
+        why = f"its socket in {PLUGINS} is gone"
+        if plugin.dead:
+            why = f"no connection is accepted at {in_words(plugin.dead)}"
+        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
+    if plugin.dead:
+        # Each resource has its own socket: one that is served says nothing about the others.
+        why = f"no connection is accepted at {in_words(plugin.dead)}, only at {in_words(plugin.serving)}"
+        return false(
+            KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
+        )
+    if not plugin.up_to_date:
+        message = (
+            f"the device plugin serves {in_words(plugin.serving)}, but the kubelet has no list of devices from it yet"
+        )
+        return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
+    return None
+
+
+def _compare(
+    vendor: MachineVendor,
+    request: Request,
+    in_spec: set[str],
+    registered: Mapping[str, tuple[str, ...]],
+    once_advertised: Set[str] | None,
+) -> Condition:
+    """Compare the GPUs in the CDI specification with the advertised ones, and return the condition.
+
+    The GPUs' identities are compared, because time-slicing and MIG change the counts. `once_advertised` has the GPUs
+    that the plugin has advertised since it started. It is None if the plugin notices the CDI specification's last
+    change without a restart.
+    """
+    gpus = _gpus(vendor, request, registered)
+    pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
+    foreign = {f"{resource}={each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
+    resources = [f"{quoted(resource, NAME_SHOWN)}: {len(ids)}" for resource, ids in sorted(registered.items())]
+    counts = first_of(resources, NAMES_SHOWN)
+    if request.gpus and not in_spec:
+        return unknown(
+            KIND, Reason.NOT_PUBLISHED, f"no CDI specification names the granted GPUs yet, see CDISpecCurrent; {counts}"
+        )
+    missing, stale = in_spec - gpus, gpus - in_spec
+    if missing and foreign:
+        message = f"the device plugin advertises ids of an unknown form ({in_words(foreign)})"
+        why = f"it is unknown whether they stand for {in_words(missing)}: check Allocatable in `kubectl describe node`"
+        return unknown(KIND, Reason.UNKNOWN_IDS, f"{message}; {why}")
+    parts = [f"not advertised, although granted: {in_words(missing)}"] if missing else []
+    parts += [f"advertised, but not (or no longer) in the CDI specification: {in_words(stale)}"] if stale else []
+    message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
+    # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. Such a GPU must
+    # not cause a restart: a restarted plugin would offer the unhealthy GPU to pods again.
+    if once_advertised is not None and (missing - once_advertised or stale):
+        why = "the plugin started before the CDI specification last changed, and looks for GPUs only when it starts"
+        return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
+    if missing:
+        return false(KIND, Reason.GPUS_MISSING, f"{message} once the GPUs are healthy")
+    if stale:
+        return false(KIND, Reason.STALE_GPUS, message)
+    return true(KIND, Reason.ADVERTISED, f"every GPU in the CDI specification is advertised ({counts})")
+
+
+def used_plugins(conditions: list[Condition]) -> list[Condition]:
+    """Of several vendors' conditions of one type, return those that count for the machine.
+
+    For GPUsAdvertised: if any vendor's device plugin is used, the conditions of vendors without a used plugin are left
+    out. For any other type, all conditions count.
+    """
+    used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
+    return used if conditions[0].type is KIND and used else conditions
+
+
+def in_words(names: Iterable[str]) -> str:
+    """Return names of GPUs, devices or sockets, sorted, as a message shows them."""
+    return first_quoted(sorted(names), NAMES_SHOWN, NAME_SHOWN)
+
+
+# Checks whether a device plugin's own CDI specification is still right. The agent never edits that file.
+#
+# If the plugin is configured with a CDI strategy, pods get the devices of its specification, not of the agent's.
+
+
+SHOWN = 3
+"""How many problems a message names. After a driver upgrade, there is one problem for each of the driver's files."""
+
+
+def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
+    """Return the condition GPUsAdvertised, adjusted to the plugin's own specification.
+
+    `advertised` is GPUsAdvertised before that. If its status is True, and the plugin's own specification is out of
+    date, the condition becomes False. If its status is not True, it is returned unchanged. Raises OSError.
+    """
+    if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
+        return advertised
+    try:
+        # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
+        content = system.read_untrusted(vendor.plugin_spec)[0]
+    except FileNotFoundError:
+        return advertised
+    problems = _problems(system, vendor, request, content)
+    if not problems:
+        return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
+    message = (
+        f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "
+        f"{first_of(problems, SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file if the "
+        "plugin no longer uses a CDI strategy"
+    )
+    return false(advertised.type, Reason.PLUGIN_SPEC_OUTDATED, message)
+
+
+def _problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
+    try:
+        spec = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return (f"it is not JSON: {error}",)
+    try:
+        own = json.loads(system.read_untrusted(vendor.spec_path)[0])
+    except (OSError, ValueError, RecursionError):
+        own = None
+    live = live_numbers(system, request.devices)
+    return vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)
+
+
+# Restarts the container of a vendor's device plugin through the CRI, if `restart_device_plugin` is set.
+#
+# The container is stopped, and the kubelet starts it again, as it does with every container of a DaemonSet. Other
+# containers are not affected. The next run sees the result.
+
+
+ENDPOINT = "unix:///run/containerd/containerd.sock"
+GRACE = 10
+"""Seconds for the plugin to exit after SIGTERM."""
+CONNECT_LIMIT = 10
+"""Seconds for the CRI to answer."""
+CRICTL_LIMIT = 60
+"""Seconds that crictl may run."""
+RESTART_INTERVAL = 300.0
+"""Minimum seconds between two restarts. The kubelet's own delay before it starts a container again grows up to this."""
+UNIT = "unbounded-agent-restart-device-plugin"
+SHOWN_ID = 13
+"""Characters of a container's id that a message shows, as in crictl's tables."""
+CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
+"""The part of a cgroup's path that names a container: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
+
+
+def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
+    """Restart the plugin if possible, and return `needed` with the result added. Raises OSError."""
+    return needed._replace(message=f"{needed.message}; {_restart(context, vendor)}")
+
+
+def _restart(context: Context, vendor: MachineVendor) -> str:
+    """Restart the plugin if it may be restarted now, and return a sentence about the result.
+
+    The plugin is restarted at most once for each change of the CDI specification: a second restart would not help. The
+    time between two restarts is at least RESTART_INTERVAL.
+    """
+    system, notes = context.system, context.notes
+    name = f"device-plugin-restart-{vendor.name}"
+    noted = notes.load(name)
+    spec, now, number = spec_changed_at(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
+    if noted.get("spec") == spec:
+        return str(noted.get("told"))
+    if number > 1 and now - float(noted.get("at", 0)) < RESTART_INTERVAL:
+        return (
+            f"it was restarted less than {RESTART_INTERVAL:.0f} s ago; a later run restarts it if that is still needed"
+        )
+    # A socket with several names may be another plugin's: any pod that may write in the directory can make a hard link.
+    processes = {
+        process
+        for path, process in plugin_sockets(system, vendor).items()
+        if process is not None and system.link_count(path) == 1
+    }
+    containers = sorted({found for process in processes if (found := _container(system, process))})
+    if not containers:
+        return "it is not restarted, because it is not running in a pod's container"
+    program = system.find_program("crictl")
+    if program is None:
+        return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
+    what = f"container {', '.join(each[:SHOWN_ID] for each in containers)} was stopped through the CRI to restart it"
+    sentence = (
+        f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}` in the machine"
+    )
+    # Noted before the restart: if it could not be noted afterwards, each run would restart the plugin again.
+    notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
+    try:
+        _stop(system, program, containers)
+    except CommandError as error:
+        notes.save(name, noted)
+        return f"it cannot be restarted: {error}"
+    return sentence
+
+
+def _stop(system: System, program: str, containers: Iterable[str]) -> None:
+    """Make a transient unit stop the containers, and do not wait for it: a plugin may take some time to exit."""
+    properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
+    unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
+    crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
+    system.run(*unit, *crictl, *containers, timeout=20)
+
+
+def _container(system: System, process: int) -> str:
+    """Return the id of a process's container, by its cgroup; empty outside pods, or if the process has exited."""
+    try:
+        cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for path in (line.split(":", 2)[-1] for line in cgroups):
+        # The cgroups of all pods' containers are below kubepods or kubepods.slice.
+        parts = path.partition("kubepods")[2].split("/")
+        ids = [match[1] for each in parts if (match := CONTAINER.fullmatch(each))]
+        if ids:
+            return ids[0]
+    return ""
+
+
+# Publishes the devices that pods may get by claims, and checks whether agent.dra offers them: GPUsAdvertised.
+#
+# agent.dra is a separate service (unbounded-agent-dra.service), because it talks to the kubelet and the API server, and
+# the GPU setup never waits for these. This module only reads its status.
+
+
+OFFERED_KIND = ConditionType.GPUS_ADVERTISED
+OFFERED_UNIT = "unbounded-agent-dra"
+
+
+def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
+    """Publish the allocatable devices, and return GPUsAdvertised. Raises OSError."""
+    publish_allocatable(context, vendors)
+    granted = {gpu for request in context.handoff.requests for gpu in request.gpus}
+    allocatable = {device.pci_address for vendor in vendors for device in vendor.devices}
+    if not granted:
+        return not_applicable(OFFERED_KIND, "no GPU is granted to this machine")
+    status = _status(context.system, context.notes)
+    if isinstance(status, Condition):
+        return status
+    offered = {gpu for offer in status.offers for gpu in offer.gpus}
+    return _offered_compare(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
+
+
+def _status(system: System, notes: Notes) -> DraStatus | Condition:
+    """Return the status that agent.dra reports if agent.dra works; otherwise return the condition GPUsAdvertised.
+
+    The condition is returned if the kubelet does not run or has not accepted agent.dra, if agent.dra has reported
+    nothing readable lately, or if agent.dra reports that it can offer nothing at all.
+    """
+    if not system.is_directory(PLUGINS):
+        return unknown(OFFERED_KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+    if system.listening_process(KUBELET_SOCKET) is None:
+        return unknown(
+            OFFERED_KIND,
+            Reason.KUBELET_DOWN,
+            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
+        )
+    try:
+        status = parse_dra_status(system.read(DRA_STATUS, DRA_STATUS_SIZE_LIMIT))
+    except FileNotFoundError:
+        return _silent("has reported nothing since the machine's start")
+    except DocumentError as error:
+        return _silent(f"wrote a status that cannot be read: {error}")
+    with noted_ages(notes) as ages:
+        age = ages.of(DRA_STATUS, status.at)
+    if age > DRA_STATUS_SILENT_AFTER:
+        return _silent(f"has reported nothing since {rfc3339(status.at)}")
+    if status.reason:
+        return Condition(OFFERED_KIND, Status.FALSE, status.reason, status.message)
+    if not status.registered:
+        message = f"the kubelet has not accepted {OFFERED_UNIT}.service as a driver yet, so no pod can start with a GPU"
+        why = status.message or "if that lasts, see the logs of both"
+        return false(OFFERED_KIND, Reason.NOT_REGISTERED, f"{message}; {why}")
+    return status
+
+
+def _silent(what: str) -> Condition:
+    effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
+    return false(
+        OFFERED_KIND,
+        Reason.DRA_DRIVER_DOWN,
+        f"{OFFERED_UNIT}.service {what}; {effect}; see `systemctl status {OFFERED_UNIT}` in the machine",
+    )
+
+
+def _offered_compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
+    """Return GPUsAdvertised.
+
+    It is True only if agent.dra reports no fault of an offer, at least one GPU is allocatable, every allocatable GPU is
+    offered, and every offered GPU is granted. All sets have PCI addresses. `allocatable` has the GPUs that CDI
+    specifications name.
+    """
+    for offer in status.offers:
+        if offer.reason:
+            return Condition(OFFERED_KIND, Status.FALSE, offer.reason, offer.message)
+    if not allocatable:
+        return unknown(
+            OFFERED_KIND, Reason.NOT_PUBLISHED, "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
+        )
+    tainted = sorted(name for offer in status.offers for name in offer.tainted)
+    where = f"the ResourceSlices of node {status.node}"
+    if missing := allocatable - offered:
+        message = f"not in {where} yet, although ready for pods: {in_words(missing)}"
+        return false(
+            OFFERED_KIND,
+            Reason.GPUS_MISSING,
+            f"{message}; if that lasts, see `journalctl -u {OFFERED_UNIT}` in the machine",
+        )
+    if stale := offered - granted:
+        message = f"in {where}, but not (or no longer) granted: {in_words(stale)}"
+        return false(
+            OFFERED_KIND,
+            Reason.STALE_GPUS,
+            f"{message}; if that lasts, see `journalctl -u {OFFERED_UNIT}` in the machine",
+        )
+    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {in_words(tainted)}"] if tainted else []
+    if without := granted - allocatable:
+        remarks.append(f"without {in_words(without)}, which no CDI specification names: see CDISpecCurrent")
+    remarks += [status.message] if status.message else []
+    count = sum(len(offer.devices) for offer in status.offers)
+    return true(OFFERED_KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
+
+
+# Makes and removes validation markers: files that tell the vendor's pods what works in this machine.
+
+
+VALIDATION_MARKERS_KIND = ConditionType.VALIDATION_MARKERS_SET
+NOTE = "validation-markers"
+"""Name of the note that has content if there may be markers of the agent."""
+FIRST_LINE = "# Written by unbounded-agent, which removes this file if it is no longer true.\n"
+"""By this line the agent recognises its own markers. A shell that reads a marker takes the line for a comment."""
+LIMIT = 4096
+"""Bytes of the largest marker that is read. A larger one is not the agent's."""
+
+
+def settle_markers(
+    context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]
+) -> tuple[Condition, ...]:
+    """Make the vendor's markers that the conditions prove, remove refuted ones, and return ValidationMarkersSet.
+
+    A marker is refuted if a condition that it needs is False; a fault of only some GPUs refutes nothing, because the
+    markers are about all. If none of these conditions is False, but one is Unknown, the marker stays as it is. If
+    markers are not configured, those that the agent made before are removed, and an empty
+    tuple is returned. If the vendor has no markers, an empty tuple is returned too.
+    """
+    configured = context.handoff.validation_markers
+    if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
+        return ()
+    condition = attempt(VALIDATION_MARKERS_KIND, lambda: _settle(context, vendor, request, conditions))
+    return (condition,) if configured else ()
+
+
+def _settle(context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]) -> Condition:
+    system, wanted = context.system, context.handoff.validation_markers and bool(request.gpus)
+    if wanted:
+        # Noted before the first write, so that a marker of a killed run is removed later.
+        context.notes.save(NOTE, {"made": True})
+    foreign = [each.path for each in vendor.markers if not _may_write(system, each.path)]
+    doubts: dict[ConditionType, Condition] = {}
+    for marker in vendor.markers:
+        needed = (each for each in conditions if each.type in marker.proof and not _spares_some(each, request))
+        doubtful = {each.type: each for each in needed if each.status != Status.TRUE}
+        doubts |= doubtful
+        if marker.path not in foreign:
+            if not wanted or any(each.status is Status.FALSE for each in doubtful.values()):
+                system.remove(marker.path)
+            elif not doubtful:
+                _write_marker(system, marker)
+    if not wanted:
+        # If markers are not configured, settle_markers drops this condition.
+        context.notes.save(NOTE, {})
+        return not_applicable(VALIDATION_MARKERS_KIND, "no GPU is granted to this machine")
+    return _condition(vendor.markers, foreign, tuple(doubts.values()))
+
+
+def _spares_some(condition: Condition, request: Request) -> bool:
+    """Return whether the condition's fault concerns only some of the GPUs."""
+    return bool(condition.gpus) and set(condition.gpus) < set(request.gpus)
+
+
+def _write_marker(system: System, marker: Marker) -> None:
+    content = (FIRST_LINE + marker.content).encode()
+    if _content(system, marker.path) != content:
+        system.write(marker.path, content)
+
+
+def _may_write(system: System, path: str) -> bool:
+    """Return whether the agent may write this file: True if no file is there, or if the agent wrote the file."""
+    content = _content(system, path)
+    return content is None or content.startswith(FIRST_LINE.encode())
+
+
+def _content(system: System, path: str) -> bytes | None:
+    """Return the content; None if there is no file. Raises OSError.
+
+    The content is empty for what cannot be the agent's: a directory, a link, a file larger than LIMIT.
+    """
+    try:
+        return system.read_untrusted(path, LIMIT)[0]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in UNUSABLE:
+            return b""
+        raise
+
+
+def _condition(markers: tuple[Marker, ...], foreign: list[str], doubts: tuple[Condition, ...]) -> Condition:
+    names = " and ".join(each.path for each in markers)
+    if foreign:
+        advice = (
+            "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove the file"
+        )
+        return false(
+            VALIDATION_MARKERS_KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: made by another program; {advice}"
+        )
+    if refuted := [each.type for each in doubts if each.status is Status.FALSE]:
+        return false(
+            VALIDATION_MARKERS_KIND,
+            Reason.NOT_PROVEN,
+            f"a file is missing while a condition that it stands for is False: {', '.join(refuted)}",
+        )
+    if doubts:
+        return unknown(
+            VALIDATION_MARKERS_KIND, Reason.NOT_PROVEN, f"waiting for {', '.join(each.type for each in doubts)}"
+        )
+    return true(VALIDATION_MARKERS_KIND, Reason.SET, f"{names} exist")
+
+
+# Finds the files that `up` put into this machine and that have changed since.
+
+
+CHANGED_FILES_NOTE = "node-files"
+DELAY = 45.0
+"""Seconds between the first run after a boot and the first comparison. The kubelet's start waits for the first runs,
+and computing the digests of Kubernetes' programs takes a third of a second. DELAY is less than the minute between two
+runs of the timer, so the timer's next run compares."""
+
+
+def changed_files(context: Context) -> tuple[str, ...]:
+    """Return the paths of changed files, sorted. The list itself counts as changed if it cannot be used.
+
+    Nothing is compared in the first DELAY seconds after a boot. A file is read again only if its identity has changed.
+    Raises OSError.
+    """
+    system, notes = context.system, context.notes
+    first_run, before = time.monotonic(), dict[str, Any]()
+    match notes.load(CHANGED_FILES_NOTE):
+        case {"first_run": float(first_run), "compared": dict(before)}:
+            pass
+        case _:
+            # This is the first run after the boot.
+            notes.save(CHANGED_FILES_NOTE, {"first_run": first_run, "compared": before})
+    if time.monotonic() - first_run < DELAY:
+        return ()
+    try:
+        listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
+    except (DocumentError, OSError):
+        return (NODE_FILES,)
+    # The agent itself may have added its import to this file, or may add it later.
+    listed.pop(MAIN, None)
+    compared = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
+    notes.save(CHANGED_FILES_NOTE, {"first_run": first_run, "compared": compared})
+    return tuple(sorted(path for path, result in compared.items() if not result or not result[-1]))
+
+
+def _compared(path: str, digest: str, size: int, before: object, system: System) -> list[Any]:
+    """Return the file's identity, and as last element whether its content is the original; [] if it cannot be read."""
+    try:
+        identity = system.identity(path)
+        if isinstance(before, list) and before[:-1] == list(identity):
+            return before
+        # A file of another size is not read: it may be very large.
+        return [*identity, identity.size == size and system.digest(path) == digest]
+    except OSError:
+        return []

@@ -1,0 +1,134 @@
+"""Sends one request by HTTPS, and reads the head of the response within a time limit.
+
+It uses no proxy and follows no redirect.
+"""
+
+import email.utils
+import http.client
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from email.message import Message
+from typing import IO, Literal
+
+from agent.system.deadlines import bounded
+
+# Makes the TLS settings of clients of an API server.
+#
+# They accept what Kubernetes' own clients accept: those are written in Go, whose verification (crypto/x509) is mostly
+# less strict than Python's default.
+
+
+def client_context(ca: bytes | None) -> ssl.SSLContext:
+    """Return settings that accept servers whose certificates one of the CAs in `ca` has signed.
+
+    `ca` has the CAs' certificates in PEM format. Raises ValueError or ssl.SSLError if it contains none. If `ca` is
+    None, the CAs that the host trusts are used.
+    """
+    # Not ssl.create_default_context: since Python 3.13, it refuses certificates without key identifiers.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # TLS 1.2 is the oldest version that the API server accepts by default (tls-min-version).
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Accept a CA that is not a root CA: the CA of a cluster may be an intermediate CA of a company.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    # Go looks for the server's name only in subjectAltName.
+    context.hostname_checks_common_name = False
+    if ca is None:
+        context.load_default_certs()
+    else:
+        # Between certificates, there may be comments in any language. Python accepts ASCII only.
+        context.load_verify_locations(cadata=ca.decode("ascii", errors="ignore"))
+    return context
+
+
+TIME_LIMIT = 10.0
+"""Seconds for each operation on the connection."""
+MARGIN = 5.0
+"""Seconds by which the whole request may exceed TIME_LIMIT. Looking up a host's name has no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the head of the response says."""
+
+    status: int
+    date: float | None
+    """The server's clock, in seconds since the epoch; None if the `Date` header is missing or invalid."""
+
+
+def ask(url: str, *, ca: bytes, token: str = "") -> Answer:
+    """Send a GET request, with a bearer token if one is given, and return the answer.
+
+    `ca` has the accepted CA certificates in PEM format. Raises ValueError if it contains no certificate, and OSError if
+    the request fails: ssl.SSLCertVerificationError if the server's certificate is not accepted.
+    """
+    return bounded(f"GET {url}", lambda: _ask(url, ca, token), TIME_LIMIT + MARGIN)
+
+
+def _ask(url: str, ca: bytes, token: str) -> Answer:
+    connection = _connection(url, ca)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        connection.request("GET", urllib.parse.urlsplit(url).path or "/", headers=headers)
+        response = connection.getresponse()
+        return Answer(response.status, _date(response.headers["Date"]))
+    except http.client.HTTPException as error:
+        raise OSError(f"not an HTTP response: {type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        context = client_context(ca)
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError("no certificate in PEM format") from error
+    return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)
+
+
+def _date(text: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
+    except ValueError:
+        return None
+
+
+# Opens a URL by HTTP or HTTPS, through the proxy that the environment names, and follows a few redirects.
+#
+# A redirect from HTTPS to HTTP is refused. Nothing secret is sent to any server.
+
+
+REDIRECTS = 5
+"""The largest number of redirects that are followed. dl.k8s.io redirects once, to its content delivery network."""
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects with the same method. Before Python 3.13, the library turns HEAD into GET."""
+
+    max_redirections = REDIRECTS
+    inf_msg = "it redirects too often; the last answer: "
+
+    def redirect_request(
+        self, request: urllib.request.Request, file: IO[bytes], code: int, reason: str, headers: Message, url: str
+    ) -> urllib.request.Request:
+        """Return the next request. Raises URLError if the redirect to `url` must not be followed."""
+        target = urllib.parse.urlsplit(url)
+        if target.scheme not in {"https", urllib.parse.urlsplit(request.full_url).scheme}:
+            raise urllib.error.URLError(f"it redirects to {url}, which is less protected")
+        if "@" in target.netloc:
+            raise urllib.error.URLError("it redirects to a URL with a password")
+        return urllib.request.Request(url, method=request.get_method())
+
+
+def open_url(url: str, timeout: float, method: Literal["GET", "HEAD"] = "GET") -> http.client.HTTPResponse:
+    """Return the server's response, whose body is still to be read.
+
+    `timeout` is how many seconds may pass without any data. Raises urllib.error.HTTPError for a status that means
+    failure, and OSError or http.client.HTTPException for other errors.
+    """
+    opener = urllib.request.build_opener(_Redirects)
+    response: http.client.HTTPResponse = opener.open(urllib.request.Request(url, method=method), timeout=timeout)
+    return response

@@ -1,1 +1,0 @@
-"""AMD: GPUs of the kernel driver amdgpu."""

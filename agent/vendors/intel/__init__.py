@@ -1,1 +1,0 @@
-"""Intel: GPUs of the kernel drivers i915 and xe."""

@@ -1,0 +1,214 @@
+"""Sockets of the driver's daemons on the host. Machines and their pods get them only if settings name the daemon. Pure.
+
+A machine gets a daemon's whole directory, because a daemon that restarts makes a new socket there, and a bind mount of
+the old socket would be useless. nvidia-ctk would mount the sockets into pods (internal/discover/ipc.go), but looks for
+them below the driver root, where they are not; so the agent adds these mounts. The data are plain mappings, because
+these load fast, and each start of the machine half loads them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+from agent.model.conditions import ConditionType
+from agent.model.handoff import FabricAnswer
+from agent.vendors.machine_vendor import Marker
+
+MOUNT_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
+"""Options of the mounts, as in nvidia-ctk since 1.19. Mounts are writable, although connect(2) does not need that."""
+
+DIRECTORIES: Mapping[str, str] = {
+    "persistenced": "/run/nvidia-persistenced",
+    "fabricmanager": "/run/nvidia-fabricmanager",
+    # On the host, CUDA_MPS_PIPE_DIRECTORY must name this directory: any user could create the default, /tmp/nvidia-mps.
+    "mps": "/run/nvidia-mps",
+}
+"""The directory on the host and in machines, by the daemon's name in the configuration. All of them are in /run,
+where only root can make links."""
+WRITABLE: Set[str] = frozenset({"mps"})
+"""Daemons whose clients must be able to lock files in the directory. Clients of the other daemons only connect."""
+MOUNTS: Mapping[str, Mapping[str, str]] = {
+    "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
+    # The socket of the Fabric Manager SDK (FM_CMD_UNIX_SOCKET_PATH) and, on newer NVSwitch systems, the socket of the
+    # NVLink subnet manager.
+    "fabricmanager": {
+        f"{DIRECTORIES['fabricmanager']}/{name}": f"{DIRECTORIES['fabricmanager']}/{name}"
+        for name in ("socket", "fm_sm_ipc.socket")
+    },
+    # In pods, the directory is at the default of CUDA_MPS_PIPE_DIRECTORY.
+    "mps": {DIRECTORIES["mps"]: "/tmp/nvidia-mps"},
+}
+"""The paths that pods get for each daemon: paths in pods by path in the machine."""
+
+
+def mount_points(names: Iterable[str]) -> dict[str, str]:
+    """Return what pods get for these daemons: paths in pods by path in the machine. Missing paths are included too."""
+    return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
+
+
+def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the mounts for a CDI specification. `present` has the paths that exist in the machine."""
+    for source, target in mount_points(names).items():
+        if source in present:
+            yield {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
+
+
+def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
+    """Return the daemons that have no path in `present`. (MOUNTS has each daemon's paths.)"""
+    return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)
+
+
+# Names that NVIDIA's Kubernetes device plugin, and others for its GPUs, give to sockets, resources and devices. Pure.
+#
+# The names are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID
+# in internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
+
+
+RESOURCE_PREFIX = "nvidia.com/"
+"""Prefix of the resources `nvidia.com/gpu`, `nvidia.com/gpu.shared`, `nvidia.com/mig-1g.10gb` and so on. The plugin's
+settings can change what follows the prefix."""
+HARMLESS_RESOURCES = ("nvidia.com/hostdev*",)
+"""Network devices, which NVIDIA's Network Operator gives to pods."""
+SOCKETS = "nvidia*.sock"
+SPEC_KIND = "k8s.device-plugin.nvidia.com/gpu"
+SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
+"""The plugin writes this file at its start if its device list strategy is `cdi-...` (CreateSpecFile in
+internal/cdi/cdi.go)."""
+UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+IDENTITY = re.compile(f"((?:GPU|MIG)-{UUID}|MIG-GPU-{UUID}/[0-9]+/[0-9]+)(?:(?:::|-)[0-9]+)?")
+"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). A number may follow, because several containers can
+share a GPU: after `::` with time-slicing and MPS, after `-` with HAMi's plugin."""
+
+
+def gpu_of(name: str) -> str:
+    """Return the UUID in the name of a GPU or MIG device; empty for any other name, such as an index or `all`."""
+    match = IDENTITY.fullmatch(name)
+    return match[1] if match else ""
+
+
+# What the words mean in which a GPU describes its registration with the NVLink fabric. Pure.
+#
+# NVML has four states (nvmlGpuFabricState_t in nvml.h): not supported, not started, in progress and completed.
+# nvidia-smi prints the first one as N/A. A status is valid only in the state `Completed`.
+
+
+NO_FABRIC = frozenset({"", "N/A", "[N/A]", "Not Supported", "[Not Supported]"})
+REGISTERED = ("Completed", "Success")
+WITH_FABRIC = frozenset({"Not Started", "In Progress", REGISTERED[0]})
+NO_ANSWER = ("[", "ERR")
+"""How words begin by which nvidia-smi says that it got no answer: [GPU is lost], [Unknown Error], ERR!."""
+
+
+def is_answer(answer: FabricAnswer) -> bool:
+    """Return whether the GPU answered, in words that are known."""
+    if not has_fabric(answer):
+        return True
+    without_status = answer.state != REGISTERED[0] and answer.status in NO_FABRIC
+    return answer.state in WITH_FABRIC and (without_status or not answer.status.startswith(NO_ANSWER))
+
+
+def has_fabric(answer: FabricAnswer) -> bool:
+    """Return whether the GPU has a fabric. GPUs before Hopper say that they have none, even with NVSwitch."""
+    return answer.state not in NO_FABRIC
+
+
+def is_registered(answer: FabricAnswer) -> bool:
+    return (answer.state, answer.status) == REGISTERED
+
+
+def has_failed(answer: FabricAnswer) -> bool:
+    """Return whether the registration has ended without success. CUDA also waits for one that has not ended."""
+    return answer.state == REGISTERED[0] and not is_registered(answer)
+
+
+def is_settled(gpus: Iterable[str], answers: Iterable[FabricAnswer]) -> bool:
+    """Return whether each of the GPUs has answered that it is registered, or that it has no fabric."""
+    good = {each.gpu for each in answers if is_registered(each) or not has_fabric(each)}
+    return good.issuperset(gpus)
+
+
+# The files by which the GPU Operator's validator says that driver and toolkit work. Pure.
+#
+# Names and content are as in the Operator's release 26.7, for a driver on the host (cmd/nvidia-validator). The device
+# plugin's container waits for both files, and sources the first one in its shell.
+
+
+DIRECTORY = "/run/nvidia/validations"
+DRIVER = (ConditionType.DEVICES_ALLOWED, ConditionType.LIBRARIES_LINKED, ConditionType.CDI_SPEC_CURRENT)
+"""What proves that the driver works. CDISpecCurrent proves that NVML works: nvidia-ctk finds the GPUs through NVML."""
+TOOLKIT = (*DRIVER, ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
+# The Operator mounts the machine's root on /host.
+CONTENT = """\
+IS_HOST_DRIVER=true
+NVIDIA_DRIVER_ROOT=/
+DRIVER_ROOT_CTR_PATH=/host
+NVIDIA_DEV_ROOT=/
+DEV_ROOT_CTR_PATH=/host
+"""
+MARKERS = (
+    Marker(f"{DIRECTORY}/driver-ready", CONTENT, DRIVER),
+    Marker(f"{DIRECTORY}/toolkit-ready", "", TOOLKIT),
+)
+
+
+# Parses the capabilities of MIG instances, and finds out which instances are complete. Pure.
+#
+# A MIG device is a compute instance in a GPU instance. Each of the two instances has a capability. Users of the MIG
+# device need the nodes of both capabilities, and the GPU's node (MIG User Guide, device nodes and capabilities). The
+# driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later. Until
+# both nodes exist, the MIG device is incomplete.
+
+
+CAPABILITY = re.compile(r"gpu([0-9]{1,9})/mig/gi([0-9]{1,9})(?:/ci([0-9]{1,9}))?/access")
+
+
+class Instance(NamedTuple):
+    """A GPU instance, or a compute instance in it."""
+
+    gpu: int
+    """The GPU's device minor."""
+    gi: int
+    """The GPU instance's number."""
+    ci: int | None = None
+    """The compute instance's number; None for a GPU instance."""
+
+    @property
+    def gpu_instance(self) -> "Instance":
+        return self._replace(ci=None)
+
+    def __str__(self) -> str:
+        return f"gi{self.gi}" if self.ci is None else f"gi{self.gi}/ci{self.ci}"
+
+
+def parse_instance(capability: str) -> Instance | None:
+    """Return the instance that a path below /proc/driver/nvidia/capabilities names; None for any other path."""
+    match = CAPABILITY.fullmatch(capability)
+    return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
+
+
+def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
+    """Return the complete instances. `usable` has the instances that have a node.
+
+    A compute instance is complete if both it and its GPU instance have a node. The GPU instance is then complete too.
+    """
+    with_node = frozenset(usable)
+    whole = frozenset(each for each in with_node if each.ci is not None and each.gpu_instance in with_node)
+    return whole | {each.gpu_instance for each in whole}
+
+
+def incomplete_instances(
+    existing: Set[Instance], usable: Set[Instance]
+) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
+    """Yield the `existing` instances that are incomplete, each with the instances whose nodes are missing.
+
+    A GPU instance without a compute instance is incomplete too; it comes with an empty tuple. `usable` is as in
+    `complete`.
+    """
+    in_use = {each.gpu_instance for each in existing if each.ci is not None}
+    for each in sorted(existing, key=lambda each: (each[:2], str(each))):
+        if each.ci is not None:
+            missing = tuple(part for part in (each.gpu_instance, each) if part not in usable)
+            if missing:
+                yield each, missing
+        elif each not in in_use:
+            yield each, ()

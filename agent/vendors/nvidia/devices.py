@@ -1,0 +1,501 @@
+"""Observes GPUs. The PCI bus shows which GPUs exist; /proc/driver/nvidia/gpus has what the driver knows."""
+
+import contextlib
+import errno
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType
+
+from msgspec import Struct
+
+from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber
+from agent.model.facts import (
+    BRIDGE_OTHER,
+    Absent,
+    Broken,
+    DeviceNode,
+    DrmDevice,
+    Gpu,
+    IncompletePartition,
+    PciDevice,
+    Seen,
+    Unseen,
+)
+from agent.model.text import whole_number
+from agent.system.deadlines import read_device_text, read_device_texts
+from agent.system.devices import DRI
+from agent.system.files import System
+from agent.system.trust import classify_error, entries_if_present, read_seen
+from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors
+from agent.vendors.nvidia.contract import DIRECTORIES, Instance, complete, incomplete_instances, parse_instance
+
+VENDOR_ID = 0x10DE
+DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
+"""PCI classes of VGA controllers and 3D controllers, without the lowest byte, the programming interface."""
+KERNEL_DRIVER = "nvidia"
+"""The driver's name on the PCI bus. The name is the same on Debian, which renames only the module's file."""
+
+MODEL_LIMIT = 200
+"""Characters of the longest model name that messages show. No real name is half as long."""
+
+PCI_DRIVERS = "/sys/bus/pci/drivers"
+COMPANIONS = {"nova_core": ("nova_drm",)}
+"""Modules that belong to another one, even if they do not show as its users."""
+
+EXCLUDED = ("GPU Excluded", "Blacklisted")
+"""The key that says whether the driver lets nobody open a GPU. Older drivers, such as 418, have the second name."""
+
+GPUS = "/proc/driver/nvidia/gpus"
+
+
+class Information(Struct, frozen=True):
+    """The content of one GPU's `information` file (nv-procfs.c)."""
+
+    model: str = ""
+    uuid: str = ""
+    minor: int | None = None
+    excluded: bool = False
+
+
+def parse_information(text: str) -> Information:
+    """Parse an `information` file: lines of `Key: value`.
+
+    Until the GPU is initialised, the file has the UUID `GPU-????...`, and an empty `uuid` is returned.
+    """
+    values = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        values[key.strip()] = value.strip()
+    uuid, minor, model = values.get("GPU UUID", ""), values.get("Device Minor", ""), values.get("Model", "")
+    return Information(
+        model=model if model.isprintable() and len(model) <= MODEL_LIMIT else "",
+        uuid=uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else "",
+        minor=int(minor) if re.fullmatch(r"[0-9]{1,4}", minor) else None,
+        excluded=any(values.get(name) == "Yes" for name in EXCLUDED),
+    )
+
+
+class GpuList(Struct, frozen=True):
+    """NVIDIA's GPUs on a host, with any driver or none."""
+
+    gpus: tuple[Gpu, ...]
+    unseen: str = ""
+    """Why the list may be incomplete; empty if it is complete. While it may be incomplete, nothing may be withdrawn."""
+    problems: tuple[str, ...] = ()
+
+
+def observe_gpus(
+    system: System,
+    pci: Seen[tuple[PciDevice, ...]],
+    lost: Mapping[str, str] = MappingProxyType({}),
+    detached: Set[str] = frozenset(),
+) -> GpuList:
+    """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
+    known: dict[str, Information] = {}
+    unseen, problems = [], []
+    names = read_seen(system.entries, GPUS)
+    if isinstance(names, Broken | Unseen):
+        unseen.append(names.why)
+    addresses = []
+    for name in names if isinstance(names, tuple) else ():
+        if PCI_ADDRESS.fullmatch(name):
+            addresses.append(name)
+        else:
+            problems.append(f"{GPUS}: {name!a} is not a PCI address")
+    paths = [f"{GPUS}/{address}/information" for address in addresses]
+    for address, path, text in zip(addresses, paths, read_device_texts(system, paths), strict=True):
+        found = classify_error(path, text) if isinstance(text, OSError) else text
+        if isinstance(found, str):
+            known[address] = parse_information(found)
+        elif not isinstance(found, Absent):
+            unseen.append(found.why)
+    if isinstance(pci, tuple):
+        devices = {each.address: each for each in pci if _is_gpu(each)}
+        if known and not devices:
+            # A GPU leaves the driver's list before it leaves the bus, so one of the two lists is wrong.
+            unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver lists {', '.join(known)}")
+    else:
+        devices = {each: PciDevice(each, VENDOR_ID, 0, KERNEL_DRIVER) for each in known}
+        unseen.append(pci.why)
+    problems += [
+        f"GPU {address} is excluded by a parameter of the kernel module nvidia"
+        for address, each in sorted(known.items())
+        if each.excluded
+    ]
+    gpus = []
+    for address, device in sorted(devices.items()):
+        each = known.get(address, Information())
+        why_lost, is_detached = lost.get(address, ""), address in detached
+        modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
+        states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
+        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
+    return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
+
+
+def _modules(system: System, driver: str) -> tuple[str, ...] | None:
+    """Return Gpu.modules of a driver on the PCI bus. The names may differ: the driver NovaCore is in nova_core."""
+    place = f"{PCI_DRIVERS}/{driver}"
+    try:
+        target = system.read_link(f"{place}/module")
+        if target is None:
+            return () if system.is_directory(place) else None
+        module = posixpath.basename(target)
+        # modprobe loads a blacklisted module after all if a module that is not blacklisted needs it.
+        holders = entries_if_present(system, f"/sys/module/{module}/holders")
+    except OSError:
+        return None
+    return (module, *dict.fromkeys((*COMPANIONS.get(module, ()), *holders)))
+
+
+def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:
+    """Return whether the PCI bus has an NVSwitch; False if the bus could not be listed."""
+    return isinstance(pci, tuple) and any(
+        each.vendor_id == VENDOR_ID and each.class_id >> 8 == BRIDGE_OTHER for each in pci
+    )
+
+
+def _is_gpu(device: PciDevice) -> bool:
+    return device.vendor_id == VENDOR_ID and device.class_id >> 8 in DISPLAY_CLASSES
+
+
+# Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c).
+#
+# Whoever can open a capability's node has the capability. Nodes of destroyed MIG instances stay in /dev/nvidia-caps.
+# Only the entries in procfs show which capabilities exist.
+
+
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
+MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")
+"""Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
+MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
+DEPTH = 6
+"""How many levels of directories below CAPABILITIES are searched. Fewer would be enough: the path of the deepest entry,
+gpu0/mig/gi1/ci0/access, has 5 parts."""
+
+
+def observe_capabilities(system: System) -> dict[int, str]:
+    """Return the existing capabilities by minor, as paths relative to CAPABILITIES. Raises OSError."""
+    by_minor: dict[int, str] = {}
+    table: dict[str, int] | None = None
+    names = list(_walk(system, "", DEPTH))
+    texts = read_device_texts(system, [f"{CAPABILITIES}/{name}" for name in names])
+    for name, text in zip(names, texts, strict=True):
+        match text:
+            case FileNotFoundError() | NotADirectoryError():
+                continue
+            case PermissionError():
+                # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
+                table = _tables(system) if table is None else table
+                minor = table.get(name.replace("mig/", "", 1))
+            case OSError():
+                raise text
+            case _:
+                found = MINOR.search(text)
+                minor = int(found[1]) if found else None
+        if minor is not None:
+            by_minor[minor] = name
+    return by_minor
+
+
+def _walk(system: System, below: str, depth: int) -> Iterator[str]:
+    """Yield the relative paths of all files. A file that is removed during the walk may be missing."""
+    for name in entries_if_present(system, f"{CAPABILITIES}/{below}".rstrip("/")):
+        path = f"{below}/{name}".lstrip("/")
+        if not system.is_directory(f"{CAPABILITIES}/{path}"):
+            yield path
+        elif depth:
+            yield from _walk(system, path, depth - 1)
+
+
+def _tables(system: System) -> dict[str, int]:
+    minors = {}
+    for table in MINOR_TABLES:
+        with contextlib.suppress(FileNotFoundError):
+            for line in read_device_text(system, table).splitlines():
+                name, _, digits = line.rpartition(" ")
+                if (minor := whole_number(digits)) is not None:
+                    minors[name] = minor
+    return minors
+
+
+# Observes NVIDIA's device nodes. sysfs has no devices for them, so nodes in /dev are checked against procfs.
+#
+# Nodes stay when the driver is unloaded, so a node is used only if its major is registered now.
+
+
+class Rule(Struct, frozen=True):
+    """Describes nodes of one kind. Their numbers are from nv-chardev-numbers.h (kernel-open) and nvidia-modprobe."""
+
+    kind: DeviceKind
+    pattern: re.Pattern[str]
+    """Matches the node's name, without the directory. The group, if there is one, is the minor number."""
+    registered: tuple[str, ...]
+    """Names in /proc/devices. The first one that is registered is used."""
+    minor: int | None = None
+    """The minor number; None if the node's name contains the minor number."""
+
+
+FRONTEND = ("nvidia", "nvidia-frontend")
+"""Names in /proc/devices of the driver's main major number: `nvidia-frontend` up to driver 535, later `nvidia`. Since
+545, nvidiactl and nvidia-modeset also have lines of their own."""
+RULES = {
+    "/dev": (
+        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]{1,9})"), FRONTEND),
+        Rule(DeviceKind.CONTROL, re.compile(r"nvidiactl"), ("nvidiactl", *FRONTEND), 255),
+        Rule(DeviceKind.MODESET, re.compile(r"nvidia-modeset"), ("nvidia-modeset", *FRONTEND), 254),
+        Rule(DeviceKind.UVM, re.compile(r"nvidia-uvm"), ("nvidia-uvm",), 0),
+        Rule(DeviceKind.UVM_TOOLS, re.compile(r"nvidia-uvm-tools"), ("nvidia-uvm",), 1),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitchctl"), ("nvidia-nvswitch",), 255),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]{1,9})"), ("nvidia-nvswitch",)),
+        Rule(DeviceKind.NVLINK, re.compile(r"nvidia-nvlink"), ("nvidia-nvlink",), 0),
+    ),
+    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]{1,9})"), ("nvidia-caps",)),),
+    "/dev/nvidia-caps-imex-channels": (
+        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]{1,9})"), ("nvidia-caps-imex-channels",)),
+    ),
+}
+PREFIXES = ("nvidia", "channel")
+"""Every name that a rule matches begins with one of these."""
+SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
+NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
+"""Patterns (fnmatch) of names in /dev: nodes in RULES, their directories, and DRI."""
+NODE_DIRECTORIES: tuple[str, ...] = (
+    *(directory for directory in RULES if directory != "/dev"),
+    DRI,
+    # Daemons that restart may make new directories.
+    *DIRECTORIES.values(),
+)
+
+
+class Observed(Struct, frozen=True):
+    """The result of observe_devices."""
+
+    nodes: Seen[tuple[DeviceNode, ...]]
+    """The usable nodes; Unseen if any node could not be observed."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each node that must not be granted, except nodes of incomplete or destroyed MIG instances."""
+    incomplete: tuple[IncompletePartition, ...] = ()
+    """Incomplete MIG instances. None of their nodes is in `nodes`."""
+
+
+def observe_devices(sources: Sources, listed: GpuList) -> Observed:
+    """Return all usable nodes, and what is wrong with the other nodes."""
+    drm = sources.drm
+    if listed.unseen:
+        return Observed(Unseen(listed.unseen))
+    if not isinstance(drm, tuple):
+        return Observed(Unseen(drm.why))
+    try:
+        text = sources.system.read_text(PROC_DEVICES)
+        checker = _NodeChecker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
+        nodes = [node for directory in RULES for node in checker.directory(directory)]
+        nodes += [node for device in drm if (node := checker.drm(device))]
+    except OSError as error:
+        return Observed(Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
+    whole = complete(instance for node in nodes if (instance := parse_instance(node.capability)))
+    nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
+    kinds = list(DeviceKind)
+    ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
+    return Observed(tuple(ordered), tuple(checker.problems), tuple(checker.incomplete()))
+
+
+class _NodeChecker:
+    """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
+
+    def __init__(
+        self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
+    ) -> None:
+        self.problems: list[str] = []
+        self._system = system
+        self._majors = majors
+        self._capabilities = capabilities
+        self._by_minor = {each.minor: each for each in gpus if each.minor is not None}
+        self._by_address = {each.pci_address: each for each in gpus if each.driver == KERNEL_DRIVER}
+        self._with_node: set[str] = set()
+        """Capabilities that have a node."""
+
+    def directory(self, directory: str) -> list[DeviceNode]:
+        """Return the usable nodes in one directory, which may be missing."""
+        found = []
+        # Other names are skipped first, because a host has hundreds of other nodes.
+        for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
+            if not name.isprintable():
+                self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
+                continue
+            for rule in RULES[directory]:
+                match = rule.pattern.fullmatch(name)
+                node = self._node(f"{directory}/{name}", rule, match) if match else None
+                if node:
+                    found.append(node)
+        return found
+
+    def drm(self, device: DrmDevice) -> DeviceNode | None:
+        """Return the node of a DRM device.
+
+        Return None if the device's GPU does not use NVIDIA's driver, or if the node is missing or must not be used.
+        """
+        gpu = self._by_address.get(device.pci_address)
+        if gpu is None:
+            return None
+        kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+        number = self._number(device.path, ("drm",))
+        return DeviceNode(device.path, kind, number, gpu.pci_address) if number else None
+
+    def _node(self, path: str, rule: Rule, match: re.Match[str]) -> DeviceNode | None:
+        wanted = int(match[1]) if rule.minor is None else rule.minor
+        number = self._number(path, rule.registered, wanted)
+        if number is None:
+            return None
+        if rule.kind is DeviceKind.CAPABILITY:
+            return self._capability(path, number)
+        if rule.kind is not DeviceKind.GPU:
+            return DeviceNode(path, rule.kind, number)
+        gpu = self._by_minor.get(wanted)
+        if gpu is None and self._by_address and not self._by_minor:
+            # sysfs shows a GPU that is bound to the driver, but the driver's list is empty. The cause is not a GPU that
+            # is just being unbound: sysfs would show that first. So the list is wrong, or not complete yet.
+            raise OSError(errno.EAGAIN, f"lists no GPU, but the driver is bound to {', '.join(self._by_address)}", GPUS)
+        if gpu is None:
+            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
+            return None
+        return DeviceNode(path, rule.kind, number, gpu.pci_address)
+
+    def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
+        name = self._capabilities.get(number.minor)
+        if not name:
+            # The MIG instance was destroyed. Its node stays, but is harmless: it no longer gives access to anything.
+            return None
+        self._with_node.add(name)
+        instance = parse_instance(name)
+        if not instance:
+            return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
+        # The capability's name contains the GPU's current minor, even if the GPU came back with another minor.
+        gpu = self._by_minor.get(instance.gpu)
+        return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
+
+    def incomplete(self) -> Iterator[IncompletePartition]:
+        """Yield MIG instances that exist but are not complete."""
+        node_minors = {
+            instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))
+        }
+        usable = {instance for name in self._with_node if (instance := parse_instance(name))}
+        for instance, missing in incomplete_instances(node_minors.keys(), usable):
+            gpu = self._by_minor.get(instance.gpu)
+            if gpu is None:
+                # The GPU has left the driver's list, so its instances are gone too.
+                continue
+            why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+            if missing:
+                why = f"is missing {', '.join(_missing_part(each, node_minors.get(each)) for each in missing)}"
+            yield IncompletePartition(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
+
+    def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
+        """Return the node's number; None if the node was removed or must not be used.
+
+        If the node must not be used, the reason is added to `problems`.
+        """
+        try:
+            number = self._system.device(path)
+        except FileNotFoundError:
+            return None
+        major = next((self._majors[name] for name in registered if name in self._majors), None)
+        if number is None:
+            self.problems.append(f"{path}: not a character device")
+        elif major is None:
+            self.problems.append(f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})")
+        elif number.major != major or (minor is not None and number.minor != minor):
+            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
+            self.problems.append(
+                f"{path}: is {number.major}:{number.minor}, but the driver uses {wanted}; "
+                "remove the node and create it again"
+            )
+        else:
+            return number
+        return None
+
+
+def _missing_part(instance: Instance, minor: int | None) -> str:
+    """Return what is missing: the node, or, while the instance is being made or destroyed, its entry in procfs."""
+    path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
+    return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"
+
+
+# Parses Xid errors, with which NVIDIA's driver reports a GPU's faults in the kernel log. Pure.
+
+
+MESSAGE = re.compile(
+    r"NVRM: Xid \((?:PCI:)?(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]{0,80}\): "
+    r"(?P<number>[0-9]{1,3})\b"
+)
+"""The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
+the address. The message counts only at the start of a line: elsewhere, the same text could be part of a USB device's
+name, which anyone can choose."""
+OFF_THE_BUS = 79
+RECOVERY_ACTION = 154
+ACTION = re.compile(r", GPU recovery action changed from 0x[0-9a-f]+ \([^)]{0,80}\) to 0x(?P<action>[0-9a-f]{1,8})\b")
+"""The rest of the message of Xid 154 (gpuRefreshRecoveryAction_KERNEL in gpu.c). Drivers write it since 565."""
+
+APPLICATION = {
+    13: "an application's fault on the graphics engine",
+    31: "an application's access to memory that it does not have",
+    43: "a GPU that stopped processing for one application",
+    45: "the end of an application whose channels were cleaned up",
+    68: "a video processor error of one application",
+    109: "a context switch of one application that timed out",
+}
+"""Errors that say nothing about the GPU's health: NVIDIA's device plugin ignores them too."""
+MEANINGS = {
+    48: "a double-bit ECC error; drain the node and reset the GPU",
+    63: "a memory row to be remapped, or a page to be retired; reset the GPU when its work is done",
+    64: "a memory row that could not be remapped, or a page not retired; reset the GPU; if this recurs, replace it",
+    74: "an NVLink error; reset the GPU, and see nvidia-smi nvlink --status",
+    79: "the GPU has fallen off the bus; drain the node and reboot the host; if this recurs, check power and seating",
+    94: "a contained ECC error; restart the application that had it, and reset the GPU when its work is done",
+    95: "an uncontained ECC error; drain the node and reset the GPU",
+    119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
+    120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",
+    140: "an ECC error that the driver could not contain; drain the node and reset the GPU; if this recurs, replace it",
+}
+"""Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
+
+FATAL = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
+"""Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. 63 and 94 are not in the
+list: after them, the GPU goes on working, and can be reset when its work is done."""
+
+ACTIONS = {
+    0: "the driver needs no recovery of the GPU now",
+    1: "the driver needs a reset of the GPU; drain the node and reset the GPU",
+    2: "the driver needs a reboot; drain the node and reboot the host",
+    3: "the driver needs an end of peer-to-peer traffic; end the programs that use several GPUs",
+    4: "the GPU goes on working, but should get no new work; drain the node and reset the GPU",
+    5: "the driver needs a recovery of the IMEX domain; see nvidia-imex on its hosts",
+}
+"""What each recovery action in the message of Xid 154 means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
+FATAL_ACTIONS = frozenset({1, 2, 4})
+"""Actions that must be taken before a new pod gets the GPU. Action 0 does not end a fault that was recorded earlier: it
+only says that the driver needs no recovery now. After a reset, the driver does not even log a change to action 0,
+because the driver's state of the GPU is new. So whoever resets a GPU must run `gpus attach` to end the fault."""
+
+
+def parse_xid(text: str) -> GpuError | None:
+    """Return the error that a line of the kernel log reports; None for any other line."""
+    match = MESSAGE.match(text)
+    if match is None:
+        return None
+    number = int(match["number"])
+    meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
+    fatal = number in FATAL
+    if number == RECOVERY_ACTION and (changed := ACTION.match(text, match.end())):
+        action = int(changed["action"], 16)
+        meaning, fatal = ACTIONS.get(action, meaning), action in FATAL_ACTIONS
+    # The message omits the PCI function; a GPU is function 0.
+    address = f"{match['address'].lower()}.0"
+    return GpuError(
+        address,
+        number,
+        f"Xid {number}: {meaning}",
+        number in APPLICATION,
+        lost=number == OFF_THE_BUS,
+        fault=f"Xid{number}" if fatal else "",
+    )

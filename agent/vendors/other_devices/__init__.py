@@ -1,1 +1,0 @@
-"""Non-GPU devices, which machines get if their settings request them."""
