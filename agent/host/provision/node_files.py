@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import tomlkit
@@ -17,13 +17,13 @@ from agent.config.checks import is_subdomain, split_taint
 from agent.config.settings import Config, ContainerdSettings, KubeletSettings, NodeSettings
 from agent.host.plan.nspawn import own_network
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
-from agent.host.state.records import MARK, Record
-from agent.model.errors import AgentError, ConfigError, DocumentError
-from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.json_document import accept_version, get, json_for_yaml, parse_object
+from agent.host.state.records import MARK, Durable
+from agent.model.errors import AgentError, ConfigError
+from agent.model.facts import Seen
+from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, TOKEN_NAME, node_record
-from agent.model.text import json_digest, sha256
+from agent.model.text import sha256
 from agent.system.files import System
 from agent.system.network import default_address, has_address
 from agent.system.trust import settings_fault
@@ -322,64 +322,6 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         # These parameters belong to a network. If the machine uses the host's, the host's own file sets them.
         files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
     return tuple(sorted(files, key=lambda file: file.path))
-
-
-# Keeps records that must not be lost: each is a JSON document with its digest, in two synced copies.
-#
-# The first copy is written first. So after a crash between the two writes, the first copy is the newer one. The next
-# write replaces a damaged copy. If no copy is intact (see `Durable.read`), the record's owner must not guess what the
-# record contained.
-
-
-T = TypeVar("T")
-VERSION = 1
-
-
-class _Copy(Record[T]):
-    """The format of one copy."""
-
-    def render(self, value: T) -> bytes:
-        content = json.loads(super().render(value))
-        document = {"version": VERSION, "digest": json_digest(content), "content": content}
-        return json.dumps(document, indent=1).encode() + b"\n"
-
-    def parse(self, where: str, data: bytes) -> T:
-        document = parse_object(where, data)
-        accept_version(where, document, VERSION)
-        content = get(where, document, "content", dict)
-        if get(where, document, "digest", str) != json_digest(content):
-            raise DocumentError(f"{where}: the content does not match its digest")
-        return super().parse(where, json.dumps(content).encode())
-
-
-class Durable(Generic[T]):
-    """The format of a record that keeps an object of type T in two files."""
-
-    def __init__(self, kind: type[T]) -> None:
-        self._copy = _Copy(kind)
-
-    def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
-        """Return the record in the first intact copy.
-
-        Without an intact copy, return Unseen if a copy could not be read, otherwise Broken if a copy is damaged, and
-        Absent if both copies are missing.
-        """
-        copies = [self._copy.read_seen(path, system) for path in paths]
-        for copy in copies:
-            if not isinstance(copy, Absent | Broken | Unseen):
-                return copy
-        return next((each for kind in (Unseen, Broken) for each in copies if isinstance(each, kind)), copies[0])
-
-    def write(self, paths: tuple[str, str], value: T, system: System) -> None:
-        """Write both copies durably. Only root may read them. Raises OSError."""
-        for path in paths:
-            self._copy.write(path, value, system, 0o600)
-
-    def remove(self, paths: tuple[str, str], system: System) -> None:
-        """Remove both copies. Raises OSError."""
-        # Start with the second copy, so that the record can be read until both are removed.
-        for path in reversed(paths):
-            system.remove(path)
 
 
 # The record of a node that `up` made: what its root file system was made from, and with which settings.

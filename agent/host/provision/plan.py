@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from agent.host.observe.machine import is_enabled, observe_joined
 from agent.host.provision.network import Leftovers
-from agent.host.provision.node_files import NODE_RECORDS, Durable, NodeRecord, record_paths
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.state.records import Durable
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.node import (
     AsFound,

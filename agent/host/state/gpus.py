@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from msgspec import Struct, field
 
 from agent.host.state.locks import locked
-from agent.host.state.records import Record
+from agent.host.state.records import Record, first_intact
 from agent.model.errors import DocumentError, ObservationError
 from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen, parse_remembered
 from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, GPU_FAULTS_LOCK, LOST_GPUS, PCI_DEVICES, REMEMBERED_GPUS
@@ -285,15 +285,14 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
     """
     copies = [_copy(path, system) for path in REMEMBERED_GPUS]
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
-    # The first copy is also written first: after a crash between the two writes, the first copy is the newer one.
-    whole = next((each for each in copies if isinstance(each, Remembered)), None)
-    if whole:
-        return whole, f"{problems}; the other copy of this record is used" if problems else ""
-    if any(isinstance(each, Unseen) for each in copies):
-        return Unseen(problems), problems
-    if problems:
-        return Broken(problems), problems
-    return Remembered(), ""
+    found = first_intact(copies)
+    match found:
+        case Remembered():
+            return found, f"{problems}; the other copy of this record is used" if problems else ""
+        case Absent():
+            return Remembered(), ""
+        case _:
+            return type(found)(problems), problems
 
 
 def _copy(path: str, system: System) -> Seen[Remembered]:

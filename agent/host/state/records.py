@@ -2,9 +2,9 @@
 
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, astuple
@@ -34,8 +34,8 @@ from agent.model.paths import (
     rewritten_nspawn,
     start_began_mark,
 )
-from agent.model.text import sha256
-from agent.model.typed_json import Format
+from agent.model.text import json_digest, sha256
+from agent.model.typed_json import Format, convert, to_builtins
 from agent.system.files import NEW, System
 from agent.system.journal import STEP, Ages, Observation
 from agent.system.trust import discard, read_seen, write_record
@@ -73,6 +73,63 @@ class Record(Format[T]):
     def write(self, path: str, value: T, system: System, mode: int = 0o644) -> None:
         """Write a value to a file. Raises OSError."""
         write_record(system, path, self.render(value), mode)
+
+
+class _Copy(Struct, frozen=True):
+    """One copy of a record that must not be lost."""
+
+    digest: str
+    content: dict[str, Any]
+
+
+_COPY = Record(_Copy, 1)
+
+
+class Durable(Generic[T]):
+    """The format of a record that must not be lost: an object of type T, with its digest, in two synced files.
+
+    The first file is written first. So after a crash between the two writes, the first copy is the newer one. The next
+    write replaces a damaged copy.
+    """
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+
+    def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
+        """Return the record as `first_intact` does. Without an intact copy, its owner must not guess what it was."""
+        return first_intact([self._read(path, system) for path in paths])
+
+    def _read(self, path: str, system: System) -> Seen[T]:
+        copy = _COPY.read_seen(path, system)
+        if not isinstance(copy, _Copy):
+            return copy
+        if copy.digest != json_digest(copy.content):
+            return Broken(f"{path}: the content does not match its digest")
+        try:
+            return convert(path, copy.content, self._kind)
+        except DocumentError as error:
+            return Broken(str(error))
+
+    def write(self, paths: tuple[str, str], value: T, system: System) -> None:
+        """Write both copies durably. Only root may read them. Raises OSError."""
+        content = to_builtins(value)
+        for path in paths:
+            _COPY.write(path, _Copy(json_digest(content), content), system, 0o600)
+
+    def remove(self, paths: tuple[str, str], system: System) -> None:
+        """Remove both copies, the second one first: the record can be read until both are removed. Raises OSError."""
+        for path in reversed(paths):
+            system.remove(path)
+
+
+def first_intact(copies: Sequence[Seen[T]]) -> Seen[T]:
+    """Return the first intact copy of a record.
+
+    If there is none, return a copy that could not be read, otherwise a damaged one, and Absent if all are missing.
+    """
+    intact = [each for each in copies if not isinstance(each, Absent | Broken | Unseen)]
+    faulty = [each for kind in (Unseen, Broken) for each in copies if isinstance(each, kind)]
+    return next(iter((*intact, *faulty)), copies[0])
 
 
 # Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.provision.node_files import Durable
+from agent.host.state.records import Durable
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.node import AsFound, FoundFile, HostState
 from agent.model.paths import AS_FOUND
