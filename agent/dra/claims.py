@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
-from agent.dra.api import ApiClient, ApiError
 from agent.dra.inventory import Device
 from agent.dra.slices import API
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATE
 from agent.model.text import json_digest
+from agent.system.api_server import ApiClient, ApiError
 from agent.system.files import System
 
 log = logging.getLogger(__name__)

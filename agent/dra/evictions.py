@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.dra.api import ApiError, NotFoundError
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.inventory import Device
 from agent.model.contract import Effect
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import get, objects, require_object
 from agent.model.text import one_line
+from agent.system.api_server import ApiError, NotFoundError
 
 log = logging.getLogger(__name__)
 

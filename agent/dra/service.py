@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.dra.api import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, Watcher
 from agent.dra.claims import Checkpoint, NodeClaims, claim_reader, read_record
 from agent.dra.evictions import Evictions
 from agent.dra.grpc_server import start_thread
@@ -32,6 +31,7 @@ from agent.model.contract import RENEWED_AFTER, DraStatus, VendorOffer, render_d
 from agent.model.device import gives_gpus, is_zero
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER, DRA_STATUS
+from agent.system.api_server import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, Watcher
 from agent.system.files import System
 from agent.system.kubelet_identity import Identity, Kubelet
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from agent.dra.api import ApiClient, ConflictError, NotFoundError
 from agent.dra.inventory import Device, Taint
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from agent.model.text import rfc3339, sha256
+from agent.system.api_server import ApiClient, ConflictError, NotFoundError
 from agent.vendors.dra_vendor import Attribute, Version
 
 API = "resource.k8s.io/v1"

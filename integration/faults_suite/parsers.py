@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from agent.config.load import load_config
-from agent.dra.api import parse_kubeconfig
 from agent.dra.claims import parse_checkpoint as parse_claims
 from agent.host.observe.host import parse_listing
 from agent.host.observe.machine import parse_device_allow, parse_report
@@ -27,6 +26,7 @@ from agent.model.device import as_in_sysfs
 from agent.model.facts import parse_live, parse_remembered
 from agent.model.handoff import parse_handoff
 from agent.model.json_document import parse_object
+from agent.system.api_server import parse_kubeconfig
 from agent.system.devices import parse_record
 from agent.system.files import System
 from agent.vendors import cdi_yaml

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from agent.dra.api import ApiError, NotFoundError
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
 from agent.dra.inventory import Device, Taint
 from agent.model.contract import Effect
 from agent.model.errors import AgentError, DocumentError
+from agent.system.api_server import ApiError, NotFoundError
 
 CLAIM, OTHER = ClaimReference("team", "train-gpu", "c1"), ClaimReference("team", "by-hand", "c2")
 POD = Pod("team", "train", "p1")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from agent.dra.api import ApiClient, ApiError, ConflictError
 from agent.dra.inventory import Device, Taint
 from agent.dra.slices import ATTEMPTS, COLLECTION, TAINTS_CHECK, Node, Publisher, slice_name
 from agent.model.contract import Effect
+from agent.system.api_server import ApiClient, ApiError, ConflictError
 from tests.fakes.api_server import ApiServer, failure
 from tests.fakes.dra_machine import NODE
 

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.dra import api as api_module
 from agent.dra import service as module
 from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.evictions import EXTENDED
@@ -24,6 +23,7 @@ from agent.model.contract import Effect, GpuState, GpuStatus
 from agent.model.device import is_zero
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_STATUS
+from agent.system import api_server as api_module
 from tests.fakes.api_server import NODES, ApiServer, failure
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy
 from tests.fakes.waiting import wait_for

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agent.dra.api import ApiClient, Credentials
 from agent.dra.slices import COLLECTION
+from agent.system.api_server import ApiClient, Credentials
 from integration.bed.cluster.control_plane import CERTIFICATE_FILES
 from integration.bed.cluster.dra_node import Offering, offering
 from integration.bed.cluster.stand_in_kubelet import DriverSocket, listed, until

@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 
-from agent.dra import api as api_module
-from agent.dra.api import (
+from agent.dra.slices import COLLECTION
+from agent.model.conditions import Reason
+from agent.model.errors import AgentError, CommandError, DocumentError
+from agent.system import api_server as api_module
+from agent.system.api_server import (
     ApiClient,
     ApiError,
     ConflictError,
     Credentials,
     Kubeconfig,
-    Material,
     NotFoundError,
     OutdatedError,
     Watcher,
@@ -33,9 +35,6 @@ from agent.dra.api import (
     parse_kubeconfig,
     read_kubeconfig,
 )
-from agent.dra.slices import COLLECTION
-from agent.model.conditions import Reason
-from agent.model.errors import AgentError, CommandError, DocumentError
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
@@ -415,14 +414,14 @@ def test_files_are_relative_to_the_kubeconfig() -> None:
 def test_inline_data_takes_precedence_and_is_not_printed() -> None:
     inline: dict[str, Any] = {"certificate-authority-data": SECRET}
     found = parsed({**CERTIFICATE, "client-key-data": SECRET}, **inline)
-    assert found.key == found.ca == Material(data=b"a secret")
+    assert found.key == found.ca == b"a secret"
     assert "secret" not in repr(found)
     assert found.files == ("/etc/kubernetes/pki/current.pem",)
 
 
 def test_a_token_file_takes_precedence() -> None:
-    assert parsed({"token": "abc"}).token == Material(data=b"abc")
-    assert parsed({"token": "abc", "tokenFile": "token"}).token == Material("/etc/kubernetes/token")
+    assert parsed({"token": "abc"}).token == b"abc"
+    assert parsed({"token": "abc", "tokenFile": "token"}).token == "/etc/kubernetes/token"
 
 
 def test_the_server_may_have_a_prefix_another_name_and_the_usual_port() -> None:

@@ -1,4 +1,4 @@
-"""Sends requests and watches to the API server, with the kubelet's identity.
+"""The client of the API server: sends requests and watches, with the kubelet's identity.
 
 The size of answers is limited, and so is the time for each request as a whole. The client keeps connections open for
 further requests, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect. When
@@ -25,9 +25,8 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.model.conditions import Reason
 from agent.model.device import FileIdentity
@@ -36,7 +35,6 @@ from agent.model.json_document import in_json, parse_object
 from agent.model.text import one_line
 from agent.system.deadlines import bounded
 from agent.system.files import System
-from agent.system.http import client_context
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +59,16 @@ class ApiError(AgentError):
         self.status = status
 
     @property
+    def unavailable(self) -> bool:
+        """Whether the server did not answer, or cannot answer now."""
+        return self.status in (0, HTTPStatus.TOO_MANY_REQUESTS) or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+    @property
     def reason(self) -> Reason:
-        """Return the reason for a condition."""
+        """The reason for a condition."""
         if self.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return Reason.REFUSED
-        unavailable = not self.status or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        return Reason.API_UNREACHABLE if unavailable or self.status == HTTPStatus.TOO_MANY_REQUESTS else Reason.FAILED
+        return Reason.API_UNREACHABLE if self.unavailable else Reason.FAILED
 
 
 class NotFoundError(ApiError):
@@ -118,23 +120,11 @@ NOT_SUPPORTED = {
 """Keys of a kubeconfig's `user` that the agent does not support, with their meanings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Material:
-    """A certificate, key or token: in a file, or inline."""
-
-    path: str = ""
-    data: bytes = field(default=b"", repr=False)
-
-    def __bool__(self) -> bool:
-        return bool(self.path or self.data)
-
-    def read(self, system: System) -> bytes:
-        """Return the content. Raises OSError."""
-        return system.read(self.path, SIZE_LIMIT) if self.path else self.data
+Material = str | bytes
+"""A certificate, key or token: a file's path, or the content itself; empty if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kubeconfig:
+class Kubeconfig(NamedTuple):
     """The kubeconfig's current context: the address of the API server, and the credentials."""
 
     host: str
@@ -150,8 +140,12 @@ class Kubeconfig:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Return the files that the kubeconfig names. They are replaced when credentials are renewed."""
-        return tuple(each.path for each in (self.ca, self.certificate, self.key, self.token) if each.path)
+        """The files that the kubeconfig names. They are replaced when credentials are renewed."""
+        return tuple(each for each in self[4:] if each and isinstance(each, str))
+
+    def __repr__(self) -> str:
+        # Without the secrets.
+        return f"<kubeconfig of {self.host}>"
 
 
 def read_kubeconfig(system: System, path: str) -> Kubeconfig:
@@ -199,7 +193,8 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
         ca=_material(where, cluster, "certificate-authority", directory),
         certificate=_material(where, user, "client-certificate", directory),
         key=_material(where, user, "client-key", directory),
-        token=_token(where, user, directory),
+        # The file takes precedence over inline data, because the token in the file is renewed.
+        token=_path(where, user, "tokenFile", directory) or _text(where, user, "token").encode(),
     )
     if not (kubeconfig.certificate and kubeconfig.key) and not kubeconfig.token:
         raise DocumentError(f"{where}: the user has neither a client certificate with its key nor a token")
@@ -250,23 +245,46 @@ def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Ma
     except (binascii.Error, ValueError) as error:
         # The message leaves out the cause, which could quote a part of a key.
         raise DocumentError(f"{where}: key {key}-data is not base64") from error
+    return data or _path(where, entry, key, directory)
+
+
+def _path(where: str, entry: dict[str, Any], key: str, directory: str) -> str:
     path = _text(where, entry, key)
-    return Material(data=data) if data else Material(posixpath.join(directory, path) if path else "")
+    return posixpath.join(directory, path) if path else ""
 
 
-def _token(where: str, user: dict[str, Any], directory: str) -> Material:
-    """Return the token. Here the file takes precedence over inline data, because the token in the file is renewed."""
-    path = _text(where, user, "tokenFile")
-    return Material(posixpath.join(directory, path)) if path else Material(data=_text(where, user, "token").encode())
+def client_context(ca: bytes | None) -> ssl.SSLContext:
+    """Return TLS settings that accept what Kubernetes' own clients accept.
+
+    Those are written in Go, whose verification (crypto/x509) is mostly less strict than Python's default. `ca` has the
+    accepted CAs' certificates in PEM format. Raises ValueError or ssl.SSLError if it contains none. If `ca` is None,
+    the CAs that the host trusts are used.
+    """
+    # Not ssl.create_default_context: since Python 3.13, it refuses certificates without key identifiers.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # TLS 1.2 is the oldest version that the API server accepts by default (tls-min-version).
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Accept a CA that is not a root CA: the CA of a cluster may be an intermediate CA of a company.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    # Go looks for the server's name only in subjectAltName.
+    context.hostname_checks_common_name = False
+    if ca is None:
+        context.load_default_certs()
+    else:
+        # Between certificates, there may be comments in any language. Python accepts ASCII only.
+        context.load_verify_locations(cadata=ca.decode("ascii", errors="ignore"))
+    return context
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Session:
+class Session(NamedTuple):
     """The credentials of connections. When a file changes, new connections use a new session."""
 
     kubeconfig: Kubeconfig
     context: ssl.SSLContext
-    headers: Mapping[str, str] = field(repr=False)
+    headers: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"<session of {self.kubeconfig.host}>"
 
 
 class Credentials:
@@ -349,19 +367,20 @@ class Credentials:
         token = self._content(material).decode("ascii").strip() if material else ""
         # http.client refuses headers with line breaks, and its error would quote the token.
         if " " in token or not token.isprintable():
-            where = material.path or f"{self._path}: key token"
+            where = material if isinstance(material, str) else f"{self._path}: key token"
             raise AgentError(
                 f"{where}: the token has a space, a line break or a control character", "write it there on one line"
             )
         return token
 
     def _content(self, material: Material) -> bytes:
+        if isinstance(material, bytes):
+            return material
         try:
-            return material.read(self._system)
+            return self._system.read(material, SIZE_LIMIT)
         except OSError as error:
-            raise AgentError(
-                f"{material.path}: cannot read this file of the kubelet's kubeconfig: {error.strerror}"
-            ) from error
+            why = f"cannot read this file of the kubelet's kubeconfig: {error.strerror}"
+            raise AgentError(f"{material}: {why}") from error
 
 
 def _no_password() -> str:
@@ -401,7 +420,10 @@ class ApiClient:
         return self.request("GET", _with_query(path, parameters))
 
     def request(self, method: str, path: str, content: object = None) -> dict[str, Any]:
-        """Return the answer to a request. `content` is sent as JSON; None means no body. Raises what `get` raises."""
+        """Return the answer to a request. Raises what `get` raises.
+
+        `content` is sent as JSON, with PATCH as a strategic merge patch; None means no body.
+        """
         session, connection, reused = self._connection()
         what = f"{method} {path.partition('?')[0]}"
         deadline = time.monotonic() + REQUEST_LIMIT
@@ -412,7 +434,7 @@ class ApiClient:
             except CLOSED_BY_SERVER:
                 # If the connection was an idle one, send the request again, once. That is safe even if the server has
                 # already served the request: a slice is written with a resourceVersion or a fixed name, so a second
-                # write fails with a conflict, and a second eviction of a pod changes nothing.
+                # write fails with a conflict, and a second patch, or eviction of a pod, changes nothing.
                 connection.close()
                 if not reused:
                     raise
@@ -588,7 +610,8 @@ def _send(
     headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **session.headers}
     body = None
     if content is not None:
-        body, headers["Content-Type"] = json.dumps(content).encode(), "application/json"
+        kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
+        body, headers["Content-Type"] = json.dumps(content).encode(), f"application/{kind}"
     connection.request(method, session.kubeconfig.prefix + path, body, headers)
     return connection.getresponse()
 
