@@ -8,56 +8,33 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from agent.cli.parser import UNIT_COMMANDS, VERSION, full_name, make_parser
+from agent.cli.parser import LAST_GOOD, VERSION, find_command, make_parser
 from agent.cli.printing import STDOUT, ignore_broken_pipe, report, say
 from agent.model.errors import AgentError, ConfigError
-
-FUNCTIONS = {
-    "apply": ("agent.cli.status", "run_apply"),
-    "doctor": ("agent.cli.doctor.bundle", "run_doctor"),
-    "gpus attach": ("agent.cli.gpus", "run_attach"),
-    "gpus detach": ("agent.cli.gpus", "run_detach"),
-    "gpus forget": ("agent.cli.gpus", "run_forget"),
-    "gpus holders": ("agent.cli.gpus", "run_holders"),
-    "gpus list": ("agent.cli.gpus", "run_gpus_list"),
-    "kube allocation": ("agent.cli.kube", "run_allocation"),
-    "kube manifests": ("agent.cli.kube", "run_manifests"),
-    "load-modules": ("agent.cli.load_modules", "run_load_modules"),
-    "plan": ("agent.cli.status", "run_plan"),
-    "preflight": ("agent.cli.node", "run_preflight"),
-    "prepare": ("agent.cli.prepare", "run_prepare"),
-    "reset": ("agent.cli.node", "run_reset"),
-    "restart": ("agent.cli.lifecycle", "run_lifecycle"),
-    "run": ("agent.cli.service", "run_service"),
-    "start": ("agent.cli.lifecycle", "run_lifecycle"),
-    "status": ("agent.cli.status", "run_status"),
-    "stop": ("agent.cli.lifecycle", "run_lifecycle"),
-    "up": ("agent.cli.node", "run_up"),
-}
-"""The module of each command, and the function there that takes the parsed options and returns the exit code. Only this
-module is loaded: to load all of them takes up to 0.18 s, for which help, scripts that poll `status`, and every start of
-a machine would wait."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that these arguments name, and return its exit code.
 
     Without `arguments`, take them from this process's command line (`sys.argv`). In that case, SIGTERM and SIGHUP
-    interrupt the command as Ctrl-C does, unless the command is one of UNIT_COMMANDS.
+    interrupt the command as Ctrl-C does, unless a unit runs the command.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
     agent.cli.parser has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = make_parser(*words[:1]).parse_args(words)
-    if options.command == "version":
+    command = find_command(options)[1]
+    if not command.function:
         say([VERSION])
         return 0
-    if arguments is None and options.command not in UNIT_COMMANDS:
+    if arguments is None and command.configuration != LAST_GOOD:
         _interrupt_at_hangup()
     try:
-        module, function = FUNCTIONS[full_name(options)]
-        return int(getattr(import_module(module), function)(options))
+        # Load only the command's own module: to load all of them takes up to 0.18 s, for which help, scripts that poll
+        # `status`, and every start of a machine would wait.
+        module, _, function = command.function.partition(":")
+        return int(getattr(import_module(f"agent.cli.{module}"), function)(options))
     except ConfigError as error:
         report(str(error))
         return 2
@@ -84,9 +61,6 @@ def _interrupt_at_hangup() -> None:
         # A process that nohup(1) started ignores SIGHUP, and must continue to ignore it.
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-
-
-# The entry point of the command: prepares the process, and reports what keeps the output from being written.
 
 
 def run() -> int:

@@ -1,4 +1,4 @@
-"""The command line of `unbounded-agent`."""
+"""The command line of `unbounded-agent`: one table of commands, from which parser, help, completion and pages come."""
 
 import argparse
 import math
@@ -13,276 +13,14 @@ from functools import partial
 from agent import __version__
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
 
-# The commands of `unbounded-agent`: what each does, who may run it, its exit codes, and examples.
-
-
+VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 STARTED_NOT_READY = "a step failed, the machine or node is not ready, or the node is cordoned"
+BAD_INPUT = "the configuration or an argument is wrong"
+"""The meaning of exit code 2 for commands that do not say another one."""
 NO_CONFIGURATION = "an argument is wrong"
 """The meaning of exit code 2 for commands that read no configuration."""
-
-UNIT_COMMANDS = ("run", "prepare", "load-modules")
-"""Commands that systemd units run."""
-
-
-class Command:
-    """One command and its help."""
-
-    # Not a data class: `dataclasses` takes as long to load as argparse, and no other part of the help needs it.
-    __slots__ = ("codes", "examples", "hidden", "root", "summary", "text")
-
-    def __init__(
-        self,
-        summary: str,
-        text: str,
-        examples: str | Sequence[str],
-        codes: Mapping[int, str],
-        *,
-        hidden: bool = False,
-        root: bool = True,
-    ) -> None:
-        """Define the help.
-
-        `summary` is the command's line in the list of commands. `hidden` commands are not listed: only units run them.
-        `codes` has the meanings of the exit codes. If it has no entry for code 2, this code means
-        agent.cli.parser.BAD_INPUT. `root` commands need root rights; the others work as any user.
-        """
-        self.summary, self.codes, self.hidden, self.root = summary, codes, hidden, root
-        self.text = f"{text} Run as: {self.user}."
-        self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
-
-    @property
-    def user(self) -> str:
-        """Who may run the command."""
-        return "root" if self.root else "any user"
-
-
-COMMANDS = {
-    "plan": Command(
-        "print what apply would do",
-        "Prints each step that `apply` would take. Changes nothing.",
-        ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
-        {
-            0: "the plan is printed, or there is nothing to do",
-            1: "`apply` could not write a machine's settings",
-            2: "the configuration or an argument is wrong, or a machine does not exist",
-        },
-        root=False,
-    ),
-    "apply": Command(
-        "reconcile once, start stopped machines, wait until they report",
-        "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
-        "their conditions. Never restarts a running machine, and starts none on which another command works.",
-        "sudo unbounded-agent apply",
-        {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
-    ),
-    "status": Command(
-        "print whether each machine is ready, and why not",
-        "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
-        "not ready come first. What only root may read is unknown to other users, and not ready.",
-        (
-            "unbounded-agent status",
-            "unbounded-agent status gpu-node --wait=600",
-            "unbounded-agent status --json",
-        ),
-        {
-            0: "the states are printed; with --check or --wait: every machine is ready",
-            1: "the host cannot be observed",
-            3: "with --check or --wait: a machine is not ready",
-            4: "with --check or --wait: whether a machine is ready is unknown",
-        },
-        root=False,
-    ),
-    "doctor": Command(
-        "diagnose: list each fault with its evidence and the commands that fix it",
-        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
-        "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
-        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too; while "
-        "the configuration is invalid, root gets a report on the last good one, and exit code 2.",
-        (
-            "unbounded-agent doctor",
-            "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
-            "sudo unbounded-agent doctor --bundle",
-        ),
-        {
-            0: "all machines are ready, host and cluster have no fault; or archive written",
-            1: "a machine is not ready, there is a fault, or the cluster could not be read",
-        },
-        root=False,
-    ),
-    "up": Command(
-        "make the configured Kubernetes nodes, and wait until they have joined",
-        "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
-        "the host as it was found, sets what the kubelet needs on the host, makes the root file system from the image, "
-        "starts the machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. "
-        "Does nothing on a finished node.",
-        "sudo unbounded-agent up",
-        {
-            0: "every node is ready and has joined",
-            1: "a check or a step failed, or a node is not ready or has not joined",
-        },
-    ),
-    "preflight": Command(
-        "check whether `up` can make the nodes",
-        "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
-        "Changes nothing.",
-        "sudo unbounded-agent preflight",
-        {0: "`up` can make the nodes", 1: "a check failed"},
-    ),
-    "reset": Command(
-        "remove a node; after the last one, restore the host to what it was",
-        "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
-        "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
-        "what still differs.",
-        "sudo unbounded-agent reset gpu-node",
-        {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
-    ),
-    "start": Command(
-        "start a machine, and wait until it is ready",
-        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If the "
-        "agent cordoned the node, for example by `stop`, also uncordons it once the machine is ready, which needs "
-        "--kubeconfig. Without --kubeconfig, exits with 1 in this case, even if somebody else has uncordoned the node. "
-        "The node of a machine that is not ready stays cordoned.",
-        "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
-    ),
-    "stop": Command(
-        "drain a machine's node, and stop the machine",
-        "Stops a machine. With --kubeconfig, drains its node first; without, the node's pods end with the machine. The "
-        "machine stays stopped until `start`, `apply` or the host's next boot.",
-        "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
-    ),
-    "restart": Command(
-        "drain, stop and start a machine",
-        "Stops a machine as `stop` does, then starts it as `start` does.",
-        "sudo unbounded-agent restart gpu-node --no-drain",
-        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
-    ),
-    "gpus": Command(
-        "list, detach and attach GPUs, and show who uses them",
-        "Without a subcommand, lists the GPUs as `gpus list` does. The other subcommands need root.",
-        ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
-        {0: "done", 1: "failed"},
-        root=False,
-    ),
-    "kube": Command(
-        "print Kubernetes manifests; choose who offers a node's GPUs",
-        "Prints what a cluster with GPU nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
-        "test pods. `kube allocation`, which needs root, moves a node from the device plugin to Dynamic Resource "
-        "Allocation, or back.",
-        "unbounded-agent kube manifests",
-        {0: "done", 1: "failed"},
-        root=False,
-    ),
-    "run": Command(
-        "run the service: reconcile continuously, serve metrics",
-        "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
-        "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
-        "sudo systemctl start unbounded-agent",
-        {0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
-    ),
-    "version": Command(
-        "print the version",
-        "Prints the version, like --version.",
-        "unbounded-agent version",
-        {0: "the version is printed", 2: NO_CONFIGURATION},
-        root=False,
-    ),
-    "load-modules": Command(
-        "",
-        "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
-        "Run by unbounded-agent-modules.service.",
-        "sudo systemctl start unbounded-agent-modules",
-        {0: "the modules are loaded, or driver.load_modules is not set", 1: "a module cannot be loaded"},
-        hidden=True,
-    ),
-    "prepare": Command(
-        "",
-        "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
-        "sudo unbounded-agent prepare gpu-node",
-        {0: "the machine has its settings", 1: "a step failed"},
-        hidden=True,
-    ),
-}
-GPU_COMMANDS = {
-    "list": Command(
-        "list the GPUs, with the machines that have them and the pods that use them",
-        "Lists the GPUs of the host, and those that were lost. For each: address, state, machine, kernel driver, how "
-        "many pods have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
-        "search all.",
-        ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
-        {0: "the GPUs are listed", 1: "some could not be observed"},
-        root=False,
-    ),
-    "detach": Command(
-        "take a GPU from its machines; exit code 0 when you may remove it",
-        "Takes a GPU from the machines that have it. While processes use the GPU, machines.NAME.on_detach decides "
-        "whether the command refuses, waits, or takes the GPU anyway.",
-        "sudo unbounded-agent gpus detach 0000:01:00.0",
-        {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
-    ),
-    "attach": Command(
-        "give a detached GPU back",
-        "Gives a detached GPU back to its machines, and forgets its last fatal error. Run it after a reset of a GPU "
-        "too: machines that failed to open a GPU then try again at once.",
-        "sudo unbounded-agent gpus attach 0000:01:00.0",
-        {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
-    ),
-    "forget": Command(
-        "acknowledge that a lost GPU is gone for good",
-        "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
-        "longer reports it. Without an address: all lost GPUs, and also damage to the record of granted GPUs.",
-        "sudo unbounded-agent gpus forget 0000:01:00.0",
-        {
-            0: "the GPU is forgotten; or, without an address, none is lost",
-            1: "the record of granted GPUs cannot be read or written",
-        },
-    ),
-    "holders": Command(
-        "list the processes that have a GPU open",
-        "Lists the processes that have a GPU open, with machine, pod and container. Without an address: all GPUs.",
-        "sudo unbounded-agent gpus holders 0000:01:00.0",
-        {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
-    ),
-}
-KUBE_COMMANDS = {
-    "manifests": Command(
-        "list, print or write the Kubernetes manifests that come with the agent",
-        "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
-        "writes them into a directory. Needs no cluster and no configuration.",
-        "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
-        {0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
-        root=False,
-    ),
-    "allocation": Command(
-        "move a running node to Dynamic Resource Allocation, or back to the device plugin",
-        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, takes "
-        "the steps that kubectl can take, and stops at the first one that you have to take: take it, then run the "
-        "command again. Without a kubeconfig, only prints the steps.",
-        "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
-        {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
-    ),
-}
-
-
-def full_name(options: argparse.Namespace) -> str:
-    """Return the command's name, including the subcommand of `gpus` and `kube`."""
-    match options.command:
-        case "gpus":
-            return f"gpus {options.gpus_command or 'list'}"
-        case "kube":
-            return f"kube {options.kube_command}"
-        case command:
-            return str(command)
-
-
-VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
-BAD_INPUT = "the configuration or an argument is wrong"
-ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
 """Columns of descriptions. This module wraps descriptions itself: argparse would wrap the list of exit codes too."""
-ADDRESS_OPTIONAL = ("forget", "holders")
-"""Subcommands of `gpus` whose address is optional."""
 FILES = (
     CONFIG_FILE,
     f"{CONFIG_DIRECTORY}/*.toml",
@@ -297,13 +35,419 @@ CODES = {
     130: "interrupted",
 }
 """Exit codes of the whole program."""
-WAIT_DEFAULT = 300.0
-"""Default of `status --wait`, in seconds."""
-WATCH_INTERVAL = 2.0
-"""Default of `status --watch`, in seconds."""
-SHORTEST_INTERVAL = 0.5
-"""Shortest interval of `status --watch`, in seconds."""
+
+# How a command treats the configuration (agent.cli.host.load).
+READS = "reads"
+SAVES = "saves"
+"""The command makes passes. It puts the configuration in force, by saving it as the last good one: otherwise, a process
+that still has an older configuration would undo what the command does."""
+OPTIONAL = "optional"
+"""The command works without a configuration. It makes no pass, which would remove the settings of all machines."""
+DIAGNOSES = "diagnoses"
+"""As OPTIONAL; and if the configuration is invalid, the command uses the last good one."""
+LAST_GOOD = "last good"
+"""A unit runs the command. If the configuration is invalid, the command uses the last good one: otherwise a machine
+would not start, or would get no GPUs."""
+
+
+class Argument:
+    """One argument of a command: the parameters of argparse's `add_argument`."""
+
+    def __init__(self, name: str, text: str, **options: object) -> None:
+        self.name, self.options = name, {"help": text, **options}
+
+
+def _flag(name: str, text: str) -> Argument:
+    return Argument(name, text, action="store_true")
+
+
+def _optional(name: str, metavar: str, text: str) -> Argument:
+    return Argument(name, text, metavar=metavar, nargs="?", default="")
+
+
+def _kubeconfig(text: str) -> Argument:
+    # Make the path absolute, because kubectl runs in another directory than this process.
+    def absolute(path: str) -> str:
+        return path and os.path.abspath(path)
+
+    return Argument("--kubeconfig", text, type=absolute, default="", metavar="FILE")
+
+
+def _seconds(option: str, default: float, minimum: float, text: str) -> Argument:
+    """Return an option with an optional number of seconds.
+
+    If the user gives the option without a number, its value is `default`; without the option, the value is None.
+    """
+
+    def parse(number: str) -> float:
+        try:
+            seconds = float(number)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds) or seconds < minimum:
+            raise argparse.ArgumentTypeError(
+                f"{number!r} is not a number of seconds ({minimum:g} or more): write {option}=SECONDS, or put the "
+                f"machine before {option}"
+            )
+        return seconds
+
+    return Argument(option, text, type=parse, nargs="?", const=default, metavar="SECONDS")
+
+
 JSON = "print JSON (docs/json.md)"
+JSON_FORM = _flag("--json", JSON)
+MACHINE = Argument("machine", "the machine's name", metavar="MACHINE")
+DRAIN = _kubeconfig("kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made")
+NO_DRAIN = _flag("--no-drain", "do not drain, even with --kubeconfig")
+WHICH_GPU = "for example 0000:01:00.0, or the UUID"
+GPU = Argument("address", WHICH_GPU, metavar="PCI-ADDRESS")
+GPU_OR_ALL = _optional("address", "PCI-ADDRESS", WHICH_GPU)
+
+
+class Command:
+    """One command and its help."""
+
+    # Not a data class: `dataclasses` takes as long to load as argparse, and no other part of the help needs it.
+
+    def __init__(
+        self,
+        function: str,
+        summary: str,
+        text: str,
+        examples: str | Sequence[str],
+        codes: Mapping[int, str],
+        *arguments: Argument | Sequence[Argument],
+        configuration: str = READS,
+        hidden: bool = False,
+        root: bool = True,
+    ) -> None:
+        """Define the command.
+
+        `function` is MODULE:NAME in agent.cli: a function that takes the parsed options and returns the exit code.
+        `summary` is the command's line in the list of commands; `hidden` commands, which only units run, have none.
+        `root` commands need root rights; the others work as any user. Of a list of arguments, only one may be given.
+        """
+        self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
+        self.configuration, self.hidden, self.root = configuration, hidden, root
+        self.user = "root" if root else "any user"
+        self.text = f"{text} Run as: {self.user}."
+        self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
+
+
+COMMANDS = {
+    "plan": Command(
+        "status:run_plan",
+        "print what apply would do",
+        "Prints each step that `apply` would take. Changes nothing.",
+        ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
+        {
+            0: "the plan is printed, or there is nothing to do",
+            1: "`apply` could not write a machine's settings",
+            2: "the configuration or an argument is wrong, or a machine does not exist",
+        },
+        [
+            _flag("--diff", "show what changes in files, as a unified diff"),
+            JSON_FORM,
+        ],
+        root=False,
+    ),
+    "apply": Command(
+        "status:run_apply",
+        "reconcile once, start stopped machines, wait until they report",
+        "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
+        "their conditions. Never restarts a running machine, and starts none on which another command works.",
+        "sudo unbounded-agent apply",
+        {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
+        configuration=SAVES,
+    ),
+    "status": Command(
+        "status:run_status",
+        "print whether each machine is ready, and why not",
+        "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
+        "not ready come first. What only root may read is unknown to other users, and not ready.",
+        (
+            "unbounded-agent status",
+            "unbounded-agent status gpu-node --wait=600",
+            "unbounded-agent status --json",
+        ),
+        {
+            0: "the states are printed; with --check or --wait: every machine is ready",
+            1: "the host cannot be observed",
+            3: "with --check or --wait: a machine is not ready",
+            4: "with --check or --wait: whether a machine is ready is unknown",
+        },
+        _optional("machine", "MACHINE", "only this machine, with full messages"),
+        [
+            _flag("--wide", "print a table of all conditions"),
+            JSON_FORM,
+            _seconds("--watch", 2.0, 0.5, "repeat every SECONDS (default: 2) until interrupted"),
+        ],
+        _flag("--check", "exit with 3 if a machine is not ready, or with 4 if that is unknown"),
+        _seconds(
+            "--wait",
+            300.0,
+            0.0,
+            "wait until ready, for at most SECONDS (default: 300); exit codes as for --check",
+        ),
+        root=False,
+    ),
+    "doctor": Command(
+        "doctor.bundle:run_doctor",
+        "diagnose: list each fault with its evidence and the commands that fix it",
+        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
+        "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
+        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too; while "
+        "the configuration is invalid, root gets a report on the last good one, and exit code 2.",
+        (
+            "unbounded-agent doctor",
+            "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
+            "sudo unbounded-agent doctor --bundle",
+        ),
+        {
+            0: "all machines are ready, host and cluster have no fault; or archive written",
+            1: "a machine is not ready, there is a fault, or the cluster could not be read",
+        },
+        JSON_FORM,
+        Argument(
+            "--bundle",
+            "write an archive for a bug report, with recognised secrets removed (default: in the current directory)",
+            nargs="?",
+            const="",
+            metavar="FILE",
+        ),
+        _kubeconfig(
+            "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
+        ),
+        configuration=DIAGNOSES,
+        root=False,
+    ),
+    "up": Command(
+        "node:run_up",
+        "make the configured Kubernetes nodes, and wait until they have joined",
+        "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
+        "the host as it was found, sets what the kubelet needs on the host, makes the root file system from the image, "
+        "starts the machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. "
+        "Does nothing on a finished node.",
+        "sudo unbounded-agent up",
+        {
+            0: "every node is ready and has joined",
+            1: "a check or a step failed, or a node is not ready or has not joined",
+        },
+        _optional("machine", "MACHINE", "only this machine"),
+        _flag("--rebuild", "make the root file system of MACHINE again; everything in the old one is lost"),
+        _flag("--json", "print JSON, one object per line (docs/json.md)"),
+        configuration=SAVES,
+    ),
+    "preflight": Command(
+        "node:run_preflight",
+        "check whether `up` can make the nodes",
+        "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
+        "Changes nothing.",
+        "sudo unbounded-agent preflight",
+        {0: "`up` can make the nodes", 1: "a check failed"},
+        JSON_FORM,
+    ),
+    "reset": Command(
+        "node:run_reset",
+        "remove a node; after the last one, restore the host to what it was",
+        "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
+        "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
+        "what still differs.",
+        "sudo unbounded-agent reset gpu-node",
+        {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
+        MACHINE,
+        configuration=SAVES,
+    ),
+    "start": Command(
+        "lifecycle:run_lifecycle",
+        "start a machine, and wait until it is ready",
+        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If the "
+        "agent cordoned the node, for example by `stop`, also uncordons it once the machine is ready, which needs "
+        "--kubeconfig. Without --kubeconfig, exits with 1 in this case, even if somebody else has uncordoned the node. "
+        "The node of a machine that is not ready stays cordoned.",
+        "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
+        MACHINE,
+        _kubeconfig("kubeconfig of a user who may uncordon nodes"),
+        configuration=SAVES,
+    ),
+    "stop": Command(
+        "lifecycle:run_lifecycle",
+        "drain a machine's node, and stop the machine",
+        "Stops a machine. With --kubeconfig, drains its node first; without, the node's pods end with the machine. The "
+        "machine stays stopped until `start`, `apply` or the host's next boot.",
+        "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
+        MACHINE,
+        DRAIN,
+        NO_DRAIN,
+    ),
+    "restart": Command(
+        "lifecycle:run_lifecycle",
+        "drain, stop and start a machine",
+        "Stops a machine as `stop` does, then starts it as `start` does.",
+        "sudo unbounded-agent restart gpu-node --no-drain",
+        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
+        MACHINE,
+        DRAIN,
+        NO_DRAIN,
+        configuration=SAVES,
+    ),
+    "gpus": Command(
+        "gpus:run_gpus_list",
+        "list, detach and attach GPUs, and show who uses them",
+        "Without a subcommand, lists the GPUs as `gpus list` does. The other subcommands need root.",
+        ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
+        {0: "done", 1: "failed"},
+        JSON_FORM,
+        configuration=OPTIONAL,
+        root=False,
+    ),
+    "gpus list": Command(
+        "gpus:run_gpus_list",
+        "list the GPUs, with the machines that have them and the pods that use them",
+        "Lists the GPUs of the host, and those that were lost. For each: address, state, machine, kernel driver, how "
+        "many pods have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
+        "search all.",
+        ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
+        {0: "the GPUs are listed", 1: "some could not be observed"},
+        # For `gpus --json list`: a default of this option would overwrite the `--json` before `list`.
+        Argument("--json", JSON, action="store_true", default=argparse.SUPPRESS),
+        configuration=OPTIONAL,
+        root=False,
+    ),
+    "gpus detach": Command(
+        "gpus:run_detach",
+        "take a GPU from its machines; exit code 0 when you may remove it",
+        "Takes a GPU from the machines that have it. While processes use the GPU, machines.NAME.on_detach decides "
+        "whether the command refuses, waits, or takes the GPU anyway.",
+        "sudo unbounded-agent gpus detach 0000:01:00.0",
+        {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
+        GPU,
+        configuration=SAVES,
+    ),
+    "gpus attach": Command(
+        "gpus:run_attach",
+        "give a detached GPU back",
+        "Gives a detached GPU back to its machines, and forgets its last fatal error. Run it after a reset of a GPU "
+        "too: machines that failed to open a GPU then try again at once.",
+        "sudo unbounded-agent gpus attach 0000:01:00.0",
+        {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
+        GPU,
+        configuration=SAVES,
+    ),
+    "gpus forget": Command(
+        "gpus:run_forget",
+        "acknowledge that a lost GPU is gone for good",
+        "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
+        "longer reports it. Without an address: all lost GPUs, and also damage to the record of granted GPUs.",
+        "sudo unbounded-agent gpus forget 0000:01:00.0",
+        {
+            0: "the GPU is forgotten; or, without an address, none is lost",
+            1: "the record of granted GPUs cannot be read or written",
+        },
+        GPU_OR_ALL,
+    ),
+    "gpus holders": Command(
+        "gpus:run_holders",
+        "list the processes that have a GPU open",
+        "Lists the processes that have a GPU open, with machine, pod and container. Without an address: all GPUs.",
+        "sudo unbounded-agent gpus holders 0000:01:00.0",
+        {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
+        GPU_OR_ALL,
+        configuration=OPTIONAL,
+    ),
+    "kube": Command(
+        "",
+        "print Kubernetes manifests; choose who offers a node's GPUs",
+        "Prints what a cluster with GPU nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
+        "test pods. `kube allocation`, which needs root, moves a node from the device plugin to Dynamic Resource "
+        "Allocation, or back.",
+        "unbounded-agent kube manifests",
+        {0: "done", 1: "failed"},
+        root=False,
+    ),
+    "kube manifests": Command(
+        "kube:run_manifests",
+        "list, print or write the Kubernetes manifests that come with the agent",
+        "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
+        "writes them into a directory. Needs no cluster and no configuration.",
+        "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
+        {0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
+        Argument("names", "a manifest's name (without a name: list them)", metavar="NAME", nargs="*"),
+        Argument("--out", "write each NAME.yaml into this directory (without NAME: all)", metavar="DIR"),
+        root=False,
+    ),
+    "kube allocation": Command(
+        "kube:run_allocation",
+        "move a running node to Dynamic Resource Allocation, or back to the device plugin",
+        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, takes "
+        "the steps that kubectl can take, and stops at the first one that you have to take: take it, then run the "
+        "command again. Without a kubeconfig, only prints the steps.",
+        "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
+        {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
+        Argument(
+            "to",
+            "who offers the GPUs from then on: the node itself, or a device plugin",
+            choices=("dra", "device-plugin"),
+        ),
+        _optional("machine", "MACHINE", "the machine (may be left out if the configuration has only one)"),
+        Argument("--node", "the Node object's name (default: the one that `up` recorded)", default="", metavar="NODE"),
+        _kubeconfig("an administrator's kubeconfig"),
+        configuration=SAVES,
+    ),
+    "run": Command(
+        "service:run_service",
+        "run the service: reconcile continuously, serve metrics",
+        "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
+        "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
+        "sudo systemctl start unbounded-agent",
+        {0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
+        configuration=LAST_GOOD,
+    ),
+    "version": Command(
+        "",
+        "print the version",
+        "Prints the version, like --version.",
+        "unbounded-agent version",
+        {0: "the version is printed", 2: NO_CONFIGURATION},
+        root=False,
+    ),
+    "load-modules": Command(
+        "load_modules:run_load_modules",
+        "",
+        "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
+        "Run by unbounded-agent-modules.service.",
+        "sudo systemctl start unbounded-agent-modules",
+        {0: "the modules are loaded, or driver.load_modules is not set", 1: "a module cannot be loaded"},
+        configuration=LAST_GOOD,
+        hidden=True,
+    ),
+    "prepare": Command(
+        "prepare:run_prepare",
+        "",
+        "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
+        "sudo unbounded-agent prepare gpu-node",
+        {0: "the machine has its settings", 1: "a step failed"},
+        Argument("machine", "the machine's name in the configuration", metavar="MACHINE"),
+        configuration=LAST_GOOD,
+        hidden=True,
+    ),
+}
+
+
+def find_command(options: argparse.Namespace) -> tuple[str, Command]:
+    """Return the name of the command that the parsed options are for, with its subcommand, and the command."""
+    # Without a subcommand, `gpus` lists the GPUs.
+    subcommand = getattr(options, "subcommand", None) or ("list" if options.command == "gpus" else "")
+    name = f"{options.command} {subcommand}".rstrip()
+    return name, COMMANDS[name]
+
+
+def subcommands(name: str) -> dict[str, Command]:
+    """Return the subcommands of a command by their own names; for an empty name, the commands of the program."""
+    split = ((full.rpartition(" "), command) for full, command in COMMANDS.items())
+    return {own: command for (parent, _, own), command in split if parent == name}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -370,153 +514,35 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", default=CONFIG_FILE, metavar="FILE", help=f"instead of {CONFIG_FILE} and config.d next to it"
     )
-    known = {command: COMMANDS[command]} if command in COMMANDS else COMMANDS
-    for name, added in _add(parser, "command", known).items():
-        _add_arguments(name, added)
+    known = subcommands("")
+    _add(parser, "command", {command: known[command]} if command in known else known)
     return parser
 
 
-def _add_arguments(name: str, command: argparse.ArgumentParser) -> None:
-    match name:
-        case "plan":
-            form = command.add_mutually_exclusive_group()
-            form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified diff")
-            form.add_argument("--json", action="store_true", help=JSON)
-        case "status":
-            _add_status(command)
-        case "doctor":
-            _add_doctor(command)
-        case "up":
-            _add_up(command)
-        case "preflight":
-            command.add_argument("--json", action="store_true", help=JSON)
-        case "reset" | "start" | "stop" | "restart":
-            _add_lifecycle(name, command)
-        case "prepare":
-            command.add_argument("machine", metavar="MACHINE", help="the machine's name in the configuration")
-        case "gpus":
-            _add_gpus(command)
-        case "kube":
-            _add_kube(_add(command, "kube_command", KUBE_COMMANDS))
-        case _:
-            # The other commands have no arguments of their own.
-            pass
-
-
-def _add_status(status: argparse.ArgumentParser) -> None:
-    text = "only this machine, with full messages"
-    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
-    form = status.add_mutually_exclusive_group()
-    form.add_argument("--wide", action="store_true", help="print a table of all conditions")
-    form.add_argument("--json", action="store_true", help=JSON)
-    text = f"repeat every SECONDS (default: {WATCH_INTERVAL:.0f}) until interrupted"
-    _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
-    text = "exit with 3 if a machine is not ready, or with 4 if that is unknown"
-    status.add_argument("--check", action="store_true", help=text)
-    text = f"wait until ready, for at most SECONDS (default: {WAIT_DEFAULT:.0f}); exit codes as for --check"
-    _add_seconds(status, "--wait", WAIT_DEFAULT, 0, text)
-
-
-def _add_doctor(doctor: argparse.ArgumentParser) -> None:
-    doctor.add_argument("--json", action="store_true", help=JSON)
-    text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
-    doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
-    text = "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
-    _add_kubeconfig(doctor, text)
-
-
-def _add_up(up: argparse.ArgumentParser) -> None:
-    up.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this machine")
-    text = "make the root file system of MACHINE again; everything in the old one is lost"
-    up.add_argument("--rebuild", action="store_true", help=text)
-    up.add_argument("--json", action="store_true", help="print JSON, one object per line (docs/json.md)")
-
-
-def _add_lifecycle(name: str, command: argparse.ArgumentParser) -> None:
-    command.add_argument("machine", metavar="MACHINE", help="the machine's name")
-    if name != "reset":
-        drain = "kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made"
-        _add_kubeconfig(command, "kubeconfig of a user who may uncordon nodes" if name == "start" else drain)
-    if name in ("stop", "restart"):
-        command.add_argument("--no-drain", action="store_true", help="do not drain, even with --kubeconfig")
-
-
-def _add_gpus(gpus: argparse.ArgumentParser) -> None:
-    gpus.add_argument("--json", action="store_true", help=JSON)
-    added = _add(gpus, "gpus_command", GPU_COMMANDS, required=False)
-    # Without this usage, argparse would show COMMAND as required. Set it only now that the subcommands are added:
-    # otherwise, the usage of each subcommand would begin with this text.
-    gpus.usage = "%(prog)s [-h] [--json] [COMMAND ...]"
-    for name, command in added.items():
-        if name == "list":
-            # For `gpus --json list`: a default of this option would overwrite the `--json` before `list`.
-            command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
-        else:
-            count = "?" if name in ADDRESS_OPTIONAL else None
-            command.add_argument(
-                "address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0, or the UUID"
-            )
-
-
-def _add_kube(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    manifests, allocation = commands["manifests"], commands["allocation"]
-    manifests.add_argument("names", metavar="NAME", nargs="*", help="a manifest's name (without a name: list them)")
-    manifests.add_argument("--out", metavar="DIR", help="write each NAME.yaml into this directory (without NAME: all)")
-    text = "who offers the GPUs from then on: the node itself, or a device plugin"
-    allocation.add_argument("to", choices=("dra", "device-plugin"), help=text)
-    text = "the machine (may be left out if the configuration has only one)"
-    allocation.add_argument("machine", metavar="MACHINE", nargs="?", default="", help=text)
-    text = "the Node object's name (default: the one that `up` recorded)"
-    allocation.add_argument("--node", default="", metavar="NODE", help=text)
-    _add_kubeconfig(allocation, "an administrator's kubeconfig")
-
-
-def _add_kubeconfig(parser: argparse.ArgumentParser, text: str) -> None:
-    # Make the path absolute, because kubectl runs in another directory than this process.
-    parser.add_argument(
-        "--kubeconfig", type=lambda path: path and os.path.abspath(path), default="", metavar="FILE", help=text
-    )
-
-
-def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:
-    """Add an option with an optional number of seconds.
-
-    If the user gives the option without a number, its value is `default`; without the option, the value is None.
-    """
-
-    def parse(number: str) -> float:
-        try:
-            seconds = float(number)
-        except ValueError:
-            seconds = math.nan
-        if not math.isfinite(seconds) or seconds < minimum:
-            raise argparse.ArgumentTypeError(
-                f"{number!r} is not a number of seconds ({minimum:g} or more): write {option}=SECONDS, or put the "
-                f"machine before {option}"
-            )
-        return seconds
-
-    parser.add_argument(option, type=parse, nargs="?", const=default, default=None, metavar="SECONDS", help=text)
-
-
-def _add(
-    parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Command], *, required: bool = True
-) -> dict[str, argparse.ArgumentParser]:
+def _add(parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Command], *, required: bool = True) -> None:
     # Without `prog`, argparse would format the usage to find out the program's name.
     group = parser.add_subparsers(prog=parser.prog, dest=key, required=required, metavar="COMMAND", title="commands")
-    added = {}
     for name, command in commands.items():
         # argparse lists only the commands that have `help`.
         add = group.add_parser if command.hidden else partial(group.add_parser, help=command.summary)
-        added[name] = add(
+        added = add(
             name,
             description=textwrap.fill(command.text, WIDTH, break_on_hyphens=False),
             epilog=_epilog(command.examples, command.codes),
             formatter_class=_Formatter,
         )
         # Also after the command, where it replaces one before the command. The program's own help has it.
-        added[name].add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=argparse.SUPPRESS)
-    return added
+        added.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=argparse.SUPPRESS)
+        for each in command.arguments:
+            place = added if isinstance(each, Argument) else added.add_mutually_exclusive_group()
+            for argument in [each] if isinstance(each, Argument) else each:
+                place.add_argument(argument.name, **argument.options)  # type: ignore[arg-type]
+        if below := subcommands(name):
+            _add(added, "subcommand", below, required=name != "gpus")
+        if name == "gpus":
+            # Without this usage, argparse would show COMMAND as required. Set it only now that the subcommands are
+            # added: otherwise, the usage of each subcommand would begin with this text.
+            added.usage = "%(prog)s [-h] [--json] [COMMAND ...]"
 
 
 def _epilog(examples: Sequence[str], codes: Mapping[int, str], files: Sequence[str] = ()) -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent.cli.host import needs_root
 from agent.cli.main import main
-from agent.cli.parser import make_parser
+from agent.cli.parser import find_command, make_parser
 
 NAMES = ["device-plugin", "runtime-class"]
 
@@ -91,4 +90,4 @@ def test_it_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path:
     ("arguments", "root"), [(("allocation", "dra"), True), (("manifests",), False)], ids=lambda each: str(each)
 )
 def test_only_allocation_is_for_root(arguments: tuple[str, ...], root: bool) -> None:
-    assert needs_root(make_parser().parse_args(["kube", *arguments])) == root
+    assert find_command(make_parser().parse_args(["kube", *arguments]))[1].root == root

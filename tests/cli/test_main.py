@@ -14,7 +14,7 @@ import pytest
 from agent import __version__
 from agent.cli.doctor.bundle import doctor
 from agent.cli.main import main
-from agent.cli.parser import COMMANDS, GPU_COMMANDS, make_parser
+from agent.cli.parser import COMMANDS, make_parser, subcommands
 from agent.cli.status import Request, plan, status
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -59,7 +59,7 @@ def test_a_command_makes_only_its_own_parser(monkeypatch: pytest.MonkeyPatch) ->
     assert made == ["unbounded-agent", "unbounded-agent status"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", subcommands(""))
 def test_the_parser_of_one_command_is_the_same_as_in_the_whole(name: str) -> None:
     whole, (alone, *commands) = make_parser(), parsers(make_parser(name))
     assert alone.format_usage() == whole.format_usage()
@@ -166,8 +166,8 @@ def test_commands_that_only_units_run_are_not_listed(capsys: pytest.CaptureFixtu
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
     assert hidden == {"load-modules", "prepare"}
     assert [name for name in hidden if name in listed] == []
-    assert [name for name in COMMANDS if name not in listed and name not in hidden] == []
-    assert [name for name in GPU_COMMANDS if name not in help_of(capsys, "gpus")] == []
+    assert [name for name in subcommands("") if name not in listed and name not in hidden] == []
+    assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
 
 
 def test_hidden_commands_have_help(capsys: pytest.CaptureFixture[str]) -> None:

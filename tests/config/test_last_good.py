@@ -271,9 +271,9 @@ def test_saved_settings_are_those_that_pydantic_made(tmp_path: Path, text: str) 
     ("command", "saves"),
     [
         ({"command": "start"}, True),
-        ({"command": "gpus", "gpus_command": "attach"}, True),
-        ({"command": "kube", "kube_command": "allocation"}, True),
-        ({"command": "gpus", "gpus_command": "holders"}, False),
+        ({"command": "gpus", "subcommand": "attach"}, True),
+        ({"command": "kube", "subcommand": "allocation"}, True),
+        ({"command": "gpus", "subcommand": "holders"}, False),
         ({"command": "preflight"}, False),
     ],
 )

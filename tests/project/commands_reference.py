@@ -5,50 +5,42 @@ A path such as docs/json.md in a help text becomes a link.
 
 import argparse
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from agent.cli.parser import COMMANDS, GPU_COMMANDS, JSON, KUBE_COMMANDS, Command, make_parser
+from agent.cli.parser import COMMANDS, JSON, make_parser
 from tests.project.configuration_reference import linked
 
 IN_THE_USAGE = (argparse.SUPPRESS, JSON, "the machine's name")
 """Arguments with these texts need no words besides the usage."""
-SUBCOMMANDS: Mapping[str, Mapping[str, Command]] = {"gpus": GPU_COMMANDS, "kube": KUBE_COMMANDS}
 
 
 def generated() -> str:
     """Return the generated part of the page."""
-    return "".join((*_overview(), *_sections(make_parser(), COMMANDS, "##")))
+    return "".join((*_overview(), *_sections(make_parser())))
 
 
 def _overview() -> Iterator[str]:
     yield "\n| command | what it does | run as |\n|---|---|---|\n"
-    for name, command in _all(COMMANDS, ""):
-        if not command.hidden:
+    for name, command in COMMANDS.items():
+        # `kube` does nothing without a subcommand.
+        if not command.hidden and name != "kube":
             anchor = name.replace(" ", "-")
             yield f"| [`{name}`](#{anchor}) | {linked(command.summary)} | {command.user} |\n"
 
 
-def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Command]]:
-    for name, command in commands.items():
-        below = SUBCOMMANDS.get(name, {}) if not before else {}
-        if not below or name == "gpus":
-            yield f"{before}{name}", command
-        yield from _all(below, f"{name} ")
-
-
-def _sections(parser: argparse.ArgumentParser, commands: Mapping[str, Command], level: str) -> Iterator[str]:
+def _sections(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Yield a section for each command. Examples are only in the commands' own help, and code 2 once in the page."""
-    parsers = _children(parser)
-    for name, command in commands.items():
-        title = parsers[name].prog.removeprefix("unbounded-agent ")
+    for name, command in COMMANDS.items():
+        its_parser = parser
+        for word in name.split():
+            its_parser = _children(its_parser)[word]
         # The table of all commands says who may run each.
         text = command.text.removesuffix(f" Run as: {command.user}.")
-        yield f"\n{level} `{title}`\n\n{_filled(linked(text))}\n\n"
-        yield f"```\n{_usage(parsers[name])}\n```\n\n"
-        yield from _arguments(parsers[name])
+        yield f"\n{'###' if ' ' in name else '##'} `{name}`\n\n{_filled(linked(text))}\n\n"
+        yield f"```\n{_usage(its_parser)}\n```\n\n"
+        yield from _arguments(its_parser)
         codes = "; ".join(f"{code}: {meaning}" for code, meaning in sorted(command.codes.items()))
         yield _filled(f"- exit code {codes}", "  ") + "\n"
-        yield from _sections(parsers[name], SUBCOMMANDS.get(title, {}), f"{level}#")
 
 
 def _filled(text: str, indent: str = "") -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, make_parser
+from agent.cli.parser import COMMANDS, make_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILLED = "gpu-node"
 """Stands for what a message fills in."""
-NAMES = {*COMMANDS, *(f"gpus {each}" for each in GPU_COMMANDS), *(f"kube {each}" for each in KUBE_COMMANDS)}
+NAMES = {*COMMANDS}
 """Commands that prose may name without their arguments."""
 HELP = {
     "systemctl": ("--help",),

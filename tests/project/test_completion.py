@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.parser import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS
+from agent.cli.parser import subcommands
 from deploy.generate.completion import PROGRAM, completion
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,14 +24,14 @@ case "$*" in
     *) exec {sys.executable} -m agent.cli.main "$@" ;;
 esac
 """
-LISTED = {name for name, command in COMMANDS.items() if not command.hidden}
+LISTED = {name for name, command in subcommands("").items() if not command.hidden}
 CASES = [
     ("", LISTED),
     ("sta", {"status", "start"}),
     ("pl", {"plan"}),
-    ("gpus ", {*GPU_COMMANDS}),
-    ("gpus --json ", {*GPU_COMMANDS}),
-    ("kube ", {*KUBE_COMMANDS}),
+    ("gpus ", {*subcommands("gpus")}),
+    ("gpus --json ", {*subcommands("gpus")}),
+    ("kube ", {*subcommands("kube")}),
     ("plan --", {"--help", "--diff", "--json"}),
     ("status ", {"gpu-node", "second"}),
     ("status --wait=600 ", {"gpu-node", "second"}),
