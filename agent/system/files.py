@@ -515,7 +515,7 @@ class System(Rooted):
     def listening_process(self, path: str) -> int | None:
         """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.network)."""
         # Imported here: few runs need it, and it takes a twentieth of the machine half's start.
-        from agent.system.network import listening_process
+        from agent.system.sockets import listening_process
 
         return listening_process(self._at(path, follow=False))
 

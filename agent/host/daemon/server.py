@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from agent.model.errors import AgentError
 from agent.model.text import one_line
 from agent.system import files
-from agent.system.network import listening_user, peer_user
+from agent.system.sockets import listening_user, peer_user
 
 # Manages a server's connection slots. If no slot is free, a new connection takes the slot of another one.
 
