@@ -18,7 +18,7 @@ from agent.host.apply.steps import give_token_again
 from agent.host.observe.machine import observe_joined, observe_units
 from agent.host.provision.node_files import read_token
 from agent.host.provision.plan import made_nodes, observe_found, observe_node
-from agent.host.provision.preflight import Asking, Check, check_server
+from agent.host.provision.preflight import Asking, check_server
 from agent.host.provision.reset import Ending, Reset
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
@@ -26,6 +26,7 @@ from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_lock
 from agent.model.conditions import ConditionType, Reason, Status
 from agent.model.errors import AgentError, ApplyError, ConfigError, NoMachinesError
 from agent.model.facts import Absent
+from agent.model.node import Check
 from agent.model.paths import MACHINES_STATE, PROVISION_LOCK, machine_unit, nspawn_file, token_file, unit_drop_in
 from agent.model.text import printable
 from agent.system.files import System

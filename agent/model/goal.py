@@ -144,10 +144,22 @@ ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "
 """The label of an action in metrics. It is never reworded, unlike the sentence of `describe()`, which is for people."""
 
 
-class WriteFile(Struct, frozen=True):
+class Step(Struct, frozen=True):
+    """What `apply`, `up` and `reset` do to a host, one action at a time."""
+
+    kind: ClassVar[ActionKind]
+    words: ClassVar[str]
+    """The action for people. It may contain the action's fields, as in `{0.path}`."""
+
+    def describe(self) -> str:
+        """Return what the action does, to be put after `would` or `cannot`."""
+        return self.words.format(self)
+
+
+class WriteFile(Step, frozen=True):
     """Replace a file atomically; parents are created with mode 0755."""
 
-    kind: ClassVar[ActionKind] = "write"
+    kind = "write"
     path: str
     content: bytes
     mode: int = 0o644
@@ -156,20 +168,18 @@ class WriteFile(Struct, frozen=True):
         return f"write {self.path} ({len(self.content)} bytes)"
 
 
-class RemoveFile(Struct, frozen=True):
+class RemoveFile(Step, frozen=True):
     """Remove a file or symbolic link that the agent wrote."""
 
-    kind: ClassVar[ActionKind] = "remove"
+    kind = "remove"
+    words = "remove {0.path}"
     path: str
 
-    def describe(self) -> str:
-        return f"remove {self.path}"
 
-
-class StageDriverRoot(Struct, frozen=True):
+class StageDriverRoot(Step, frozen=True):
     """Copy a driver's user-space files into a new driver root, and publish it once it is complete."""
 
-    kind: ClassVar[ActionKind] = "stage"
+    kind = "stage"
     root: StagedRoot
 
     def describe(self) -> str:
@@ -180,61 +190,55 @@ class StageDriverRoot(Struct, frozen=True):
         )
 
 
-class PublishDriverRoot(Struct, frozen=True):
+class PublishDriverRoot(Step, frozen=True):
     """Mount a staged driver root where machines see it; if mounts do not work, move it there as a plain directory."""
 
-    kind: ClassVar[ActionKind] = "mount"
+    kind = "mount"
+    words = "mount driver root {0.root.index} ({0.root.vendor} driver {0.root.version})"
     root: StagedRoot
 
-    def describe(self) -> str:
-        return f"mount driver root {self.root.index} ({self.root.vendor} driver {self.root.version})"
 
-
-class ProtectDriverRoots(Struct, frozen=True):
+class ProtectDriverRoots(Step, frozen=True):
     """Mount driver roots in place of the plain directories that were published while mounts did not work."""
 
-    kind: ClassVar[ActionKind] = "mount"
+    kind = "mount"
     indices: tuple[int, ...]
 
     def describe(self) -> str:
         return f"mount driver roots in place of plain directories: {', '.join(map(str, self.indices))}"
 
 
-class RemoveDriverRoot(Struct, frozen=True):
+class RemoveDriverRoot(Step, frozen=True):
     """Remove a driver root of the agent, with its manifest."""
 
-    kind: ClassVar[ActionKind] = "remove"
+    kind = "remove"
+    words = "remove driver root {0.index} ({0.what}), which nothing uses"
     index: int
     what: str
     """For people: the vendor and version of the driver in the root, or that the root is incomplete."""
 
-    def describe(self) -> str:
-        return f"remove driver root {self.index} ({self.what}), which nothing uses"
 
-
-class RemoveStaleStaging(Struct, frozen=True):
+class RemoveStaleStaging(Step, frozen=True):
     """Remove the directories that an interrupted staging or removal of a driver root left."""
 
-    kind: ClassVar[ActionKind] = "remove"
+    kind = "remove"
     paths: tuple[str, ...]
 
     def describe(self) -> str:
         return f"remove leftovers of driver roots: {', '.join(self.paths)}"
 
 
-class ReloadUnits(Struct, frozen=True):
+class ReloadUnits(Step, frozen=True):
     """Make systemd read its unit files again, as `systemctl daemon-reload` does."""
 
-    kind: ClassVar[ActionKind] = "reload"
-
-    def describe(self) -> str:
-        return "reload systemd's units"
+    kind = "reload"
+    words = "reload systemd's units"
 
 
-class ChangeDevices(Struct, frozen=True):
+class ChangeDevices(Step, frozen=True):
     """Change which devices a running machine may open, and bind the nodes that it does not have."""
 
-    kind: ClassVar[ActionKind] = "change"
+    kind = "change"
     machine: str
     before: LiveSettings
     after: LiveSettings

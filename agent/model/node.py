@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from agent.model.text import first_of
 from agent.model.typed_json import Base64
 
@@ -94,15 +96,24 @@ class HostState:
     """Missing directories that the files need, parents first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that keeps a node from being made."""
+class Check(Struct, frozen=True):
+    """The result of one check before a node is made or removed."""
 
-    check: str
-    """What was checked, such as "registry"."""
+    name: str
+    """What was checked, such as "server"."""
     message: str
-    advice: str
-    """What to do next."""
+    advice: str = ""
+    """What to do; empty if all is well."""
+    machine: str = ""
+    """Empty if the check is about the host."""
+    required: bool = True
+    """Whether the check must pass before a node can be made."""
+    late: bool = False
+    """Whether a check that failed may soon pass by itself, because the API server may not have started yet."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.advice
 
 
 # The part of the host's network that programs change at run time: links, routes, rules and chains.

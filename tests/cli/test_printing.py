@@ -8,7 +8,7 @@ import pytest
 
 from agent.cli.node import in_words
 from agent.cli.printing import report, say
-from agent.host.provision.preflight import Check
+from agent.model.node import Check
 
 
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Performs the steps that `agent.host.plan.diff` returns, in their order."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import eq
 from typing import assert_never
 
 from msgspec import Struct
@@ -12,8 +13,6 @@ from agent.host.state.records import OWNED_FILES, Owned
 from agent.model.conditions import Condition
 from agent.model.contract import (
     GPU_STATES_SIZE_LIMIT,
-    SIZE_LIMIT,
-    HostStatus,
     host_status,
     parse_host_status,
     render_host_status,
@@ -32,6 +31,7 @@ from agent.model.goal import (
     RemoveFile,
     RemoveStaleStaging,
     StageDriverRoot,
+    Step,
     WriteFile,
     in_words,
 )
@@ -174,9 +174,9 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
         except Exception as error:
             failed.append(action)
             if isinstance(action, Cleanup):
-                failed_cleanups[action] = str(_failure(action, error))
+                failed_cleanups[action] = str(failure_of(action, error))
             else:
-                failures.append(str(_failure(action, error)))
+                failures.append(str(failure_of(action, error)))
                 if (machine := _machine(action)) is not None:
                     concerned[failures[-1]] = machine
     if any(isinstance(action, RemoveFile) for action in done):
@@ -280,15 +280,17 @@ def _record_pending_reload(path: str, system: System) -> None:
         system.write(RELOAD_PENDING, b"")
 
 
-def _failure(action: Action, error: Exception) -> AgentError:
+def failure_of(action: Step, error: Exception) -> ApplyError:
+    """Return the error with which an action failed, in a sentence that names the action."""
+    what = f"cannot {action.describe()}"
     match error:
         case AgentError():
-            return ApplyError(f"cannot {action.describe()}: {error.message}", error.hint)
+            return ApplyError(f"{what}: {error.message}", error.hint)
         case OSError():
             # A step may also write a record of itself, such as RELOAD_PENDING.
-            return ApplyError(f"cannot {action.describe()}: {reason(error, action.describe())}")
+            return ApplyError(f"{what}: {reason(error, action.describe())}")
         case _:
-            return ApplyError(f"cannot {action.describe()}: {in_words(error)}")
+            return ApplyError(f"{what}: {in_words(error)}")
 
 
 def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
@@ -323,54 +325,11 @@ def _read_record(system: System) -> dict[str, str]:
     return {} if isinstance(found, Absent | Broken) else found.files
 
 
-# Publishes the host status to the machines that set it on their Node objects.
+# Publishes what a machine is told next to its handoff, so that a change of it makes no handoff pending.
 
 
 FRESH = 45.0
 """Seconds until an unchanged host status is written again: less than a minute, so that every timed pass writes it."""
-
-
-def publish_host_status(
-    system: System, ready: Mapping[str, Condition], with_state: Collection[str], now: float
-) -> tuple[str, ...]:
-    """Write the host status for each machine in `ready`, and remove that of every other machine in `with_state`.
-
-    Return failures, one sentence each.
-    """
-    failures = []
-    for name in sorted({*with_state, *ready}):
-        path = conditions_file(name)
-        try:
-            # A machine that never had a goal has no such directory.
-            if not system.is_directory(handoff_directory(name), follow=False):
-                continue
-            if name in ready:
-                _update(system, path, host_status(ready[name], now))
-            elif system.exists(path):
-                make_way(path, system)
-                system.remove(path)
-        except OSError as error:
-            failures.append(f"cannot update {path}: {reason(error, path)}")
-        except Exception as error:
-            failures.append(f"cannot update {path}: {in_words(error)}")
-    return tuple(failures)
-
-
-def _update(system: System, path: str, status: HostStatus) -> None:
-    """Write the status if it differs from that in the file, or if the file is no longer fresh."""
-    try:
-        # A link is not followed: root in the machine can remount the directory writable and put one there.
-        before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])
-    except (OSError, DocumentError):
-        before = None
-    same = before is not None and before._replace(evaluated=status.evaluated) == status
-    # The status is also written if the clock was set back.
-    if before is None or not same or not 0 <= status.evaluated - before.evaluated < FRESH:
-        make_way(path, system)
-        system.write(path, render_host_status(status))
-
-
-# Publishes what a machine is told next to its handoff, so that a change of it makes no handoff pending.
 
 
 def publish_documents(
@@ -378,20 +337,28 @@ def publish_documents(
     file_of: Callable[[str], str],
     documents: Mapping[str, bytes],
     with_state: Collection[str],
-    unchanged: Collection[str],
+    unchanged: Collection[str] = (),
+    same: Callable[[bytes, bytes], bool] = eq,
 ) -> tuple[str, ...]:
     """Write the document of each machine in `documents`; remove that of any other machine that is not in `unchanged`.
 
-    `with_state` are the machines that may have one. Return failures, one sentence each. No document contains the time
-    of the pass, so it is written, and wakes the machine's service, only if its content has changed.
+    `with_state` are the machines that may have one. Return failures, one sentence each. A document is written, and
+    wakes the machine's service, only if it is not the `same` as before.
     """
     failures = []
     for name in sorted({*with_state, *documents} - set(unchanged)):
-        path = file_of(name)
+        path, content = file_of(name), documents.get(name)
         try:
             # A machine that never had a goal has no such directory.
-            if system.is_directory(handoff_directory(name), follow=False):
-                _documents_update(system, path, documents.get(name))
+            if not system.is_directory(handoff_directory(name), follow=False):
+                continue
+            if content is None:
+                if system.exists(path):
+                    make_way(path, system)
+                    system.remove(path)
+            elif not same(_published(path, system), content):
+                make_way(path, system)
+                system.write(path, content)
         except OSError as error:
             failures.append(f"cannot update {path}: {reason(error, path)}")
         except Exception as error:
@@ -399,21 +366,30 @@ def publish_documents(
     return tuple(failures)
 
 
-def _documents_update(system: System, path: str, content: bytes | None) -> None:
-    """Write the content if the file has another one; remove the file if `content` is None."""
-    if content is None:
-        if system.exists(path):
-            make_way(path, system)
-            system.remove(path)
-        return
+def publish_host_status(
+    system: System, ready: Mapping[str, Condition], with_state: Collection[str], now: float
+) -> tuple[str, ...]:
+    """Do the same with the host status of each machine in `ready`, which is also written if it is no longer fresh."""
+    documents = {name: render_host_status(host_status(each, now)) for name, each in ready.items()}
+    return publish_documents(system, conditions_file, documents, with_state, same=_same_and_fresh)
+
+
+def _published(path: str, system: System) -> bytes:
     try:
         # A link is not followed: root in the machine can remount the directory writable and put one there.
-        before = system.read_untrusted(path, GPU_STATES_SIZE_LIMIT)[0]
+        return system.read_untrusted(path, GPU_STATES_SIZE_LIMIT)[0]
     except OSError:
-        before = b""
-    if before != content:
-        make_way(path, system)
-        system.write(path, content)
+        return b""
+
+
+def _same_and_fresh(before: bytes, after: bytes) -> bool:
+    try:
+        old = parse_host_status(before)
+    except DocumentError:
+        return False
+    new = parse_host_status(after)
+    # The status is also written if the clock was set back.
+    return old._replace(evaluated=new.evaluated) == new and 0 <= new.evaluated - old.evaluated < FRESH
 
 
 # Gives a machine its bootstrap token, and removes the token once the machine's kubelet has joined the cluster.

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from agent.config.settings import ImageSettings
 from agent.host.apply.driver_roots import remove_all
-from agent.host.apply.steps import give_token
+from agent.host.apply.steps import failure_of, give_token
 from agent.host.observe.machine import enabling_link, observe_units
 from agent.host.provision.binaries import cached, fetch, put_programs
 from agent.host.provision.host_settings import apply_host, undo_host
@@ -42,7 +42,7 @@ from agent.host.provision.plan import (
 )
 from agent.host.state.locks import pass_lock
 from agent.model.contract import render_node_files
-from agent.model.errors import AgentError, ApplyError, reason
+from agent.model.errors import AgentError, ApplyError
 from agent.model.facts import Unseen
 from agent.model.node import Chains, NodeBinary
 from agent.model.paths import (
@@ -126,10 +126,8 @@ def _run(action: Action, tools: Tools, progress: Progress) -> None:
     progress(action.describe())
     try:
         perform(action, tools, progress)
-    except AgentError as error:
-        raise ApplyError(f"cannot {action.describe()}: {error.message}", error.hint) from error
-    except OSError as error:
-        raise ApplyError(f"cannot {action.describe()}: {reason(error, action.describe())}") from error
+    except (AgentError, OSError) as error:
+        raise failure_of(action, error) from error
 
 
 def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -> None:  # noqa: C901
@@ -140,7 +138,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
             HOST_RECORD.write(AS_FOUND, found, system)
         case ChangeHost(goal, before):
             apply_host(goal, before, system)
-        case RestoreHost(found, _):
+        case RestoreHost(found):
             undo_host(found, system)
         case StageRoot(image, staged):
             assert tools.image, "a root file system is made from an image"

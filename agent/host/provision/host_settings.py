@@ -8,7 +8,7 @@ from functools import partial
 from agent.config.settings import Config, HostNodeSettings
 from agent.host.state.records import MARK
 from agent.model.errors import AgentError, ApplyError, CommandError
-from agent.model.node import FoundFile, HostSettings, HostState, NodeFile, Problem, Swap
+from agent.model.node import Check, FoundFile, HostSettings, HostState, NodeFile, Swap
 from agent.model.typed_json import Base64
 from agent.system.files import NOT_FOUND, System
 
@@ -104,10 +104,10 @@ def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
     )
 
 
-def host_problems(goal: HostSettings, state: HostState) -> tuple[Problem, ...]:
+def host_problems(goal: HostSettings, state: HostState) -> tuple[Check, ...]:
     """Return a problem for each file of the goal that would replace a file that the agent did not write."""
     return tuple(
-        Problem("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
+        Check("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
         for file in goal.files
         if needs_writing(file, state) and (found := state.files.get(file.path)) and not is_ours(found.content)
     )

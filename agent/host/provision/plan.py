@@ -12,8 +12,10 @@ from agent.host.provision.network import Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.records import Durable
 from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.goal import Step
 from agent.model.node import (
     AsFound,
+    Check,
     HostSettings,
     HostState,
     Leftover,
@@ -21,7 +23,6 @@ from agent.model.node import (
     NodeBinary,
     NodeFile,
     NodeImage,
-    Problem,
 )
 from agent.model.paths import (
     AS_FOUND,
@@ -43,31 +44,26 @@ from agent.system.trust import read_seen
 # Steps of `up` and `reset`. Data only: `agent.host.provision.apply` prints each step, then runs it.
 
 
-class RecordHost(Struct, frozen=True):
-    """Record the host as it was found, before anything changes it."""
-
+class RecordHost(Step, frozen=True):
+    kind = "write"
+    words = "record the host as it was found"
     found: AsFound
 
-    def describe(self) -> str:
-        return "record the host as it was found"
 
-
-class ChangeHost(Struct, frozen=True):
-    """Set the host's kernel parameters, modules, swap and files."""
-
+class ChangeHost(Step, frozen=True):
+    kind = "change"
+    words = "change the host's settings for the kubelet"
     goal: HostSettings
     before: HostState
 
-    def describe(self) -> str:
-        return "change the host's settings for the kubelet"
 
-
-class StageRoot(Struct, frozen=True):
+class StageRoot(Step, frozen=True):
     """Pull the image and unpack it into the directory `staged`, which is not a machine yet.
 
     The FillRoot that follows calls this directory `unpacked`. What FillRoot calls `staged` is another directory.
     """
 
+    kind = "stage"
     image: NodeImage
     staged: str
 
@@ -75,18 +71,20 @@ class StageRoot(Struct, frozen=True):
         return f"pull and unpack {self.image.name} ({self.image.size / 1e6:.0f} MB compressed)"
 
 
-class FetchBinaries(Struct, frozen=True):
+class FetchBinaries(Step, frozen=True):
     """Download the node's programs, or take them from the offline bundle, and verify them."""
 
+    kind = "stage"
     binaries: tuple[NodeBinary, ...]
 
     def describe(self) -> str:
         return f"fetch {', '.join(each.name for each in self.binaries)}"
 
 
-class FillRoot(Struct, frozen=True):
+class FillRoot(Step, frozen=True):
     """Rename the unpacked root file system to `staged`, then put programs and files into it."""
 
+    kind = "write"
     unpacked: str
     staged: str
     binaries: tuple[NodeBinary, ...]
@@ -97,18 +95,18 @@ class FillRoot(Struct, frozen=True):
         return f"put {programs} and {len(self.files)} files into the root file system"
 
 
-class StopMachine(Struct, frozen=True):
+class StopMachine(Step, frozen=True):
     """Stop a machine, and wait until it has stopped."""
 
+    kind = "change"
+    words = "stop machine {0.machine}"
     machine: str
 
-    def describe(self) -> str:
-        return f"stop machine {self.machine}"
 
-
-class PublishRoot(Struct, frozen=True):
+class PublishRoot(Step, frozen=True):
     """Record the node, and give the complete root file system its final name."""
 
+    kind = "write"
     machine: str
     staged: str
     record: NodeRecord
@@ -117,109 +115,97 @@ class PublishRoot(Struct, frozen=True):
         return f"make {machine_root(self.machine)} from the complete root file system"
 
 
-class GiveToken(Struct, frozen=True):
+class GiveToken(Step, frozen=True):
     """Give a bootstrap token to a machine that has not joined its cluster. This token replaces an earlier one."""
 
+    kind = "write"
+    words = "give machine {0.machine} the bootstrap token of {0.where}"
     machine: str
     where: str
     """The token's file, or `credential:NAME`."""
 
-    def describe(self) -> str:
-        return f"give machine {self.machine} the bootstrap token of {self.where}"
 
-
-class RemoveTree(Struct, frozen=True):
+class RemoveTree(Step, frozen=True):
     """Remove a root file system that is not a machine yet, or no longer is one."""
 
+    kind = "remove"
+    words = "remove {0.path}"
     path: str
 
-    def describe(self) -> str:
-        return f"remove {self.path}"
 
-
-class RemoveRoot(Struct, frozen=True):
+class RemoveRoot(Step, frozen=True):
     """Remove a machine's root file system.
 
     It is renamed first: if the removal is interrupted, no machine can start from what is left.
     """
 
+    kind = "remove"
+    words = "remove {0.path}"
     machine: str
 
     @property
     def path(self) -> str:
         return machine_root(self.machine)
 
-    def describe(self) -> str:
-        return f"remove {self.path}"
 
-
-class RemoveEmptyDirectory(Struct, frozen=True):
+class RemoveEmptyDirectory(Step, frozen=True):
     """Remove a directory that was made for one of the agent's files, unless others have put files there."""
 
+    kind = "remove"
+    words = "remove {0.path}"
     path: str
 
-    def describe(self) -> str:
-        return f"remove {self.path}"
 
-
-class RemoveDriverRoots(Struct, frozen=True):
+class RemoveDriverRoots(Step, frozen=True):
     """Remove all staged drivers, which no machine needs any longer."""
 
-    def describe(self) -> str:
-        return "remove the staged drivers"
+    kind = "remove"
+    words = "remove the staged drivers"
 
 
-class EnableUnit(Struct, frozen=True):
+class EnableUnit(Step, frozen=True):
     """Let the host start a unit at each boot, even without the agent."""
 
+    kind = "change"
+    words = "enable {0.unit}"
     unit: str
 
-    def describe(self) -> str:
-        return f"enable {self.unit}"
 
-
-class DisableUnit(Struct, frozen=True):
-    """Undo EnableUnit."""
-
+class DisableUnit(Step, frozen=True):
+    kind = "change"
+    words = "disable {0.unit}"
     unit: str
 
-    def describe(self) -> str:
-        return f"disable {self.unit}"
 
-
-class ForgetNode(Struct, frozen=True):
+class ForgetNode(Step, frozen=True):
     """Remove the agent's state of a machine. The record of the node is removed last."""
 
+    kind = "remove"
+    words = "remove the agent's state of machine {0.machine}"
     machine: str
 
-    def describe(self) -> str:
-        return f"remove the agent's state of machine {self.machine}"
 
-
-class RestoreHost(Struct, frozen=True):
-    """Set the host's settings back to what they were."""
-
+class RestoreHost(Step, frozen=True):
+    kind = "change"
+    words = "restore the host's settings"
     found: HostState
-    now: HostState
-
-    def describe(self) -> str:
-        return "restore the host's settings"
 
 
-class RemoveLeftover(Struct, frozen=True):
+class RemoveLeftover(Step, frozen=True):
     """Remove what pods' networking left in the host's network."""
 
+    kind = "remove"
     leftover: Leftover
 
     def describe(self) -> str:
         return f"remove {self.leftover.describe()}"
 
 
-class ForgetHost(Struct, frozen=True):
+class ForgetHost(Step, frozen=True):
     """Remove the cache of fetched programs, then the record of the host as it was found."""
 
-    def describe(self) -> str:
-        return "remove the fetched programs and the record of the host as it was found"
+    kind = "remove"
+    words = "remove the fetched programs and the record of the host as it was found"
 
 
 Action: TypeAlias = (
@@ -407,32 +393,32 @@ class RootSteps(Struct, frozen=True):
     last: tuple[Action, ...]
 
 
-def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
-    """Return whether the root file system must be made. If `up` must not touch what is there, return a Problem."""
+def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
+    """Return whether the root file system must be made. If `up` must not touch what is there, return a Check."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
     inode, record = facts.root, facts.record
     if isinstance(inode, Unseen | Broken):
-        return Problem("root", inode.why, "correct this, then run `unbounded-agent up` again")
+        return Check("root", inode.why, "correct this, then run `unbounded-agent up` again")
     if isinstance(inode, Absent):
         return True
     if isinstance(record, Absent):
-        return Problem(
+        return Check(
             "root", f"{path} exists, and `up` did not make it", "move it to another place, or use another name"
         )
     if rebuild:
         return True
     if isinstance(record, Broken | Unseen):
-        return Problem("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
+        return Check("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
     if not record.is_of(inode, facts.born):
-        return Problem("root", f"{path} was replaced since `up` made it", again)
+        return Check("root", f"{path} was replaced since `up` made it", again)
     return False
 
 
-def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
+def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Check:
     """Return the steps that make or extend the record of the host as it was found, and then change the host.
 
     `changes` says whether the host differs from the goal. If it does not, there is no step that changes the host. If
-    the record is damaged, or is missing although a node was made, this returns a Problem: such a record is never
+    the record is damaged, or is missing although a node was made, this returns a Check: such a record is never
     replaced.
     """
     steps: list[Action] = []
@@ -485,24 +471,24 @@ def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
     return tuple(EnableUnit(unit) for unit, enabled in facts.enabled.items() if not enabled)
 
 
-def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Problem:
+def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Check:
     """Return the first steps of `reset`, which stop the machine and remove its root file system.
 
-    Returns a Problem if `reset` must not remove what is there.
+    Returns a Check if `reset` must not remove what is there.
     """
     path, absent = machine_root(facts.machine), isinstance(facts.root, Absent)
     for kind, fact in (("record", facts.record), ("root", facts.root)):
         if isinstance(fact, Unseen):
-            return Problem(kind, fact.why, "correct this, then run `unbounded-agent reset` again")
+            return Check(kind, fact.why, "correct this, then run `unbounded-agent reset` again")
     if isinstance(facts.record, Broken) and not absent:
         advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} yourself"
         again = f"{advice}; then run `unbounded-agent reset` again"
-        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", again)
+        return Check("record", f"it is unknown what `up` made: {facts.record.why}", again)
     if isinstance(facts.record, Absent) and not absent:
-        return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
+        return Check("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
     if isinstance(facts.record, NodeRecord) and not absent and not facts.record.is_of(facts.root, facts.born):
         advice = "move it to another place, then run `unbounded-agent reset` again"
-        return Problem("root", f"{path} was replaced since `up` made it", advice)
+        return Check("root", f"{path} was replaced since `up` made it", advice)
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
     # Even a damaged record proves that `up` made the machine. If the record is damaged, the root file system is absent
@@ -523,11 +509,11 @@ def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, .
     return (RemoveEmptyDirectory(directory),) if exists(directory) else ()
 
 
-def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Problem:
+def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Check:
     """Return the steps of `reset` that restore the host.
 
     There are none while another node needs the host's settings, or if there is no record of the former settings.
-    Returns a Problem if the record of the host's former settings is damaged or cannot be read.
+    Returns a Check if the record of the host's former settings is damaged or cannot be read.
     """
     if facts.others or isinstance(facts.found, Absent):
         return ()
@@ -535,7 +521,7 @@ def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | 
         return _unknown_host(facts.found.why)
     found = facts.found
     units = [DisableUnit(unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
-    settings = [RestoreHost(found.host, facts.state)] if needs_restoring(found.host, facts.state) else []
+    settings = [RestoreHost(found.host)] if needs_restoring(found.host, facts.state) else []
     return (*units, *settings, *(RemoveLeftover(each) for each in left.remove))
 
 
@@ -544,6 +530,6 @@ def plan_forgetting(machine: str, facts: HostFacts) -> tuple[Action, ...]:
     return (ForgetNode(machine), *((ForgetHost(),) if not facts.others and not isinstance(facts.found, Absent) else ()))
 
 
-def _unknown_host(why: str) -> Problem:
+def _unknown_host(why: str) -> Check:
     advice = f"restore {AS_FOUND[0]} from a backup; without it, the host's original settings are unknown"
-    return Problem("record", f"it is unknown how the host was before its first node: {why}", advice)
+    return Check("record", f"it is unknown how the host was before its first node: {why}", advice)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from agent.config.settings import Config, MachineSettings, NodeSettings
 from agent.host.observe.host import RESOLV_CONF, UPLINK, dns_servers
 from agent.host.observe.machine import observe_units
@@ -23,7 +21,7 @@ from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, node_nam
 from agent.host.provision.plan import made_nodes, observe_node
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Facts, Unseen
-from agent.model.node import NodeBinary, Problem
+from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
 from agent.system.http import Answer, ask
@@ -51,25 +49,6 @@ PROGRAMS = {
     "mount": "mount",
 }
 """Programs that `up` needs, each with the package of Debian and Ubuntu that contains it."""
-
-
-class Check(Struct, frozen=True):
-    """The result of one check."""
-
-    name: str
-    message: str
-    advice: str = ""
-    """What to do; empty if all is well."""
-    machine: str = ""
-    """Empty if the check is about the host."""
-    required: bool = True
-    """Whether the check must pass before a node can be made."""
-    late: bool = False
-    """Whether a check that failed may soon pass by itself, because the API server may not have started yet."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.advice
 
 
 def checked(name: str, check: Callable[[], str], machine: str = "") -> Check:
@@ -350,10 +329,10 @@ PROTECTED: Mapping[str, str] = {
 """Fields of KubeletConfiguration that settings must not set, with what to do instead."""
 
 
-def refusals(config: Config) -> tuple[Problem, ...]:
+def refusals(config: Config) -> tuple[Check, ...]:
     """Return what is wrong with the nodes of a valid configuration."""
     nodes = {name: machine for name, machine in config.machines.items() if machine.node}
-    checks: tuple[Callable[[str, MachineSettings], Iterator[Problem]], ...] = (_labels, _taints, _fields, _devices)
+    checks: tuple[Callable[[str, MachineSettings], Iterator[Check]], ...] = (_labels, _taints, _fields, _devices)
     of_each = [problem for name, machine in nodes.items() for check in checks for problem in check(name, machine)]
     return (*of_each, *_names(nodes), *_networks(nodes), *_sysctls(nodes))
 
@@ -373,26 +352,26 @@ def _within(namespace: str, domains: tuple[str, ...]) -> bool:
     return namespace in domains or namespace.endswith(tuple(f".{domain}" for domain in domains))
 
 
-def _labels(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+def _labels(machine: str, settings: MachineSettings) -> Iterator[Check]:
     assert settings.node
     node = settings.node.name or "NODE"
     for key, value in sorted(settings.node.kubelet.labels.items()):
         if not may_set(key):
             command = label_command(node, key, value)
-            yield Problem(
+            yield Check(
                 "labels",
                 f"machines.{machine}.node.kubelet.labels: no kubelet may give its own Node the label {key}",
                 f"remove it there; when the node has joined, run `{command}` with the rights of an administrator",
             )
 
 
-def _taints(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+def _taints(machine: str, settings: MachineSettings) -> Iterator[Check]:
     assert settings.node
     seen: set[tuple[str, str]] = set()
     for each in taints(settings.node.kubelet):
         key, effect = each["key"], each["effect"]
         if (key, effect) in seen:
-            yield Problem(
+            yield Check(
                 "taints",
                 f"machines.{machine}.node.kubelet: two taints have the key {key} and the effect {effect}",
                 "remove one of them: the API server refuses such a Node",
@@ -400,17 +379,17 @@ def _taints(machine: str, settings: MachineSettings) -> Iterator[Problem]:
         seen.add((key, effect))
 
 
-def _fields(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+def _fields(machine: str, settings: MachineSettings) -> Iterator[Check]:
     assert settings.node
     overlay = settings.node.kubelet.configuration
     where = f"machines.{machine}.node.kubelet.configuration"
     for field, advice in PROTECTED.items():
         if _has(overlay, field.split(".")):
-            yield Problem("kubelet", f"{where}: {field} must not be set", advice)
+            yield Check("kubelet", f"{where}: {field} must not be set", advice)
     try:
         json.dumps(overlay, allow_nan=False)
     except (TypeError, ValueError) as error:
-        yield Problem("kubelet", f"{where}: JSON has no such value: {error}", "write it as a string or a number")
+        yield Check("kubelet", f"{where}: JSON has no such value: {error}", "write it as a string or a number")
 
 
 def _has(table: object, path: list[str]) -> bool:
@@ -424,29 +403,29 @@ def _has(table: object, path: list[str]) -> bool:
     return path[0] in table and _has(table[path[0]], path[1:])
 
 
-def _devices(machine: str, settings: MachineSettings) -> Iterator[Problem]:
+def _devices(machine: str, settings: MachineSettings) -> Iterator[Check]:
     if not settings.nspawn.kmsg:
-        yield Problem(
+        yield Check(
             "nspawn", f"machines.{machine}.nspawn.kmsg: no kubelet starts without /dev/kmsg", "remove kmsg = false"
         )
 
 
-def _names(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+def _names(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
     taken: dict[str, str] = {}
     for machine, settings in nodes.items():
         name = settings.node.name if settings.node else ""
         if name in taken:
             what = f"be the node {name}" if name else "have the host's name as the name of their nodes"
-            yield Problem(
+            yield Check(
                 "name", f"machines {taken[name]} and {machine} would both {what}", f"set machines.{machine}.node.name"
             )
         taken.setdefault(name, machine)
 
 
-def _networks(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+def _networks(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
     shared = [machine for machine, settings in nodes.items() if not own_network(settings.nspawn)]
     if len(shared) > 1:
-        yield Problem(
+        yield Check(
             "network",
             f"machines {', '.join(shared)} are nodes on the host's network: their kubelets would need the same ports "
             "(10250, 10248), and their pods the same interfaces and rules",
@@ -455,18 +434,14 @@ def _networks(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
         )
 
 
-def _sysctls(nodes: Mapping[str, MachineSettings]) -> Iterator[Problem]:
+def _sysctls(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
     chosen: dict[str, tuple[str, str]] = {}
     for machine, settings in nodes.items():
         wanted: Mapping[str, Any] = settings.node.host.sysctls if settings.node else {}
         for name, value in ((sysctl_name(each), value) for each, value in wanted.items()):
             where = f"machines.{machine}.node.host.sysctls: {name}"
             if (needed := KUBELET_SYSCTLS.get(name, value)) != value:
-                yield Problem(
-                    "sysctls", f"{where} is {value}, but no kubelet starts unless it is {needed}", "remove it"
-                )
+                yield Check("sysctls", f"{where} is {value}, but no kubelet starts unless it is {needed}", "remove it")
             other, earlier = chosen.setdefault(name, (machine, value))
             if earlier != value:
-                yield Problem(
-                    "sysctls", f"{where} is {value}, but {earlier} for {other}", "set the same value for both"
-                )
+                yield Check("sysctls", f"{where} is {value}, but {earlier} for {other}", "set the same value for both")

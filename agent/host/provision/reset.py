@@ -27,7 +27,7 @@ from agent.host.provision.plan import (
 )
 from agent.model.errors import AgentError
 from agent.model.facts import Absent
-from agent.model.node import AsFound, HostSettings, HostState, Network, NodeFile, Problem
+from agent.model.node import AsFound, Check, HostSettings, HostState, Network, NodeFile
 from agent.model.paths import machine_unit
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
@@ -75,13 +75,13 @@ class Reset(Struct, frozen=True):
         removal, restoration = plan_removal(facts, unit.state), plan_restoration(host, Leftovers((), ()))
         for each in (removal, restoration):
             # Check both plans before anything changes: a damaged record must not stop `reset` halfway.
-            if isinstance(each, Problem):
+            if isinstance(each, Check):
                 raise AgentError(each.message, each.advice)
         if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
             # Nothing is left of the node, and the host stays as it is: it has other nodes, or no record of how it was
             # found.
             return Ending("", (), (), ())
-        assert not isinstance(removal, Problem), "checked above"
+        assert not isinstance(removal, Check), "checked above"
         for step in removal:
             # Nor may a mount: what is mounted is not removed.
             if isinstance(step, RemoveRoot | RemoveTree):
@@ -103,8 +103,8 @@ class Reset(Struct, frozen=True):
         node = facts.record.node if isinstance(facts.record, NodeRecord) else ""
         return Ending(node, done, differences, remarks, host.others)
 
-    def _run(self, steps: tuple[Action, ...] | Problem) -> tuple[str, ...]:
-        if isinstance(steps, Problem):
+    def _run(self, steps: tuple[Action, ...] | Check) -> tuple[str, ...]:
+        if isinstance(steps, Check):
             raise AgentError(steps.message, steps.advice)
         run(steps, Tools(self.system, self.network), self.progress)
         return tuple(step.describe() for step in steps)

@@ -47,7 +47,6 @@ from agent.host.provision.plan import (
 )
 from agent.host.provision.preflight import (
     Asking,
-    Check,
     check_dns,
     check_former_nodes,
     check_network,
@@ -60,7 +59,7 @@ from agent.model.conditions import Status
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Facts, Seen
 from agent.model.goal import Grant
-from agent.model.node import AsFound, HostSettings, Network, NodeImage, Problem
+from agent.model.node import AsFound, Check, HostSettings, Network, NodeImage
 from agent.model.paths import machine_root
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
@@ -193,16 +192,15 @@ class Provisioner(Struct, frozen=True):
         nodes = tuple(self._node(name, facts, planned) for name in names)
         makes_root = any(node.make for node in nodes)
         checks = preflight.check_host(facts, self.system, makes_root=makes_root)
-        checks += [Check(each.check, each.message, each.advice) for each in refusals(self.config)]
+        checks += refusals(self.config)
         size = sum(node.image.size for node in nodes if node.image)
         if makes_root:
             checks.append(_disk_check(size, nodes, self.system))
         goal = host_goal(self.config)
         host = self._host_facts(goal, names)
         steps = plan_host(goal, host, time.time(), changes=bool(host_changes(goal, host.state)))
-        problems = [*host_problems(goal, host.state), *([steps] if isinstance(steps, Problem) else [])]
-        checks += [Check(each.check, each.message, each.advice) for each in problems]
-        steps = () if isinstance(steps, Problem) else steps
+        checks += [*host_problems(goal, host.state), *([steps] if isinstance(steps, Check) else [])]
+        steps = () if isinstance(steps, Check) else steps
         record = tuple(each for each in steps if isinstance(each, RecordHost))
         change = tuple(each for each in steps if each not in record)
         checks += [check for node in nodes for check in node.checks]
@@ -249,9 +247,8 @@ class Provisioner(Struct, frozen=True):
         assert settings, "the caller chose machines with nodes"
         found = observe_node(name, self.system)
         make = must_make_root(found, rebuild=name in self.rebuild)
-        if isinstance(make, Problem):
-            check = Check(make.check, make.message, make.advice, name)
-            return NodeWork(name, settings, found, False, (check,))
+        if isinstance(make, Check):
+            return NodeWork(name, settings, found, False, (replace(make, machine=name),))
         work = NodeWork(name, settings, found, make)
         if make:
             return self._with_checks(work, facts, planned)

@@ -6,7 +6,8 @@ from msgspec.structs import replace
 from agent.config.settings import Config
 from agent.host.observe.host import RESOLV_CONF, STUB, UPLINK, uses_stub_resolver
 from agent.host.plan.goal import plan
-from agent.host.provision.preflight import Check, check_dns
+from agent.host.provision.preflight import check_dns
+from agent.model.node import Check
 from tests.fakes.facts import facts
 from tests.fakes.host import Host
 from tests.fakes.node_settings import config

@@ -2,7 +2,8 @@
 
 import pytest
 
-from agent.host.provision.preflight import NETWORKD, Check, check_network
+from agent.host.provision.preflight import NETWORKD, check_network
+from agent.model.node import Check
 from tests.fakes.host import Host
 from tests.fakes.node_settings import config
 

@@ -36,7 +36,7 @@ from agent.host.provision.plan import (
     plan_root,
 )
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.node import HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage, Problem
+from agent.model.node import Check, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
 from tests.fakes.provisioned import FOUND, NETWORK
 
 DIGEST = "sha256:" + "a1" * 32
@@ -110,13 +110,13 @@ def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
 @pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("root", [77, Broken("a link"), Unseen("permission denied")])
 def test_a_root_that_up_did_not_make_is_never_touched(root: int | Broken | Unseen, rebuild: bool) -> None:
-    assert isinstance(must_make_root(replace(NEW, root=root), rebuild=rebuild), Problem)
+    assert isinstance(must_make_root(replace(NEW, root=root), rebuild=rebuild), Check)
 
 
 def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
     for facts in (replace(MADE, root=78), replace(MADE, record=Broken("damaged"))):
         problem = must_make_root(facts)
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, Check)
         assert "unbounded-agent up --rebuild gpu-node" in problem.advice
         assert must_make_root(facts, rebuild=True) is True
 
@@ -127,7 +127,7 @@ def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
 def test_the_host_is_recorded_before_it_changes() -> None:
     facts = replace(HOST, found=Absent("no record"))
     steps = plan_host(SETTINGS, facts, 5.0, changes=True)
-    assert not isinstance(steps, Problem)
+    assert not isinstance(steps, Check)
     record, change = steps
     assert record == RecordHost(dataclasses.replace(FOUND, recorded=5.0))
     assert change == ChangeHost(SETTINGS, FOUND.host)
@@ -148,7 +148,7 @@ def test_what_a_further_node_changes_is_added_to_the_record() -> None:
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
 def test_a_lost_record_is_not_replaced_by_the_changed_host(found: Broken | Unseen | Absent) -> None:
     facts = replace(HOST, found=found, others=("gpu-node",))
-    assert isinstance(plan_host(SETTINGS, facts, 5.0, changes=True), Problem)
+    assert isinstance(plan_host(SETTINGS, facts, 5.0, changes=True), Check)
 
 
 # ---- what reset does
@@ -171,7 +171,7 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     """The record shows at least that `up` made the machine."""
     damaged = replace(MADE, record=Broken("damaged"), enabled={UNIT: True})
     problem = plan_removal(damaged, "inactive")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Check)
     assert problem.advice.endswith("remove /var/lib/machines/gpu-node yourself; then run `unbounded-agent reset` again")
     removed = replace(damaged, root=Absent("removed"), staged=(UNPACKED,))
     steps = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveTree(UNPACKED))
@@ -192,25 +192,25 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     ],
 )
 def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
-    assert isinstance(plan_removal(facts, "inactive"), Problem)
+    assert isinstance(plan_removal(facts, "inactive"), Check)
 
 
 def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anothers() -> None:
     """ext4 gives a free number away at once: `rm -rf` and `mkdir` make a directory with the same one."""
     record = dataclasses.replace(RECORD, born=1)
     found = must_make_root(replace(MADE, born=2, record=record))
-    assert isinstance(found, Problem)
+    assert isinstance(found, Check)
     assert "was replaced" in found.message
     for same in (replace(MADE, born=1, record=record), replace(MADE, born=0, record=record), replace(MADE, born=2)):
         assert must_make_root(same) is False, "the same, or the file system or an older release did not record the time"
-        assert not isinstance(plan_removal(same, "inactive"), Problem)
+        assert not isinstance(plan_removal(same, "inactive"), Check)
 
 
 def test_reset_restores_the_host_after_the_last_node() -> None:
     left, now = Link("cni0", "bridge"), HostState({"kernel.panic": "10"}, {}, (), {})
     facts = replace(HOST, state=now, units={"machines.target": True})
     steps = plan_restoration(facts, Leftovers((left,), ()))
-    assert steps == (DisableUnit("machines.target"), RestoreHost(FOUND.host, now), RemoveLeftover(left))
+    assert steps == (DisableUnit("machines.target"), RestoreHost(FOUND.host), RemoveLeftover(left))
     assert plan_restoration(HOST, Leftovers((), ())) == ()
     assert plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
 
@@ -221,13 +221,13 @@ def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dic
     found = dataclasses.replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
     began = dataclasses.replace(found, **now)
     facts = replace(HOST, found=dataclasses.replace(FOUND, host=found), state=began)
-    assert plan_restoration(facts, Leftovers((), ())) == (RestoreHost(found, began),)
+    assert plan_restoration(facts, Leftovers((), ())) == (RestoreHost(found),)
     assert plan_restoration(replace(facts, state=found), Leftovers((), ())) == ()
 
 
 def test_reset_refuses_to_guess_how_the_host_was() -> None:
     for found in (Broken("damaged"), Unseen("no permission")):
-        assert isinstance(plan_restoration(replace(HOST, found=found), Leftovers((), ())), Problem)
+        assert isinstance(plan_restoration(replace(HOST, found=found), Leftovers((), ())), Check)
 
 
 def test_the_records_go_last() -> None:

@@ -9,7 +9,6 @@ import pytest
 from agent.config.settings import NodeSettings
 from agent.host.provision.preflight import (
     PROGRAMS,
-    Check,
     check_binaries,
     check_disk,
     check_host,
@@ -18,7 +17,7 @@ from agent.host.provision.preflight import (
 )
 from agent.model.errors import AgentError
 from agent.model.facts import Facts
-from agent.model.node import NodeBinary
+from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler

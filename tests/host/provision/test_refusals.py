@@ -11,7 +11,7 @@ OWN = {"virtual_ethernet": True}
 
 
 def messages(**nodes: dict[str, Any]) -> list[str]:
-    return [f"{each.check}: {each.message} ({each.advice})" for each in refusals(config(**nodes))]
+    return [f"{each.name}: {each.message} ({each.advice})" for each in refusals(config(**nodes))]
 
 
 def test_a_plain_node_is_accepted() -> None:
