@@ -13,7 +13,6 @@ from agent.cli.printing import say
 from agent.cli.wiring import reconciler_for
 from agent.config.settings import Config, MachineSettings
 from agent.host.apply.steps import perform
-from agent.host.observe.machine import Report, read_report
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
@@ -35,6 +34,7 @@ from agent.model.facts import (
     MachineFacts,
     Remembered,
     RememberedGpu,
+    Report,
     Unseen,
     VendorFacts,
 )
@@ -664,8 +664,7 @@ class Removal(Struct):
 
 def has_reported(machine: MachineFacts) -> bool:
     """Return whether the machine has reported on its present handoff."""
-    report = read_report(machine)
-    granted = machine.granted
+    report, granted = machine.report, machine.granted
     if not isinstance(report, Report) or not isinstance(granted, Granted):
         return False
     return names_handoff(report, machine, granted.generation)
@@ -736,7 +735,7 @@ def _fails(machine: MachineFacts, outcome: MachineOutcome) -> bool:
 
     What else the host finds does not count: a machine with a foreign settings file, for example, has no handoff.
     """
-    report, kinds = read_report(machine), (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
+    report, kinds = machine.report, (ConditionType.DEVICES_ALLOWED, ConditionType.CDI_SPEC_CURRENT)
     if machine.ended or not isinstance(report, Report) or not has_reported(machine):
         return False
     unregistered = any(each.reason in NOT_REGISTERED for each in outcome.conditions)

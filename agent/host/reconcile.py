@@ -11,7 +11,6 @@ from agent.config.load import InForce
 from agent.config.settings import Config
 from agent.host.apply.steps import Applied, apply, publish_documents, publish_host_status, remove_used_tokens
 from agent.host.observe.host import Memory, observe
-from agent.host.observe.machine import Report, read_report
 from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan, with_live
@@ -26,22 +25,14 @@ from agent.host.state.records import (
     write_ages,
     write_history,
 )
-from agent.host.verify import answers, readiness
+from agent.host.verify import answers
 from agent.host.verify.gpu_states import gpu_states
-from agent.host.verify.readiness import (
-    expected_gpus,
-    lost_gpus,
-    with_changed_files,
-    with_ignored,
-    with_lost_gpus,
-    with_time,
-    with_unseen_machine,
-)
+from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
 from agent.model.contract import render_gpu_states
 from agent.model.errors import CommandError, UnsupportedError
-from agent.model.facts import Broken, Facts, LiveSettings, MachineFacts
-from agent.model.goal import Cleanup, Done, Fault, MachineGoal, RemoveStaleStaging, fault
+from agent.model.facts import Broken, Facts, LiveSettings, Report
+from agent.model.goal import Cleanup, Done, Fault, RemoveStaleStaging, fault
 from agent.model.handoff import DRA, Repair
 from agent.model.paths import (
     HOST_NVIDIA,
@@ -219,20 +210,18 @@ class Reconciler(Struct):
         return facts, planned, diff(planned, facts, self._acknowledged(facts, planned))
 
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
-        """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
+        """Return what the machines' reports confirm."""
         goals, now = {goal.name: goal for goal in planned.goal.machines}, time.monotonic()
         released, missing_nodes, forbidden, faults = set(), set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
-            goal = goals[machine.name]
-            try:
-                report = read_report(machine)
-                released |= {machine.name} if answers.released(machine, goal, report, now) else set()
-                missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
-                forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
-            except Exception as error:
-                faults[machine.name] = broken = fault("read its report", error)
+            goal, report = goals[machine.name], machine.report
+            if isinstance(report, Fault):
+                faults[machine.name] = report
                 # Treat the report as malformed, so that an error here does not keep permissions in force.
-                released |= {machine.name} if answers.released(machine, goal, Broken(broken.why), now) else set()
+                report = Broken(report.why)
+            released |= {machine.name} if answers.released(machine, goal, report, now) else set()
+            missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
+            forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
         return Acknowledged(released, missing_nodes, forbidden, faults, now)
 
     def run_pass(self, *, by_hand: Collection[str] = ()) -> Outcome:
@@ -299,69 +288,35 @@ class Reconciler(Struct):
         goals = {goal.name: goal for goal in planned.goal.machines}
         machines = []
         for machine in sorted(facts.machines, key=lambda each: each.name):
-            if machine.name not in self.config.machines:
+            name = machine.name
+            if name not in self.config.machines:
                 continue
-            previous, remembered = history.get(machine.name, ()), planned.goal.remembered
-            faulted = difference.faults.get(machine.name)
+            faulted, refused = difference.faults.get(name), difference.refused.get(name, "")
+            case = Case(
+                self.config.machines[name],
+                machine,
+                facts,
+                goal=None if faulted else goals.get(name),
+                refused=refused,
+                held=planned.held.get(name, ""),
+                fault=faulted.why if faulted else "",
+                rejected=self.rejected,
+                remembered=planned.goal.remembered,
+                previous=history.get(name, ()),
+                now=now,
+            )
             try:
-                if faulted:
-                    outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why), machine.kept_gpus)
-                elif machine.name in goals:
-                    outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference, previous)
-                else:
-                    conditions = self._conditions_without_goal(machine, facts, planned)
-                    # Unless it is held, a machine without a goal has no GPU: its record is left from an earlier grant.
-                    kept = machine.kept_gpus if machine.name in planned.held else ()
-                    outcome = MachineOutcome(machine.name, conditions, kept)
-                current = readiness.with_rejected(outcome.conditions, self.rejected)
-                current = with_unseen_machine(with_lost_gpus(current, machine.name, remembered), machine)
-                conditions = with_transitions(with_time(current, previous, now), previous, now)
+                outcome = _outcome(case, difference)
             except Exception as error:
                 faulted = fault("evaluate its conditions", error)
-                outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why), machine.kept_gpus)
-                conditions = with_transitions(outcome.conditions, (), now)
-            pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
-            lost = tuple(gpu.pci_address for gpu in lost_gpus(machine.name, remembered))
+                unknowns = (unknown(kind, Reason.INTERNAL_ERROR, faulted.why) for kind in ConditionType)
+                outcome = MachineOutcome(name, with_transitions(unknowns, (), now), machine.kept_gpus)
+            lost = tuple(gpu.pci_address for gpu in lost_gpus(name, case.remembered))
             gpus = tuple(address for address in outcome.gpus if address not in lost)
-            expected = expected_gpus(self.config.machines[machine.name].gpus, (*gpus, *lost))
-            outcome = replace(outcome, conditions=conditions, gpus=gpus, lost=lost, expected=expected)
-            machines.append(replace(outcome, pending=pending, fault=faulted, startable=startable(machine, facts)))
+            expected = expected_gpus(case.settings.gpus, (*gpus, *lost))
+            outcome = replace(outcome, gpus=gpus, lost=lost, expected=expected, fault=faulted)
+            machines.append(replace(outcome, startable=startable(machine, facts)))
         return tuple(machines)
-
-    def _conditions_without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
-        if machine.name in planned.held:
-            return readiness.held(machine, planned.held[machine.name])
-        return readiness.without_gpus(self.config.machines[machine.name], facts, machine)
-
-    def _outcome_of_goal(
-        self,
-        machine: MachineFacts,
-        goal: MachineGoal,
-        facts: Facts,
-        difference: Difference,
-        previous: tuple[Condition, ...],
-    ) -> MachineOutcome:
-        report, refused = read_report(machine), difference.refused.get(machine.name, "")
-        answered = report if isinstance(report, Report) else None
-        settings = self.config.machines[machine.name]
-        conditions = readiness.evaluate(settings, goal, facts, report, refused, previous)
-        conditions = with_ignored(conditions, machine, answered)
-        return MachineOutcome(
-            name=machine.name,
-            conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
-            gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused
-            and (machine.starts or answers.pending(machine, goal, report) or changes_left(goal, difference)),
-            # False while a start is queued. Somebody may stop the machine meanwhile, which cancels the queued start: a
-            # second start by the agent would undo that stop.
-            stopped=not refused and machine.stays_ended and not machine.masked,
-            has_run=machine.has_run,
-            repairs=answered.repairs if answered else {},
-            advertised=answered.advertised_gpus if answered else None,
-            agent_version=answered.agent_version if answered else "",
-            reported=time.time() - machine.report_age if answered else 0.0,
-            start_settings=None if refused or settings_pending(goal, difference) else goal.live,
-        )
 
     def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, str]:
         """Return the names of machines with a fault, by the sentence about the fault. Log tracebacks of new faults."""
@@ -426,6 +381,33 @@ class Reconciler(Struct):
             action: FailedCleanup(now, why) for action, why in applied.failed_cleanups.items()
         }
         return replace(applied, failures=(*failures, *applied.failures), concerned=concerned | applied.concerned)
+
+
+def _outcome(case: Case, difference: Difference) -> MachineOutcome:
+    """Return the machine's conditions, and what its goal and its report say."""
+    found, machine, goal = conditions(case), case.machine, case.goal
+    settling = found[-1].reason == Reason.SETTLING
+    if goal is None:
+        # Unless it is held, a machine without a goal has no GPU: its record is left from an earlier grant.
+        kept = machine.kept_gpus if case.fault or case.held else ()
+        return MachineOutcome(machine.name, found, kept, pending=settling)
+    report, written = machine.report if isinstance(machine.report, Report) else None, not case.refused
+    waits = machine.starts or answers.pending(machine, goal, machine.report) or changes_left(goal, difference)
+    return MachineOutcome(
+        name=machine.name,
+        conditions=found,
+        gpus=tuple(address for grant in goal.grants for address in grant.gpus),
+        pending=settling or (written and waits),
+        # False while a start is queued. Somebody may stop the machine meanwhile, which cancels the queued start: a
+        # second start by the agent would undo that stop.
+        stopped=written and machine.stays_ended and not machine.masked,
+        has_run=machine.has_run,
+        repairs=report.repairs if report else {},
+        advertised=report.advertised_gpus if report else None,
+        agent_version=report.agent_version if report else "",
+        reported=case.now - machine.report_age if report else 0.0,
+        start_settings=goal.live if written and not settings_pending(goal, difference) else None,
+    )
 
 
 def _retry_after(action: Cleanup) -> float:

@@ -6,9 +6,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field, to_builtins
 
+from agent.model.conditions import Condition
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import DocumentError
-from agent.model.handoff import Publication
+from agent.model.handoff import FabricAnswer, Publication, Repair
 from agent.model.json_document import accept_version, get
 from agent.model.paths import LIVE_NAME
 from agent.model.text import sha256
@@ -464,6 +465,29 @@ class FileState(Struct, frozen=True):
     first line decides."""
 
 
+class Report(Struct, frozen=True):
+    """What the host half needs of the machine half's report on one generation of the handoff."""
+
+    generation: str
+    agent_version: str
+    conditions: tuple[Condition, ...]
+    """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """How often each repair was made since the machine's boot."""
+    advertised_gpus: int | None = None
+    """How many of the granted GPUs the node offers to pods; None if that is unknown."""
+    changed_files: tuple[str, ...] = ()
+    """Files that differ from what `up` put into the machine."""
+    publication: Publication | None = None
+    """The publication of the handoff that the report answers; None if that is unknown."""
+    fabric: tuple[FabricAnswer, ...] = ()
+    """What GPUs say of their registration with the fabric."""
+    refused: str = ""
+    """Why the machine half cannot use the handoff; empty if it can."""
+    unknown_conditions: tuple[str, ...] = ()
+    """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
+
+
 class MachineFacts(Struct, frozen=True):
     """What the host sees of one machine. The host never follows a path in the machine's root file system."""
 
@@ -503,8 +527,9 @@ class MachineFacts(Struct, frozen=True):
     the current handoff names."""
     publication: Publication | None = None
     """The last publication of the handoff; None if there is none, or its file could not be observed."""
-    report: Seen[bytes] = Absent("the machine has not reported")
+    report: Seen[Report] = Absent("the machine has not reported")
     report_age: float = 0.0
+    """In seconds; also known of a malformed report."""
 
     @property
     def ended(self) -> bool:

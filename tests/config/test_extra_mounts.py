@@ -10,12 +10,11 @@ from agent.config.settings import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGE
 from agent.host.observe.host import observe_nspawn_sources, observe_sources
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
-from agent.host.verify.readiness import evaluate
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen, parse_live, render_live
 from agent.model.goal import MachineGoal
 from agent.system.deadlines import call_device, call_source
-from tests.fakes.facts import facts
+from tests.fakes.facts import evaluated, facts
 from tests.fakes.host import Host
 
 DATA: dict[str, object] = {"source": "/srv/data", "target": "/mnt/data"}
@@ -41,7 +40,7 @@ def with_sources(**sources: Seen[MountSource]) -> Facts:
 
 
 def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[ConditionType, Condition]:
-    found = evaluate(settings.machines["gpu-node"], machine, seen, Absent("none"), "")
+    found = evaluated(settings.machines["gpu-node"], machine, seen)
     return {each.type: each for each in found}
 
 

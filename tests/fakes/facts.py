@@ -4,6 +4,8 @@ from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.goal import plan
+from agent.host.verify.readiness import Case, conditions
+from agent.model.conditions import Condition
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import (
     Absent,
@@ -16,7 +18,10 @@ from agent.model.facts import (
     Library,
     LiveSettings,
     MachineFacts,
+    Report,
+    Seen,
     StagedRoot,
+    Unseen,
     UserSpace,
     VendorFacts,
 )
@@ -122,3 +127,18 @@ def at_rest(seen: Facts, config: Config = CONFIG) -> tuple[Facts, MachineGoal]:
     left = {"live": machine.live, "granted": machine.granted, "handed_roots": (0,)}
     done = replace(done, machines=(replace(done.machines[0], unit_state="active", **left),))
     return done, plan(config, done).goal.machines[0]
+
+
+NO_REPORT = Absent("none")
+
+
+def evaluated(
+    settings: MachineSettings,
+    goal: MachineGoal,
+    seen: Facts,
+    report: Seen[Report] = NO_REPORT,
+    refused: str | Unseen = "",
+) -> tuple[Condition, ...]:
+    """Return the conditions of the goal's machine with this report."""
+    machine = next(each for each in seen.machines if each.name == goal.name)
+    return conditions(Case(settings, replace(machine, report=report), seen, goal, refused))

@@ -16,7 +16,7 @@ from agent.host.verify.answers import STALE_AFTER
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import BusError
 from agent.model.facts import DeviceAllow, Facts, parse_live, render_live
-from agent.model.goal import ChangeDevices, Goal
+from agent.model.goal import ChangeDevices, Goal, fault
 from agent.model.handoff import parse_handoff, render_report
 from agent.model.paths import (
     HOST_NVIDIA,
@@ -138,18 +138,25 @@ def without_handoff(seen: Facts) -> Facts:
 
 
 class Unforeseen(bytes):
-    """Content that raises an error as soon as its lines are read."""
+    """Content that raises an error as soon as its lines or its text are read."""
 
     def splitlines(self, keepends: bool = False) -> NoReturn:
         raise RecursionError("maximum recursion depth exceeded")
 
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> NoReturn:
+        raise TypeError("unforeseen")
+
 
 class HostOfBad(Host):
-    """A host where the machine BAD was started with such content."""
+    """A host where the machine BAD was started with such content, and has reported such."""
 
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
         content = super().read(path, limit)
         return Unforeseen(content) if path == started_nspawn(BAD) else content
+
+    def read_untrusted(self, path: str, limit: int = 4 << 20) -> tuple[bytes, float]:
+        content, changed = super().read_untrusted(path, limit)
+        return (Unforeseen(content) if path == f"{report_directory(BAD)}/{REPORT_NAME}" else content), changed
 
 
 def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
@@ -183,16 +190,24 @@ def both_roots(alone: Goal, both: Goal) -> Goal:
     return replace(alone, driver_roots=both.driver_roots, waiting_roots=both.waiting_roots)
 
 
-def test_an_error_in_one_machines_report(gpu_host: Host) -> None:
+def test_an_error_in_evaluating_one_machine(gpu_host: Host) -> None:
     agent = two(gpu_host)
     agent.reconcile()
     seen, wanted, difference = agent.preview()
-    machines = tuple(replace(each, report=NONSENSE) if each.name == BAD else each for each in seen.machines)
+    machines = tuple(
+        replace(each, unit_state="active", live=NONSENSE) if each.name == BAD else each for each in seen.machines
+    )
     seen = replace(seen, machines=machines)
     assert_only_bad_is_faulted(agent.evaluate(seen, wanted, difference), "evaluate its conditions")
-    said = agent._acknowledged(seen, wanted)
-    assert said.faults.keys() == {BAD}
-    assert_only_bad_is_faulted(agent.evaluate(seen, wanted, diff(wanted, seen, said)), "read its report")
+
+
+def test_an_error_in_reading_one_machines_report(tmp_path: Path) -> None:
+    host = set_up(HostOfBad(tmp_path))
+    agent = two(host)
+    host.write(f"{report_directory(BAD)}/{REPORT_NAME}", b"{}")
+    outcome = agent.reconcile()
+    assert outcome.failures == (f"machine {BAD}: cannot read its report: TypeError: unforeseen",)
+    assert_only_bad_is_faulted(outcome.machines, "read its report")
 
 
 def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> None:
@@ -200,7 +215,8 @@ def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> No
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     seen, wanted, _ = agent.preview()
-    seen = replace(seen, machines=(replace(seen.machines[0], report=NONSENSE),))
+    error = fault("read its report", TypeError("unforeseen"))
+    seen = replace(seen, machines=(replace(seen.machines[0], report=error),))
     found = diff(wanted, seen, agent._acknowledged(seen, wanted))
     (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
     assert DeviceAllow("/dev/char/195:1", "rw") in change.before.allow

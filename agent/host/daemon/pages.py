@@ -23,7 +23,7 @@ from agent.host.daemon.server import VERBOSE, Endpoint, LocalServer, Page, Site
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_states import listed_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Report, Seen, Unseen, VendorFacts
 from agent.model.text import one_line, rfc3339
 
 HTML = "text/html; charset=utf-8"
@@ -216,13 +216,14 @@ def _statusz_condition(condition: Condition) -> dict[str, str | None]:
 
 
 def _observed(machine: MachineFacts) -> dict[str, object]:
+    reported = isinstance(machine.report, Report) or machine.report_age > 0
     return {
         "unitState": _plain(machine.unit_state),
         "unitNeedsReload": machine.unit_needs_reload,
         "deviceAllow": list(map(str, machine.device_allow)),
         "boundNodes": machine.live.nodes if machine.live else None,
         "handedDriverRoots": _plain(machine.handed_roots),
-        "reportAgeSeconds": round(machine.report_age, 1) if isinstance(machine.report, bytes) else None,
+        "reportAgeSeconds": round(machine.report_age, 1) if reported else None,
     }
 
 

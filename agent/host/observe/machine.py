@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from msgspec.structs import astuple, replace
 
 from agent.config.checks import is_subdomain
@@ -18,7 +18,19 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.contract import PATH
 from agent.model.device import PCI_ADDRESS, FileIdentity
 from agent.model.errors import BusError, DocumentError
-from agent.model.facts import Absent, Broken, DeviceAllow, Granted, LiveSettings, MachineFacts, Seen, Unseen, parse_live
+from agent.model.facts import (
+    Absent,
+    Broken,
+    DeviceAllow,
+    Granted,
+    LiveSettings,
+    MachineFacts,
+    Report,
+    Seen,
+    Unseen,
+    parse_live,
+)
+from agent.model.goal import fault
 from agent.model.handoff import CHANGED_FILES_LIMIT, REPORT_VERSION, SIZE_LIMIT, FabricAnswer, Publication, Repair
 from agent.model.json_document import HOST, IMAGE, accept_version
 from agent.model.paths import (
@@ -259,12 +271,8 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
-    """Return the machine's facts. The report is not parsed here. `is_node` is whether `up` makes the machine."""
-    report_file = f"{report_directory(name)}/{REPORT_NAME}"
-    report = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), report_file)
-    content, age = (report[0], ages.of(report_file, report[1])) if isinstance(report, tuple) else (report, 0.0)
-    if isinstance(content, Absent):
-        content = Absent(f"machine {name} has not reported")
+    """Return the machine's facts. `is_node` is whether `up` makes the machine."""
+    report, report_age = _report(name, system, ages)
     granted, granted_age = _granted(name, system, ages)
     live, live_age = _live(name, system, ages)
     return MachineFacts(
@@ -286,8 +294,8 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_nod
         started=_started(name, system) if unit.state == "active" and _start_unknown(live) else None,
         handed_roots=_handed_roots(name, system),
         publication=_publication(name, system),
-        report=content,
-        report_age=age,
+        report=report,
+        report_age=report_age,
     )
 
 
@@ -402,6 +410,23 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
         return Broken(str(error)), 0.0
 
 
+def _report(name: str, system: System, ages: Ages) -> tuple[Seen[Report], float]:
+    """Return the machine's report, and its age in seconds."""
+    path = f"{report_directory(name)}/{REPORT_NAME}"
+    found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
+    if isinstance(found, Absent):
+        return Absent(f"machine {name} has not reported"), 0.0
+    if not isinstance(found, tuple):
+        return found, 0.0
+    try:
+        report: Seen[Report] = parse_report(found[0])
+    except DocumentError as error:
+        report = Broken(str(error))
+    except Exception as error:
+        report = fault("read its report", error)
+    return report, ages.of(path, found[1])
+
+
 def _publication(name: str, system: System) -> Publication | None:
     """Return the last publication of the handoff; None if there is none, or if its file cannot be observed.
 
@@ -468,29 +493,6 @@ CONDITIONS_LIMIT = 64
 
 GPUS_LIMIT = 256
 """The largest number of GPUs that a condition may name."""
-
-
-class Report(Struct, frozen=True):
-    """What the host half needs of the machine half's report on one generation of the handoff."""
-
-    generation: str
-    agent_version: str
-    conditions: tuple[Condition, ...]
-    """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
-    repairs: Mapping[Repair, int] = field(default_factory=dict)
-    """How often each repair was made since the machine's boot."""
-    advertised_gpus: int | None = None
-    """How many of the granted GPUs the node offers to pods; None if that is unknown."""
-    changed_files: tuple[str, ...] = ()
-    """Files that differ from what `up` put into the machine."""
-    publication: Publication | None = None
-    """The publication of the handoff that the report answers; None if that is unknown."""
-    fabric: tuple[FabricAnswer, ...] = ()
-    """What GPUs say of their registration with the fabric."""
-    refused: str = ""
-    """Why the machine half cannot use the handoff; empty if it can."""
-    unknown_conditions: tuple[str, ...] = ()
-    """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
 
 # msgspec accepts a text if the pattern matches anywhere in it. So each pattern begins with \A, and ends with \Z. (With
@@ -619,16 +621,6 @@ def _check(document: _Document) -> None:
     # The type cannot have these limits, because msgspec's limits have at most 63 bits.
     if document.publication and not all(0 <= each < 2**64 for each in document.publication):
         raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")
-
-
-def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
-    """Return the machine's report, parsed; Broken if it is malformed."""
-    if isinstance(machine.report, Absent | Broken | Unseen):
-        return machine.report
-    try:
-        return parse_report(machine.report)
-    except DocumentError as error:
-        return Broken(str(error))
 
 
 # Observes whether a machine's kubelet has joined its cluster.

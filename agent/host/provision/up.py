@@ -54,7 +54,7 @@ from agent.host.provision.preflight import (
     refusals,
 )
 from agent.host.vendors import host_vendor
-from agent.host.verify.readiness import FROM_VENDORS, evaluate
+from agent.host.verify.readiness import FROM_VENDORS, Case, conditions
 from agent.model.conditions import Status
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Facts, Seen
@@ -357,11 +357,14 @@ def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) ->
 
     None of these checks is required, because the node joins in spite of such problems.
     """
+    silent = replace(
+        next(each for each in facts.machines if each.name == machine), report=Absent("the machine is not made yet")
+    )
     goals = [goal for goal in planned.goal.machines if goal.name == machine]
-    report = Absent("the machine is not made yet")
-    conditions = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]
+    cases = [Case(config.machines[machine], silent, facts, goal) for goal in goals]
     return [
         Check("driver", f"{each.type}: {each.message}", "see `unbounded-agent doctor`", machine, required=False)
-        for each in conditions
+        for case in cases
+        for each in conditions(case)
         if each.type in FROM_VENDORS and each.status is Status.FALSE
     ]

@@ -1,8 +1,7 @@
 """Decides whether a machine's report answers its current handoff. Pure."""
 
-from agent.host.observe.machine import Report
 from agent.model.conditions import ConditionType, Reason, Status
-from agent.model.facts import Absent, Broken, Facts, Granted, MachineFacts, Unseen
+from agent.model.facts import Absent, Facts, Granted, MachineFacts, Report, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.paths import STATE
 from agent.model.text import restart_command
@@ -16,7 +15,7 @@ STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
 run."""
 
 
-def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def pending(machine: MachineFacts, goal: MachineGoal, report: Seen[Report]) -> bool:
     """Return whether the machine has not answered this handoff yet, or reports a condition of Ready as Unknown."""
     if not isinstance(report, Report) or not answers(report, machine, goal):
         return True
@@ -80,7 +79,7 @@ def _published(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> bool:
     return any(isinstance(seen, Unseen) for seen, _ in found) or all(seen == wanted for seen, wanted in found)
 
 
-def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen, now: float) -> bool:
+def released(machine: MachineFacts, goal: MachineGoal, report: Seen[Report], now: float) -> bool:
     """Return whether permissions for devices that are no longer granted can be removed now.
 
     They can be removed once the machine half has stopped using the devices, or has had enough time to do so. If there
@@ -100,17 +99,17 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)
 
 
-def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def reports_missing_nodes(goal: MachineGoal, report: Seen[Report]) -> bool:
     """Return whether the machine reports, for this handoff, that a node is missing or wrong."""
     return _reports(Reason.WRONG_NODE, goal, report)
 
 
-def reports_forbidden_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def reports_forbidden_nodes(goal: MachineGoal, report: Seen[Report]) -> bool:
     """Return whether the machine reports, for this handoff, that it may not open a node."""
     return _reports(Reason.NOT_PERMITTED, goal, report)
 
 
-def _reports(reason: Reason, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def _reports(reason: Reason, goal: MachineGoal, report: Seen[Report]) -> bool:
     if not isinstance(report, Report) or report.generation != goal.generation:
         return False
     return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, reason) for each in report.conditions)

@@ -1,10 +1,15 @@
-"""Evaluates the conditions of one machine, from what both halves observe. Pure."""
+"""Evaluates the conditions of one machine, from what both halves observe. Pure.
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+`conditions` builds each condition once. The table WITH_GOAL names the function for each type.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from functools import partial
 from itertools import starmap
 
+from msgspec import Struct
+
 from agent.config.settings import MachineSettings
-from agent.host.observe.machine import Report
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, refusal, why_unanswered
 from agent.model.conditions import (
@@ -18,10 +23,22 @@ from agent.model.conditions import (
     summarize,
     true,
     unknown,
+    with_transitions,
     worst,
 )
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, StagedRoot, Unseen
-from agent.model.goal import Grant, MachineGoal
+from agent.model.facts import (
+    Absent,
+    Broken,
+    Facts,
+    MachineFacts,
+    Remembered,
+    RememberedGpu,
+    Report,
+    Seen,
+    StagedRoot,
+    Unseen,
+)
+from agent.model.goal import MachineGoal
 from agent.model.handoff import FabricAnswer, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.text import first_of, restart_command, rfc3339
@@ -30,7 +47,6 @@ from agent.vendors.host_vendor import FabricReport
 PLAIN_ADVICE = (
     "if the kernel has overlay file systems, stop all machines and run `unbounded-agent apply`: docs/drivers.md"
 )
-
 FROM_VENDORS = (
     ConditionType.DRIVER_LOADED,
     ConditionType.DEVICES_PRESENT,
@@ -43,100 +59,174 @@ IF_CONFIGURED = {
     ConditionType.NODE_CONDITION_SET: "node_condition",
 }
 """Conditions that the machine half reports only if a key of the machine's settings is set, each with that key."""
+NAMED = 3
+"""How many changed files, or unknown conditions, a message names; it counts the others."""
+WINDOW = 600.0
+"""Seconds for which a loss of Ready is remembered."""
+LOSSES = 4
+"""Losses within WINDOW after which Ready must settle. Fewer losses may come from manual repairs or planned restarts."""
+SETTLING = 60.0
+"""Seconds without a further loss until Ready is True again."""
+STARTING_LIMIT = 300.0
+"""Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
+TOO_LATE: Mapping[str, Reason] = {
+    Reason.FABRIC_MANAGER_STARTING: Reason.FABRIC_MANAGER_STUCK,
+    Reason.FABRIC_REGISTERING: Reason.FABRIC_NOT_REGISTERED,
+}
+"""Reasons that become others after STARTING_LIMIT."""
 
 
-def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine in `Plan.held`.
+class Case(Struct, frozen=True):
+    """One machine in one pass: everything that its conditions follow from."""
 
-    `why` is the reason there: the machine is missing, or a fact that its plan needs could not be observed.
-    """
-    if isinstance(machine.root, Absent | Broken):
-        ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
-        running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
-        defaults = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
-        by_type = {each.type: each for each in (*defaults, running, ready)}
-        return tuple(by_type.values())
-    conditions = [
-        unknown(kind, Reason.OBSERVATION_FAILED, why) for kind in ConditionType if kind is not ConditionType.READY
-    ]
-    return (*conditions, summarize(conditions))
+    settings: MachineSettings
+    machine: MachineFacts
+    facts: Facts
+    goal: MachineGoal | None = None
+    """None if the machine gets nothing, or has a fault."""
+    refused: str | Unseen = ""
+    """Why the machine's settings files must not be written: empty if they may be, Unseen if the present files could not
+    be read."""
+    held: str = ""
+    """The reason in `Plan.held`: the machine is missing, or a fact that its plan needs could not be observed."""
+    fault: str = ""
+    """An unexpected error in the work for the machine."""
+    rejected: str = ""
+    """Why the last good configuration is in force in place of the current one."""
+    remembered: Seen[Remembered] = Remembered()
+    previous: tuple[Condition, ...] = ()
+    """The conditions of the previous pass."""
+    now: float = 0.0
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        """PCI addresses of the granted GPUs."""
+        return frozenset(gpu for grant in (self.goal.grants if self.goal else ()) for gpu in grant.gpus)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the machine gets a GPU, or asks for one that it cannot get."""
+        return any(grant.gpus or grant.problems for grant in (self.goal.grants if self.goal else ()))
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is no usable machine of this name."""
+        return isinstance(self.machine.root, Absent | Broken)
+
+    @property
+    def fresh_report(self) -> Report | None:
+        """The running machine's last report, on whatever handoff; None if it is old."""
+        machine = self.machine
+        current = self.goal is not None and machine.unit_state == "active" and machine.report_age <= STALE_AFTER
+        return machine.report if current and isinstance(machine.report, Report) else None
 
 
-def faulted(why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine with an unexpected error."""
-    return tuple(unknown(kind, Reason.INTERNAL_ERROR, why) for kind in ConditionType)
+def conditions(case: Case) -> tuple[Condition, ...]:
+    """Return the conditions with their times, in the order of ConditionType, Ready last."""
+    found = [_condition(kind, case) for kind in ConditionType if kind is not ConditionType.READY]
+    others = in_time(_limited(found, case.gpus), case.previous, case.now)
+    before = next((each for each in case.previous if each.type is ConditionType.READY), None)
+    ready = settled(_ready(case, others), before, case.now)
+    # The remark is no part of Ready's message, because GPUs do not need these devices and mounts.
+    if remark := _missing_extras(case):
+        others = with_remark(others, ConditionType.DEVICES_PRESENT, remark)
+    return with_transitions((*others, ready), case.previous, case.now)
 
 
-def evaluate(
-    settings: MachineSettings,
-    goal: MachineGoal,
-    facts: Facts,
-    report: Report | Absent | Broken | Unseen,
-    refused: str | Unseen,
-    previous: Iterable[Condition] = (),
-) -> tuple[Condition, ...]:
-    """Return the conditions in the order of ConditionType, Ready last.
+def _condition(kind: ConditionType, case: Case) -> Condition:
+    machine = case.machine
+    if kind is ConditionType.GPUS_COMPLETE:
+        return _gpus_complete(machine.name, case.remembered)
+    if case.fault:
+        return unknown(kind, Reason.INTERNAL_ERROR, case.fault)
+    if case.held and case.missing:
+        make = false if kind is ConditionType.MACHINE_RUNNING else unknown
+        return make(kind, Reason.NO_SUCH_MACHINE, case.held)
+    if case.held:
+        return unknown(kind, Reason.OBSERVATION_FAILED, case.held)
+    if kind is ConditionType.MACHINE_RUNNING:
+        return _machine_running(case)
+    if case.goal and (case.has_gpus or kind in _extras(case.settings, case.goal)):
+        return WITH_GOAL[kind](case, case.goal)
+    return not_applicable(kind, _without_gpu(case)[1])
 
-    In the result, GPUsComplete is missing or a placeholder: `with_lost_gpus` evaluates it. `refused` says why the
-    machine's settings files must not be written: empty if they may be, Unseen if the present files could not be read.
-    `previous` are the conditions of the previous pass.
-    """
-    machine = next(each for each in facts.machines if each.name == goal.name)
-    if not any(grant.gpus or grant.problems for grant in goal.grants):
-        return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
-    gpus = {gpu for grant in goal.grants for gpu in grant.gpus}
-    fabric = _fabric_report(_current(machine, goal, facts, report), gpus, previous)
-    from_vendors = [_merge_vendors(kind, facts, goal.grants, fabric) for kind in FROM_VENDORS]
-    said = tuple((each.gpu, each.state, each.status) for each in (*fabric.answers, *fabric.remembered))
-    from_vendors = [
-        each._replace(said=said if each.type is ConditionType.FABRIC_READY else None) for each in from_vendors
-    ]
-    inside = dict(_from_machine(machine, goal, facts, report))
-    for kind, key in IF_CONFIGURED.items():
-        if not getattr(settings, key):
-            inside[kind] = not_applicable(kind, f"machines.{goal.name}.{key} is not set")
-    conditions = _limited(
-        [
-            *from_vendors,
-            _of_gpus(_driver_root_staged(goal, facts), _with_driver_files(goal)),
-            _machine_running(machine),
-            _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
-            *(inside[kind] for kind in IN_MACHINE),
-        ],
-        gpus,
+
+def _ready(case: Case, others: Collection[Condition]) -> Condition:
+    """Return Ready as it follows from this pass alone."""
+    kind, machine = ConditionType.READY, case.machine
+    if case.fault:
+        ready = unknown(kind, Reason.INTERNAL_ERROR, case.fault)
+    elif case.held and case.missing:
+        ready = false(kind, Reason.NO_SUCH_MACHINE, case.held)
+    elif case.held or case.has_gpus:
+        ready = summarize(others)
+    else:
+        ready = _ready_without_gpus(case)
+    complete = next(each for each in others if each.type is ConditionType.GPUS_COMPLETE)
+    # One lost GPU does not make the others unusable.
+    all_lost = complete.status is Status.FALSE and all(
+        gpu.lost for gpu in _remembered_gpus(machine.name, case.remembered)
     )
-    return _with_missing_extras((*conditions, summarize(conditions)), machine, goal)
+    if all_lost and (ready.status is not Status.FALSE or ready.reason == Reason.NO_GPU):
+        ready = false(kind, Reason.GPU_LOST, f"{complete.type}: {complete.message}")
+    elif isinstance(case.remembered, Unseen) and (ready.status, ready.reason) == (Status.TRUE, Reason.NO_GPU):
+        why = f"whether the machine has lost all its GPUs is unknown: {case.remembered.why}"
+        ready = unknown(kind, Reason.OBSERVATION_FAILED, why)
+    unseen, false_for_sure = _perhaps_removed(machine), machine.has_run and ready.status is Status.FALSE
+    if unseen and not false_for_sure and ready.status is not Status.UNKNOWN:
+        ready = unknown(kind, Reason.OBSERVATION_FAILED, unseen)
+    return ready
 
 
-def without_gpus(settings: MachineSettings, facts: Facts, machine: MachineFacts) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU.
+def _perhaps_removed(machine: MachineFacts) -> str:
+    """Return a sentence if it is unknown whether the machine exists; otherwise nothing.
+
+    That is so for users who may not read /var/lib/machines. But a machine exists if its unit runs. If its unit has
+    stopped or failed to start since the host booted, MachineRunning is known; the machine may have been removed since.
+    """
+    if not isinstance(machine.root, Unseen) or not machine.ended:
+        return ""
+    return f"whether machine {machine.name} exists is unknown: {machine.root.why}"
+
+
+# A machine without a GPU.
+
+
+def _extras(settings: MachineSettings, goal: MachineGoal) -> tuple[ConditionType, ...]:
+    """Return the conditions that a machine without a GPU has for other devices, mounts and CDI modes."""
+    extras: tuple[ConditionType, ...] = ()
+    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
+        extras += (ConditionType.DEVICES_ALLOWED,)
+    return (*extras, ConditionType.CDI_SPEC_CURRENT) if settings.cdi_modes else extras
+
+
+def _without_gpu(case: Case) -> tuple[Reason, str]:
+    """Return why the machine gets no GPU."""
+    vendors = case.facts.vendors
+    if detached := sorted(gpu.pci_address for vendor in vendors for gpu in vendor.gpus if gpu.detached):
+        return Reason.GPU_DETACHED, f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
+    if drivers := sorted({gpu.driver or "none" for vendor in vendors for gpu in vendor.gpus}):
+        found = f"(drivers: {', '.join(drivers)})"
+        return Reason.NO_GPU_GRANTED, f"no GPU of this host has a driver that machines can use {found}"
+    return Reason.NO_GPU, "this host has no GPU"
+
+
+def _ready_without_gpus(case: Case) -> Condition:
+    """Return Ready of a machine that gets no GPU.
 
     Such a machine may be Ready even if it does not run, because the agent may have nothing to do for it. So, if it
-    does not run, the message of Ready says that.
+    does not run, the message says that.
     """
-    reason, message, expected = Reason.NO_GPU, "this host has no GPU", _why_expected(settings, facts)
-    if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
-        reason, expected = Reason.GPU_DETACHED, ""
-        message = f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
-    elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
-        reason, expected = Reason.NO_GPU_GRANTED, ""
-        message = f"no GPU of this host has a driver that machines can use (drivers: {', '.join(drivers)})"
-    running = ConditionType.MACHINE_RUNNING
-    conditions = [
-        _machine_running(machine) if kind is running else not_applicable(kind, message)
-        for kind in ConditionType
-        if kind is not ConditionType.READY
-    ]
-    aside = _unless_it_runs(machine)
+    kind, settings, (reason, message) = ConditionType.READY, case.settings, _without_gpu(case)
+    expected = _why_expected(settings, case.facts) if reason is Reason.NO_GPU else ""
+    aside = _unless_it_runs(case.machine)
     if settings.require_gpus:
-        ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine{aside}")
-    elif settings.require_gpus is None and expected:
-        key = f"machines.{machine.name}.require_gpus"
+        return false(kind, reason, f"{message}, and require_gpus is set for this machine{aside}")
+    if settings.require_gpus is None and expected:
+        key = f"machines.{case.machine.name}.require_gpus"
         advice = f"see `lspci` and `dmesg`; if it is meant to have none, set {key} = false"
-        ready = false(ConditionType.READY, reason, f"{message}, but {expected}: {advice}{aside}")
-    else:
-        ready = true(ConditionType.READY, reason, f"{message}: no GPU is set up{aside}")
-    return (*conditions, ready)
+        return false(kind, reason, f"{message}, but {expected}: {advice}{aside}")
+    return true(kind, reason, f"{message}: no GPU is set up{aside}")
 
 
 def _why_expected(settings: MachineSettings, facts: Facts) -> str:
@@ -168,74 +258,41 @@ def _unless_it_runs(machine: MachineFacts) -> str:
             return f"; machine {machine.name} does not run: see `systemctl status {machine_unit(machine.name)}`"
 
 
-def _limited(conditions: list[Condition], gpus: Set[str]) -> list[Condition]:
+# A machine with a goal.
+
+
+def _limited(found: Iterable[Condition], gpus: Set[str]) -> list[Condition]:
     """Return the conditions. If no GPU of the machine is without a fault, no fault concerns only some GPUs."""
-    if {gpu for each in conditions for gpu in each.gpus} < gpus:
-        return conditions
-    return [each._replace(gpus=()) for each in conditions]
+    found = list(found)
+    if {gpu for each in found for gpu in each.gpus} < gpus:
+        return found
+    return [each._replace(gpus=()) for each in found]
 
 
-def _extras_only(
-    settings: MachineSettings,
-    machine: MachineFacts,
-    goal: MachineGoal,
-    facts: Facts,
-    report: Report | Absent | Broken | Unseen,
-    refused: str | Unseen,
-) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU, but perhaps other devices, mounts or CDI modes."""
-    conditions = without_gpus(settings, facts, machine)
-    inside, relayed = _from_machine(machine, goal, facts, report), {}
-    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
-        kind = ConditionType.DEVICES_ALLOWED
-        relayed[kind] = _devices_allowed(machine, goal, refused, inside[kind])
-    if settings.cdi_modes:
-        relayed[ConditionType.CDI_SPEC_CURRENT] = inside[ConditionType.CDI_SPEC_CURRENT]
-    return tuple(relayed.get(each.type, each) for each in conditions)
-
-
-def _with_missing_extras(
-    conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
-) -> tuple[Condition, ...]:
-    """Add to DevicesPresent's message which non-GPU devices and mounts are missing, and which mounts await a start.
-
-    The status stays, because GPUs do not need these devices and mounts.
-    """
+def _missing_extras(case: Case) -> str:
+    """Return which non-GPU devices and mounts are missing, and which mounts await a start; nothing if none is."""
+    machine, goal = case.machine, case.goal
+    if goal is None:
+        return ""
     missing = [*(each for grant in goal.grants for each in grant.missing), *goal.missing]
     remark = f"; requested but missing: {', '.join(missing)}" if missing else ""
     if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
         at_next_start = [path for path in goal.live.mounts if path not in machine.live.mounts]
         remark += f"; mounted at the machine's next start: {', '.join(at_next_start)}" if at_next_start else ""
-    return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
+    return remark
 
 
-def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Condition, ...]:
-    """Add to MachineRunning that the configuration was rejected, and that the last good one is in force.
-
-    MachineRunning stays True, because pods do not suffer from that. If it is not True, it is not changed.
-    """
-    if not rejected:
-        return conditions
-    kind = ConditionType.MACHINE_RUNNING
-    why = f"with the last good configuration, because the current one is invalid: {rejected}"
-    advice = "correct it and run `systemctl reload unbounded-agent`"
-    return tuple(
-        true(kind, Reason.LAST_GOOD_SETTINGS, f"{each.message}, {why}; {advice}")
-        if each.type is kind and each.status is Status.TRUE
-        else each
-        for each in conditions
-    )
-
-
-def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...], fabric: FabricReport) -> Condition:
+def _of_vendors(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
     """Return the worst of the vendors' conditions. Only vendors with a GPU or a problem in this machine count."""
-    conditions = []
-    for grant in grants:
-        vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
+    found, fabric = [], _fabric_report(case, goal)
+    for grant in goal.grants:
+        vendor = next(each for each in case.facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
-            found = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
-            conditions += [_of_gpus(each, grant.gpus) for each in found if each.type is kind]
-    return worst(conditions)
+            evaluated = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
+            found += [_of_gpus(each, grant.gpus) for each in evaluated if each.type is kind]
+    if kind is not ConditionType.FABRIC_READY:
+        return worst(found)._replace(said=None)
+    return worst(found)._replace(said=tuple(each[:3] for each in (*fabric.answers, *fabric.remembered)))
 
 
 def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
@@ -250,11 +307,12 @@ def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
     return condition._replace(gpus=gpus)
 
 
-def _with_driver_files(goal: MachineGoal) -> tuple[str, ...]:
-    return tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
+def _driver_root_staged(case: Case, goal: MachineGoal) -> Condition:
+    served = tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
+    return _of_gpus(_staged(goal, case.facts), served)
 
 
-def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
+def _staged(goal: MachineGoal, facts: Facts) -> Condition:
     kind = ConditionType.DRIVER_ROOT_STAGED
     roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
     waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
@@ -293,15 +351,17 @@ def _waiting(root: StagedRoot, facts: Facts) -> str:
     return f"driver {root.version} is not staged yet, nor is its kernel module loaded"
 
 
-def _machine_running(machine: MachineFacts) -> Condition:
-    kind = ConditionType.MACHINE_RUNNING
+def _machine_running(case: Case) -> Condition:
+    machine, kind = case.machine, ConditionType.MACHINE_RUNNING
     match machine.unit_state:
         case "active":
-            return true(kind, Reason.RUNNING, f"machine {machine.name} is running")
+            return _running(case)
         case "activating" | "reloading":
             return unknown(kind, Reason.STARTING, f"machine {machine.name} is starting")
         case Unseen(why) | Broken(why) | Absent(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
+        case _ if (unseen := _perhaps_removed(machine)) and not machine.has_run:
+            return unknown(kind, Reason.OBSERVATION_FAILED, unseen)
         case "inactive" if machine.has_run:
             unmask = f"`systemctl unmask {machine_unit(machine.name)}` and " if machine.masked else ""
             how = f"start it with {unmask}`unbounded-agent start {machine.name}`"
@@ -318,14 +378,38 @@ def _machine_running(machine: MachineFacts) -> Condition:
             )
 
 
-def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Unseen, inside: Condition) -> Condition:
-    kind = ConditionType.DEVICES_ALLOWED
-    if isinstance(refused, Unseen):
-        return unknown(kind, Reason.OBSERVATION_FAILED, refused.why)
-    if refused:
-        return false(kind, Reason.FOREIGN_FILE, refused)
+def _running(case: Case) -> Condition:
+    """Return MachineRunning of a machine that runs. It stays True, whatever else there is to say: pods run."""
+    kind, name, report = ConditionType.MACHINE_RUNNING, case.machine.name, case.fresh_report
+    reason, message = Reason.RUNNING, f"machine {name} is running"
+    if report and report.unknown_conditions:
+        remark = (
+            f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and "
+            "ignores: install on the host the release of the agent that the machine's image has"
+        )
+        (remarked,) = with_remark([true(kind, reason, message)], kind, remark)
+        message = remarked.message
+    if report and report.changed_files and case.settings.node:
+        # Only an administrator knows whether the change is intended.
+        files = first_of(report.changed_files, NAMED)
+        says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {files}"
+        advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {name}`"
+        reason, message = Reason.NODE_FILES_CHANGED, f"{message}; {says}; {advice}"
+    if case.rejected:
+        why = f"with the last good configuration, because the current one is invalid: {case.rejected}"
+        advice = "correct it and run `systemctl reload unbounded-agent`"
+        reason, message = Reason.LAST_GOOD_SETTINGS, f"{message}, {why}; {advice}"
+    return true(kind, reason, message)
+
+
+def _devices_allowed(case: Case, goal: MachineGoal) -> Condition:
+    machine, kind = case.machine, ConditionType.DEVICES_ALLOWED
+    if isinstance(case.refused, Unseen):
+        return unknown(kind, Reason.OBSERVATION_FAILED, case.refused.why)
+    if case.refused:
+        return false(kind, Reason.FOREIGN_FILE, case.refused)
     if machine.unit_state != "active":
-        return inside
+        return _from_machine(kind, case, goal)
     if machine.live_unseen:
         return unknown(kind, Reason.OBSERVATION_FAILED, machine.live_unseen)
     restart = restart_command(machine.name)
@@ -342,40 +426,43 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
         names = ", ".join(missing.values())
         why = f"could not give {names} to the running machine: the agent tries again; or run {restart}"
         return false(kind, Reason.NOT_GIVEN, why, concerned if all(concerned) else ())
-    return inside
+    return _from_machine(kind, case, goal)
 
 
-def _from_machine(
-    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
-) -> Mapping[ConditionType, Condition]:
-    """Return the conditions that the machine half reports. Without a current report, they are Unknown."""
-    kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
-    current = _current(machine, goal, facts, report)
+def _from_machine(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
+    """Return a condition that the machine half reports. Without a current report, it is Unknown."""
+    key = IF_CONFIGURED.get(kind)
+    if key and not getattr(case.settings, key):
+        return not_applicable(kind, f"machines.{goal.name}.{key} is not set")
+    current = _current_report(case, goal)
     if not isinstance(current, Report):
-        reason, message = current
-        return {kind: unknown(kind, reason, message) for kind in kinds}
-    missing = "the machine's report does not contain this condition; its image may have another release of the agent"
-    relayed = {each.type: each._replace(message=f"{MACHINE_SAYS}{each.message}") for each in current.conditions}
-    return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
+        return unknown(kind, *current)
+    found = next((each for each in current.conditions if each.type is kind), None)
+    if found is None:
+        missing = (
+            "the machine's report does not contain this condition; its image may have another release of the agent"
+        )
+        return unknown(kind, Reason.NOT_REPORTED, missing)
+    return found._replace(message=f"{MACHINE_SAYS}{found.message}")
 
 
-def _fabric_report(current: Report | tuple[Reason, str], gpus: Set[str], previous: Iterable[Condition]) -> FabricReport:
-    """Return what the granted GPUs say, or said last. `current` is from `_current`."""
-    answers: tuple[FabricAnswer, ...] = ()
+def _fabric_report(case: Case, goal: MachineGoal) -> FabricReport:
+    """Return what the granted GPUs say, or said last."""
+    current = _current_report(case, goal)
+    answered: tuple[FabricAnswer, ...] = ()
     if not isinstance(current, Report):
         silence = current[1]
     else:
         silence = "the GPUs were asked in the machine, which asks again"
-        answers = tuple(each for each in current.fabric if each.gpu in gpus)
-    silent = gpus - {each.gpu for each in answers}
-    before = next((each.said for each in previous if each.type is ConditionType.FABRIC_READY), None) or ()
-    return FabricReport(answers, silence, tuple(each for each in starmap(FabricAnswer, before) if each.gpu in silent))
+        answered = tuple(each for each in current.fabric if each.gpu in case.gpus)
+    silent = case.gpus - {each.gpu for each in answered}
+    before = next((each.said for each in case.previous if each.type is ConditionType.FABRIC_READY), None) or ()
+    return FabricReport(answered, silence, tuple(each for each in starmap(FabricAnswer, before) if each.gpu in silent))
 
 
-def _current(
-    machine: MachineFacts, goal: MachineGoal, facts: Facts, report: Report | Absent | Broken | Unseen
-) -> Report | tuple[Reason, str]:
+def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str]:
     """Return the report if it is current; otherwise why it is not: a reason and a message."""
+    machine, report = case.machine, case.machine.report
     if isinstance(machine.unit_state, Unseen):
         # While systemd does not answer, the machine most likely goes on running.
         return Reason.OBSERVATION_FAILED, machine.unit_state.why
@@ -394,7 +481,7 @@ def _current(
         case Unseen(why):
             return Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            return Reason.HANDOFF_PENDING, refusal(report, machine) or why_unanswered(machine, goal, facts)
+            return Reason.HANDOFF_PENDING, refusal(report, machine) or why_unanswered(machine, goal, case.facts)
         case _ if machine.report_age > STALE_AFTER:
             return (
                 Reason.REPORT_STALE,
@@ -405,15 +492,12 @@ def _current(
             return report
 
 
-# Evaluates the condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure.
-
-
-KIND = ConditionType.GPUS_COMPLETE
+# Lost GPUs.
 
 
 def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
-    return tuple(gpu for gpu in _granted_gpus(machine, remembered) if gpu.lost)
+    return tuple(gpu for gpu in _remembered_gpus(machine, remembered) if gpu.lost)
 
 
 def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
@@ -423,36 +507,16 @@ def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
     return len(wanted) if isinstance(wanted, list) else int(wanted.removeprefix("count="))
 
 
-def with_lost_gpus(
-    conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]
-) -> tuple[Condition, ...]:
-    """Return the conditions with the current GPUsComplete, in the order of ConditionType.
-
-    GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
-    """
-    complete = _complete(machine, remembered)
-    remaining = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
-    all_lost = complete.status is Status.FALSE and not remaining
-
-    by_type = {each.type: each for each in conditions} | {KIND: complete}
-    ready = by_type[ConditionType.READY]
-    if all_lost and (ready.status is not Status.FALSE or ready.reason == Reason.NO_GPU):
-        by_type[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
-    elif isinstance(remembered, Unseen) and (ready.status, ready.reason) == (Status.TRUE, Reason.NO_GPU):
-        why = f"whether the machine has lost all its GPUs is unknown: {remembered.why}"
-        by_type[ConditionType.READY] = unknown(ConditionType.READY, Reason.OBSERVATION_FAILED, why)
-    return tuple(by_type[kind] for kind in ConditionType)
-
-
-def _granted_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+def _remembered_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     if not isinstance(remembered, Remembered):
         return ()
     return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
 
 
-def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
+def _gpus_complete(machine: str, remembered: Seen[Remembered]) -> Condition:
+    kind = ConditionType.GPUS_COMPLETE
     if isinstance(remembered, Absent | Broken | Unseen):
-        return unknown(KIND, Reason.OBSERVATION_FAILED, remembered.why)
+        return unknown(kind, Reason.OBSERVATION_FAILED, remembered.why)
     damage = (
         f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); check "
         "with `lspci` that no GPU is missing, then acknowledge the damage: `unbounded-agent gpus forget`"
@@ -465,118 +529,44 @@ def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
             f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
             f"log; {forget}"
         )
-        return false(KIND, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
+        return false(kind, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
     if remembered.damage:
-        return unknown(KIND, Reason.RECORD_DAMAGED, damage)
-    if not _granted_gpus(machine, remembered):
-        return not_applicable(KIND, "no GPU is granted")
-    return true(KIND, Reason.COMPLETE, "every GPU that the machine was granted is on the PCI bus")
+        return unknown(kind, Reason.RECORD_DAMAGED, damage)
+    if not _remembered_gpus(machine, remembered):
+        return not_applicable(kind, "no GPU is granted")
+    return true(kind, Reason.COMPLETE, "every GPU that the machine was granted is on the PCI bus")
 
 
-# Adds to MachineRunning that files in a machine differ from those that `up` put there. Pure.
+# What changes with time: Ready may have been lost too often, and a start of the Fabric Manager, or GPUs' registration
+# with it, may take too long. What GPUs said of their fabric is remembered until they say something else.
 
 
-NAMED = 3
-"""How many changed files, or unknown conditions, a message names; it counts the others."""
-
-
-def with_changed_files(
-    conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
-) -> tuple[Condition, ...]:
-    """Return the conditions. If MachineRunning is True and the report is current, add the changed files to its message.
-
-    MachineRunning stays True: pods run, and only an administrator knows whether the change is intended.
-    """
-    current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
-    if report is None or not report.changed_files or not current:
-        return tuple(conditions)
-    kind, files = ConditionType.MACHINE_RUNNING, first_of(report.changed_files, NAMED)
-    says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {files}"
-    advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {machine.name}`"
-    return tuple(
-        true(kind, Reason.NODE_FILES_CHANGED, f"{each.message}; {says}; {advice}")
-        if each.type is kind and each.status is Status.TRUE
-        else each
-        for each in conditions
-    )
-
-
-# Adds to MachineRunning which of the machine's conditions this release does not know. Pure.
-
-
-def with_ignored(
-    conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
-) -> tuple[Condition, ...]:
-    """Return the conditions. If the report is current, add to MachineRunning's message what this release ignores in it.
-
-    No status changes: what the unknown conditions mean is not known, and all others still count.
-    """
-    current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
-    if report is None or not report.unknown_conditions or not current:
-        return tuple(conditions)
-    remark = (
-        f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and ignores: "
-        "install on the host the release of the agent that the machine's image has"
-    )
-    return with_remark(conditions, ConditionType.MACHINE_RUNNING, remark)
-
-
-# Adjusts the conditions of a machine if it is unknown whether the machine exists. Pure.
-
-
-def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
-    """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
-
-    That is so for users who may not read /var/lib/machines. But a machine exists if its unit runs. If its unit has
-    stopped or failed to start since the host booted, MachineRunning is known; the machine may have been removed since.
-    """
-    if not isinstance(machine.root, Unseen) or not machine.ended:
-        return tuple(conditions)
-    why = f"whether machine {machine.name} exists is unknown: {machine.root.why}"
-    changed = {ConditionType.MACHINE_RUNNING, ConditionType.READY}
-    if machine.has_run:
-        false_ready = any(each.type is ConditionType.READY and each.status is Status.FALSE for each in conditions)
-        changed = set() if false_ready else {ConditionType.READY}
-    return tuple(
-        unknown(each.type, Reason.OBSERVATION_FAILED, why)
-        if each.type in changed and each.status is not Status.UNKNOWN
-        else each
-        for each in conditions
-    )
-
-
-# Adjusts conditions by time and by the previous pass. Pure.
-#
-# Ready may have been lost too often; a start of the Fabric Manager, or GPUs' registration with it, may take too long;
-# and what GPUs said of their fabric is remembered until they say something else.
-
-
-WINDOW = 600.0
-"""Seconds for which a loss of Ready is remembered."""
-LOSSES = 4
-"""Losses within WINDOW after which Ready must settle. Fewer losses may come from manual repairs or planned restarts."""
-SETTLING = 60.0
-"""Seconds without a further loss until Ready is True again."""
-STARTING_LIMIT = 300.0
-"""Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
-TOO_LATE: Mapping[str, Reason] = {
-    Reason.FABRIC_MANAGER_STARTING: Reason.FABRIC_MANAGER_STUCK,
-    Reason.FABRIC_REGISTERING: Reason.FABRIC_NOT_REGISTERED,
-}
-"""Reasons that become others after STARTING_LIMIT."""
-
-
-def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
-    """Return the new conditions, Ready last, adjusted with the help of `old`, the conditions of the previous pass."""
+def in_time(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
+    """Return the new conditions, adjusted with the help of `old`, the conditions of the previous pass."""
     before = {each.type: each for each in old}
-    others = [_adjusted(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
-    ready = next(each for each in new if each.type is ConditionType.READY)
-    if others != [each for each in new if each.type is not ConditionType.READY]:
-        ready = summarize(others)
-    return (
-        *(_remembering(each, before.get(each.type)) for each in others),
-        settled(ready, before.get(ready.type), now),
-    )
+    return tuple(_in_time(each, before.get(each.type), now) for each in new)
+
+
+def _in_time(condition: Condition, before: Condition | None, now: float) -> Condition:
+    """Return the condition, with the status False if the fabric has not been ready for too long."""
+    if before is None:
+        return condition
+    if condition.said is None:
+        condition = condition._replace(said=before.said)
+    late = TOO_LATE.get(condition.reason)
+    # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
+    # counts too, and the limit is reached sooner.
+    waited = now - before.last_transition if before.reason == condition.reason else 0.0
+    if late is None or (before.reason != late and waited <= STARTING_LIMIT):
+        return condition
+    message, gpus = condition.message, condition.gpus
+    if late is Reason.FABRIC_MANAGER_STUCK:
+        message += (
+            f", and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see the unit's log, then restart the "
+            "unit: `unbounded-agent doctor` shows the commands"
+        )
+        gpus = ()
+    return condition._replace(status=Status.FALSE, reason=late, message=message, gpus=gpus)
 
 
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
@@ -600,28 +590,9 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
     return ready._replace(losses=losses, good_since=good_since)
 
 
-def _remembering(condition: Condition, before: Condition | None) -> Condition:
-    """Return the condition with what GPUs said last, also if they could not be heard in this pass."""
-    return condition._replace(said=before.said) if before and condition.said is None else condition
-
-
-def _adjusted(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition, but with the status False if the fabric has not been ready for too long."""
-    if condition.reason not in TOO_LATE or before is None:
-        return condition
-    # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
-    # counts too, and the limit is reached sooner.
-    waited, late = (
-        now - before.last_transition if before.reason == condition.reason else 0.0,
-        TOO_LATE[condition.reason],
-    )
-    if before.reason != late and waited <= STARTING_LIMIT:
-        return condition
-    if late != Reason.FABRIC_MANAGER_STUCK:
-        return false(condition.type, late, condition.message, condition.gpus)
-    return false(
-        condition.type,
-        late,
-        f"{condition.message}, and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see "
-        "the unit's log, then restart the unit: `unbounded-agent doctor` shows the commands",
-    )
+WITH_GOAL: Mapping[ConditionType, Callable[[Case, MachineGoal], Condition]] = {
+    **{kind: partial(_of_vendors, kind) for kind in FROM_VENDORS},
+    ConditionType.DRIVER_ROOT_STAGED: _driver_root_staged,
+    ConditionType.DEVICES_ALLOWED: _devices_allowed,
+    **{kind: partial(_from_machine, kind) for kind in IN_MACHINE},
+}

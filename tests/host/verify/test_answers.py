@@ -4,11 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config
-from agent.host.observe.machine import Report
 from agent.host.plan.goal import plan
 from agent.host.verify.answers import STALE_AFTER, answers, names_handoff, released, why_unanswered
 from agent.model.conditions import ConditionType, Reason, false
-from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Seen, Unseen
+from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Report, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.handoff import Publication
 from tests.fakes.facts import facts

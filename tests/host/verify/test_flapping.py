@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.host.state.records import read_history, write_history
-from agent.host.verify.readiness import LOSSES, SETTLING, STARTING_LIMIT, WINDOW, settled, with_time
+from agent.host.verify.readiness import LOSSES, SETTLING, STARTING_LIMIT, WINDOW, in_time, settled
 from agent.model.conditions import (
     Condition,
     ConditionType,
@@ -133,8 +133,8 @@ def test_passes_remember_losses(gpu_host: Host) -> None:
 
 
 def fabric(found: Condition, before: tuple[Condition, ...], now: float) -> tuple[Condition, ...]:
-    new = (found, true(ConditionType.DRIVER_LOADED, Reason.LOADED, ""), summarize([found]))
-    return with_transitions(with_time(new, before, now), before, now)
+    others = in_time((found, true(ConditionType.DRIVER_LOADED, Reason.LOADED, "")), before, now)
+    return with_transitions((*others, summarize(others)), before, now)
 
 
 STARTING = unknown(

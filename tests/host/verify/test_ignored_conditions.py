@@ -1,28 +1,31 @@
 """MachineRunning says which of a newer machine half's conditions this release ignores."""
 
 import pytest
+from msgspec.structs import replace
 
-from agent.host.observe.machine import Report
 from agent.host.verify.answers import STALE_AFTER
-from agent.host.verify.readiness import with_ignored
-from agent.model.conditions import ConditionType, Reason, true
-from agent.model.facts import MachineFacts
+from agent.model.conditions import Condition, ConditionType
+from agent.model.facts import Absent, Report, Seen
+from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts
 
-RUNNING = true(ConditionType.MACHINE_RUNNING, Reason.RUNNING, "machine gpu-node is running")
+
+def running(report: Seen[Report], state: str = "active", age: float = 0.0) -> Condition:
+    """Return MachineRunning of a machine with this report."""
+    seen, goal = at_rest(facts())
+    seen = replace(seen, machines=(replace(seen.machines[0], unit_state=state, report_age=age),))
+    found = evaluated(CONFIG.machines[MACHINE], goal, seen, report)
+    return next(each for each in found if each.type is ConditionType.MACHINE_RUNNING)
 
 
 @pytest.mark.parametrize(
     ("state", "age", "shown"), [("active", 0.0, True), ("active", STALE_AFTER + 1, False), ("inactive", 0.0, False)]
 )
 def test_only_a_current_report_counts(state: str, age: float, shown: bool) -> None:
-    machine = MachineFacts("gpu-node", root="/var/lib/machines/gpu-node", unit_state=state, report_age=age)
     report = Report("", "", (), unknown_conditions=("NewCheck=False (Failed)",))
-    (condition,) = with_ignored((RUNNING,), machine, report)
-    assert condition[:3] == RUNNING[:3], "the status stays"
+    condition, without = running(report, state, age), running(Absent("none"), state, age)
+    assert condition[:3] == without[:3], "the status stays"
     assert ("machine says: NewCheck=False (Failed), which this release does not know" in condition.message) == shown
 
 
 def test_a_known_report_adds_nothing() -> None:
-    machine = MachineFacts("gpu-node", root="/var/lib/machines/gpu-node", unit_state="active", report_age=0.0)
-    assert with_ignored((RUNNING,), machine, Report("", "", ())) == (RUNNING,)
-    assert with_ignored((RUNNING,), machine, None) == (RUNNING,)
+    assert running(Report("", "", ())) == running(Absent("none"))

@@ -6,16 +6,16 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config
-from agent.host.observe.machine import Report
 from agent.host.verify.answers import STALE_AFTER
-from agent.host.verify.readiness import evaluate, held
+from agent.host.verify.readiness import Case
+from agent.host.verify.readiness import conditions as conditions_of
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, MountSource, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, MountSource, Report, Unseen, VendorFacts
 from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
 from agent.model.paths import driver_root, mount_unit
-from tests.fakes.facts import MACHINE, at_rest, facts, node, nvidia
+from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts, node, nvidia
 
 KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
 
@@ -40,8 +40,8 @@ def conditions(
 ) -> dict[ConditionType, tuple[Status, str, str]]:
     """Return status, reason and message by type."""
     settings = (config or configured()).machines[MACHINE]
-    evaluated = evaluate(settings, goal, seen, report(goal) if found is None else found, refused)
-    return {each.type: (each.status, each.reason, each.message) for each in evaluated}
+    said = evaluated(settings, goal, seen, report(goal) if found is None else found, refused)
+    return {each.type: (each.status, each.reason, each.message) for each in said}
 
 
 def changed(seen: Facts, **machine: Any) -> Facts:  # noqa: ANN401
@@ -57,11 +57,17 @@ def test_at_rest_the_machine_is_ready() -> None:
     assert found[ConditionType.MACHINE_RUNNING][1] == Reason.RUNNING
 
 
+def held(machine: MachineFacts, why: str) -> list[Condition]:
+    """Return the conditions of a machine in `Plan.held`, but for GPUsComplete, which comes from the GPUs' record."""
+    found = conditions_of(Case(CONFIG.machines[MACHINE], machine, facts(), held=why))
+    return [each for each in found if each.type is not ConditionType.GPUS_COMPLETE]
+
+
 @pytest.mark.parametrize("root", [Absent("not there"), Broken("a link")])
 def test_a_machine_without_a_root_is_said_to_be_missing(root: Absent | Broken) -> None:
     """False, for Ready and for MachineRunning: nothing more has to be observed."""
     found = {each.type: each for each in held(MachineFacts(MACHINE, root, "inactive"), root.why)}
-    assert set(found) == set(ConditionType)
+    assert set(found) == set(ConditionType) - {ConditionType.GPUS_COMPLETE}
     false_ones = {kind for kind, each in found.items() if each.status is Status.FALSE}
     assert false_ones == {ConditionType.MACHINE_RUNNING, ConditionType.READY}
     assert {each.reason for each in found.values()} == {Reason.NO_SUCH_MACHINE}
@@ -71,7 +77,7 @@ def test_a_machine_without_a_root_is_said_to_be_missing(root: Absent | Broken) -
 @pytest.mark.parametrize("root", ["/var/lib/machines/gpu-node", Unseen("permission denied")])
 def test_a_machine_that_is_held_for_another_reason_is_unknown(root: str | Unseen) -> None:
     found = held(MachineFacts(MACHINE, root, "active"), "/dev: Input/output error")
-    assert sorted(each.type for each in found) == sorted(ConditionType)
+    assert sorted(each.type for each in found) == sorted(set(ConditionType) - {ConditionType.GPUS_COMPLETE})
     assert {each.status for each in found} == {Status.UNKNOWN}
     assert {each.reason for each in found} == {Reason.OBSERVATION_FAILED}
 

@@ -7,16 +7,26 @@ from msgspec.structs import replace
 
 from agent.cli.gpus import gpu_nodes, why_unknown
 from agent.config.settings import Config
-from agent.host.observe.machine import Report
 from agent.host.plan.goal import plan, select
 from agent.host.vendors import HOST_VENDORS, host_vendor
-from agent.host.verify.readiness import evaluate
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, DrmDevice, Facts, FileState, Granted, MachineFacts, PciDevice, Unseen, VendorFacts
+from agent.model.facts import (
+    Absent,
+    DrmDevice,
+    Facts,
+    FileState,
+    Granted,
+    MachineFacts,
+    PciDevice,
+    Report,
+    Unseen,
+    VendorFacts,
+)
 from agent.model.goal import Grant, Share
 from agent.model.paths import machine_files
 from agent.vendors.host_vendor import FabricReport, Sources
+from tests.fakes.facts import evaluated
 from tests.fakes.host import PROC_DEVICES, Host
 
 pytestmark = pytest.mark.scenario("004")
@@ -156,7 +166,7 @@ def reasons(vendors: tuple[VendorFacts, ...], gpus: object) -> dict[ConditionTyp
     """Return the reasons of the machine's conditions on the host, of all vendors."""
     config, facts = Config.validated({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
     goal = plan(config, facts).goal.machines[0]
-    return {each.type: each.reason for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
+    return {each.type: each.reason for each in evaluated(config.machines["node"], goal, facts)}
 
 
 def test_a_gpu_with_nouveau_is_a_fault_if_configured(cards: Cards) -> None:
@@ -378,7 +388,7 @@ def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
     config, facts = Config.validated({"machines": {"node": {}}}), facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]
-    ready = evaluate(config.machines["node"], goal, facts, Absent("none"), "")[-1]
+    ready = evaluated(config.machines["node"], goal, facts)[-1]
     assert (ready.reason, "(drivers: none)" in ready.message) == ("NoGPUGranted", True)
 
 
@@ -436,7 +446,7 @@ def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
     inside = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
     fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in inside)
     report = Report(goal.generation, "1", fine)
-    found = {each.type: each for each in evaluate(config.machines["node"], goal, running, report, "")}
+    found = {each.type: each for each in evaluated(config.machines["node"], goal, running, report)}
     assert found[ConditionType.READY].reason == "AllConditionsTrue"
     assert found[ConditionType.DRIVER_ROOT_STAGED].reason == "NotApplicable"
     assert found[ConditionType.LIBRARIES_PRESENT].reason == "NotApplicable"
@@ -450,7 +460,7 @@ def test_one_vendors_missing_driver_is_reported_with_anothers_loaded_one(cards: 
     config = Config.validated({"machines": {"node": {}}})
     facts = facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]
-    found = {each.type: each for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
+    found = {each.type: each for each in evaluated(config.machines["node"], goal, facts)}
     assert found[ConditionType.DRIVER_LOADED].reason == "ModuleNotLoaded"
     assert found[ConditionType.DEVICES_PRESENT].reason == "GPUWithoutDriver"
 

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
-from agent.host.verify.readiness import evaluate
 from agent.machine.run import run
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceKind
@@ -18,7 +17,7 @@ from agent.model.goal import ChangeDevices, MachineGoal
 from agent.model.handoff import GrantedDevice, Request
 from agent.vendors.host_vendor import Sources, names_by_major, parse_misc
 from agent.vendors.other_devices import DEVICE_CLASSES, NODE_DIRECTORIES, NODE_NAMES, OTHER
-from tests.fakes.facts import facts, nvidia
+from tests.fakes.facts import evaluated, facts, nvidia
 from tests.fakes.host import PROC_DEVICES, Host
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
 
@@ -202,8 +201,8 @@ def test_missing_devices_are_reported_and_stop_nothing(host: Host) -> None:
     machine = goal(requested, seen)
     assert machine.handoff == goal({}, facts()).handoff
     settings = MachineSettings.validated(requested)
-    found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
-    without = {each.type: each for each in evaluate(settings, goal({}, facts()), facts(), Absent("none"), "")}
+    found = {each.type: each for each in evaluated(settings, machine, seen)}
+    without = {each.type: each for each in evaluated(settings, goal({}, facts()), facts())}
     present = found[ConditionType.DEVICES_PRESENT]
     assert present.message.endswith(
         '; requested but missing: devices "kvm" (load the module kvm_intel or kvm_amd), /dev/fuse'
@@ -218,7 +217,7 @@ def test_a_host_without_gpus_grants_them_too(devices: Host) -> None:
     machine = goal(requested, seen)
     assert "/dev/kvm" in machine.live.nodes
     settings = MachineSettings(cdi_modes=["management"])
-    found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
+    found = {each.type: each for each in evaluated(settings, machine, seen)}
     assert found[ConditionType.READY].reason == "NoGPU"
     assert found[ConditionType.DEVICES_ALLOWED].reason == "MachineNotRunning"
     assert found[ConditionType.CDI_SPEC_CURRENT].reason == "MachineNotRunning"
