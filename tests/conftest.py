@@ -1,12 +1,14 @@
 """Fixtures that several test modules share."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import set_up
 from tests.fakes.host import Host
 
@@ -37,6 +39,15 @@ def trust_files_soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agent.system.trust.FRESH", 0.02)
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock, from now on, of whatever waits in this process."""
+    clock = Clock()
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    return clock
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`apply` waits only for machines that can report."""
 
 import os
-import time
 
 import pytest
 
@@ -10,75 +9,62 @@ from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.model.paths import machine_unit
+from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
 
-def test_a_masked_machine_is_not_waited_for(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the agent nor systemd would start it."""
 
-    def sleep(_: float) -> None:
+    def sleep() -> None:
         raise AssertionError("waited for a machine that cannot start")
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     gpu_host.bus.unit(UNITS[0], "inactive", "masked")
     assert apply(reconciler(gpu_host)) == 1
     assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_machine_that_has_ended_is_not_waited_for(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It cannot report. `apply` waited for five minutes."""
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0 * len(waited))
+    clock.least = 100.0
     assert apply(reconciler(gpu_host)) == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
-    assert len(waited) == 1
+    assert len(clock.slept) == 1
 
 
 def test_a_machine_that_another_command_stopped_is_not_started(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`apply` started the machine that `reset` or `up --rebuild` had stopped in order to remove its root directory."""
-    began, start = time.monotonic(), ("systemctl", "start", "--no-block", UNITS[0])
-    now = [began]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    start = ("systemctl", "start", "--no-block", UNITS[0])
     units(gpu_host, "inactive", stopped_at=4711)
     with machine_locks(gpu_host, (MACHINE,), "reset"):
         assert apply(reconciler(gpu_host)) == 1
     assert start not in gpu_host.runner.calls
     said = f"machine {MACHINE} was not started: another command is working on machine {MACHINE}: "
     assert f"{said}`unbounded-agent reset` (process {os.getpid()})" in " ".join(capsys.readouterr().err.split())
-    assert now[0] - began < 10, "it did not wait for the machine's report"
+    assert clock.passed < 10, "it did not wait for the machine's report"
 
 
-def test_a_command_that_works_on_all_machines_delays_apply_only_once(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_works_on_all_machines_delays_apply_only_once(gpu_host: Host, clock: Clock) -> None:
     """`up` may work on every node of the host, for minutes."""
-    began, names = time.monotonic(), ("a", "b", "c", MACHINE)
-    now = [began]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    names = ("a", "b", "c", MACHINE)
     for name in names:
         gpu_host.bus.unit(machine_unit(name), "inactive", stopped_at=4711)
     agent = Reconciler(Config.validated({"machines": {name: {} for name in names}}), gpu_host, gpu_host)
     with machine_locks(gpu_host, names, "up"):
         assert apply(agent) == 1
-    assert now[0] - began < 10
+    assert clock.passed < 10
 
 
-def test_other_commands_may_work_on_a_machine_that_apply_waits_for(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sleep(_: float) -> None:
+def test_other_commands_may_work_on_a_machine_that_apply_waits_for(gpu_host: Host, clock: Clock) -> None:
+    def sleep() -> None:
         with machine_locks(gpu_host, (MACHINE,), "stop"):
             units(gpu_host, "inactive", stopped_at=4711)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert apply(reconciler(gpu_host)) == 1

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
+from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -33,12 +33,13 @@ STOP, START = ("systemctl", "stop", UNITS[0]), ("systemctl", "start", "--no-bloc
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> NodeHost:
+def host(tmp_path: Path, clock: Clock) -> NodeHost:
     host = node_host(tmp_path / "host")
     assert up(node_reconciler(host), "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
     for argv in (QUERY, CORDON, UNCORDON, DRAIN):
         host.command(*argv)
     host.runner.calls.clear()
+    clock.slept.clear()
     return host
 
 
@@ -191,21 +192,19 @@ def test_the_start_of_a_masked_machine_says_what_to_do(
     assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
 
 
-def test_a_machine_starts_once_its_gpus_can_be_observed(
-    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
     """Nobody else would start it: a user stopped it."""
     stop(MACHINE, agent, "", drain=False)
     path = "/proc/driver/nvidia/gpus"
     host.failing[path] = PermissionError(13, "Permission denied", path)
     starts: list[int] = []
 
-    def sleep(_: float) -> None:
+    def sleep() -> None:
         starts.append(host.runner.calls.count(START))
         assert len(starts) < 5, "the machine was never ready"
         host.failing.pop(path, None)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert start(MACHINE, agent, "") == 0
     assert (starts[0], host.runner.calls.count(START)) == (0, 1)
 
@@ -258,7 +257,7 @@ def test_a_machine_that_does_not_exist_is_not_waited_for(
 
 @pytest.mark.parametrize("state", ["inactive", "failed"])
 def test_a_machine_that_stops_after_its_start_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, state: str
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, state: str
 ) -> None:
     """systemd runs prepare@ first, and it, or somebody else, may start the machine again: only then has it stopped."""
     stop(MACHINE, agent, "", drain=False)
@@ -266,65 +265,57 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     host.remove_tree(report_directory(MACHINE))
     states = ["restarted", "activating", "activating", "active", "restarted", "active", state]
 
-    def sleep(_: float) -> None:
+    def sleep() -> None:
         now = states.pop(0)
         host.bus.jobs = {UNITS[0]: "start"} if now == "restarted" else {}
         units(host, now.replace("restarted", "inactive"), stopped_at=1)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert start(MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert not states
 
 
 def test_a_machine_whose_start_fails_between_two_passes_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     """No pass saw it start. `start` waited for seven minutes."""
     stop(MACHINE, agent, "", drain=False)
     host.tools.before = lambda argv: units(host, "failed", stopped_at=1) if argv == START else None
     host.command(*START)
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setattr(time, "monotonic", lambda: 500.0 * len(waited))
+    clock.least = 500.0
     assert start(MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
 
 
-def test_a_machine_that_is_stopping_starts_when_it_has_stopped(
-    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_is_stopping_starts_when_it_has_stopped(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
     """Its report is still there, so `start` did not wait, and started nothing."""
     units(host, "deactivating")
-    waited: list[float] = []
 
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        if len(waited) == 3:
+    def sleep() -> None:
+        if len(clock.slept) == 3:
             host.tools(STOP, 0)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert start(MACHINE, agent, "") == 0
     assert START in host.runner.calls
 
 
 def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
-    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch
+    host: NodeHost, agent: Reconciler, clock: Clock
 ) -> None:
     stop(MACHINE, agent, "", drain=False)
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     said: list[str] = []
     agent.progress = said.append
-    passes: list[float] = []
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0 * len(passes))
+    clock.least = 100.0
 
-    def sleep(seconds: float) -> None:
-        passes.append(seconds)
+    def sleep() -> None:
         units(host, "activating", stopped_at=1)
-        host.bus.sub_states[UNITS[0]] = "auto-restart" if len(passes) % 2 else "start-pre"
+        host.bus.sub_states[UNITS[0]] = "auto-restart" if len(clock.slept) % 2 else "start-pre"
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert start(MACHINE, agent, "") == 1
     waiting = [sentence for sentence in said if "waiting:" in sentence]
     assert len(waiting) == 1
@@ -332,7 +323,7 @@ def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
 
 
 def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     """Ready is True all the time."""
     host = node_host(tmp_path / "host")
@@ -349,30 +340,26 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
     host.bus.unit(UNITS[0], "inactive")
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setattr(time, "monotonic", lambda: 500.0 * len(waited))
+    clock.least = 500.0
     assert start(MACHINE, agent, "") == 1
     assert "was not ready within 500 s: it does not run, or has not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("polls", [1, 3])
 def test_a_machine_that_somebody_stops_is_not_started_again(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, polls: int
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, polls: int
 ) -> None:
     host.remove(joined_file(MACHINE))
-    waited: list[float] = []
 
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        if len(waited) == polls:
+    def sleep() -> None:
+        if len(clock.slept) == polls:
             host.tools(STOP, 0)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    clock.meanwhile = sleep
     assert start(MACHINE, agent, "") == 1
     assert START not in host.runner.calls
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
-    assert len(waited) == polls
+    assert len(clock.slept) == polls
 
 
 def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_path: Path) -> None:
@@ -421,13 +408,8 @@ COMMANDS: dict[str, Callable[[NodeHost], int]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_one_command_at_a_time_works_on_a_machine(
-    host: NodeHost, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_one_command_at_a_time_works_on_a_machine(host: NodeHost, command: str) -> None:
     """`start`, while it waited, started the machine that `reset` had stopped and was about to remove."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
     said = rf"is working on machine {MACHINE}: `unbounded-agent stop` \(process {os.getpid()}\)"
     with machine_locks(host, (MACHINE,), "stop"), pytest.raises(AgentError, match=said):
         COMMANDS[command](host)

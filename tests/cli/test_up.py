@@ -7,7 +7,6 @@ import json
 import os
 import posixpath
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +35,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from tests.fakes.archives import entry, packed
+from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
@@ -43,6 +43,9 @@ from tests.fakes.node_host import CA_FILE, DIGEST, NODE, SYSCTLS, NodeHost, node
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
 WANTS = posixpath.dirname(wanted(UNITS[0]))
 ENABLED = (wanted(UNITS[0]), wanted("machines.target"))
+
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 @pytest.fixture
@@ -206,20 +209,10 @@ def test_the_service_reads_the_configuration_before_the_machine_has_settings(
 
 
 @pytest.mark.parametrize(("later", "reloads"), [("active", 1), ("failed", 0), ("activating", 0)])
-def test_a_service_that_starts_is_reloaded_when_it_runs(
-    host: NodeHost, monkeypatch: pytest.MonkeyPatch, later: str, reloads: int
-) -> None:
+def test_a_service_that_starts_is_reloaded_when_it_runs(host: NodeHost, clock: Clock, later: str, reloads: int) -> None:
     """It may have read the configuration before the machine was added, and systemd reloads no service that starts."""
-    now = time.monotonic()
     host.bus.unit("unbounded-agent.service", "activating")
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        host.bus.unit("unbounded-agent.service", later)
-
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    monkeypatch.setattr("time.sleep", sleep)
+    clock.meanwhile = lambda: host.bus.unit("unbounded-agent.service", later)
     assert run(host) == 0
     assert host.runner.calls.count(("systemctl", "reload", "unbounded-agent.service")) == reloads
 

@@ -96,21 +96,6 @@ def test_every_alert_is_tested_to_wait_to_fire_and_to_end() -> None:
         assert any(re.fullmatch(r"s+f+s.*", order) for order in orders), (alert, orders)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [("check", "unbounded-agent.rules.yml"), ("test", "unbounded-agent.rules.test.yml")],
-)
-def test_promtool_accepts_the_rules(command: str, file: str) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (apt install prometheus)")
-    finished = subprocess.run(
-        [promtool, command, "rules", file], cwd=RULES, capture_output=True, text=True, timeout=600
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-
-
 def samples(values: str) -> list[str]:
     """Return the samples of promtool's notation, one for each scrape: `_` for none, `stale` for a series that ends."""
     found = list[str]()
@@ -135,30 +120,41 @@ def lose_scrapes(series: dict[str, Any], lost: set[int]) -> None:
     )
 
 
-@pytest.mark.processes
-def test_a_lost_scrape_neither_delays_nor_ends_an_alert(tmp_path: Path) -> None:
-    """Lose scrapes before and during each firing that promtool's tests have. All else must be as without the losses."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
+def promtool(*arguments: str | Path) -> None:
+    program = shutil.which("promtool")
+    if program is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
+    finished = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.processes
+def test_promtool_accepts_the_rules_also_if_scrapes_are_lost(tmp_path: Path) -> None:
+    """Without loss, and with losses before and during each firing that the tests have. All else must be the same."""
+    promtool("check", "rules", RULES / "unbounded-agent.rules.yml")
     # Not a loader that knows numbers: `0x29` is no hexadecimal number here.
-    document = yaml.load((RULES / "unbounded-agent.rules.test.yml").read_text(), yaml.BaseLoader)
-    changed = []
-    for number, test in enumerate(each for each in document["tests"] if each["interval"] == "1m"):
+    text = (RULES / "unbounded-agent.rules.test.yml").read_text()
+    whole, losing = (yaml.load(text, yaml.BaseLoader) for _ in range(2))
+    losing["tests"] = [each for each in losing["tests"] if each["interval"] == "1m"]
+    for test in losing["tests"]:
         test.pop("promql_expr_test", None)
         checks = [each for each in test["alert_rule_test"] if each.get("exp_alerts")]
         minutes = {int(each["eval_time"].removesuffix("m")) for each in checks}
         for series in test["input_series"]:
             lose_scrapes(series, {minute - before for minute in minutes for before in (0, 1, 4)})
+    assert len(losing["tests"]) > 20
+    for check in (each for test in whole["tests"] for each in test.get("promql_expr_test", ())):
+        for sample in check.get("exp_samples", ()):
+            sample["value"] = float(sample["value"])
+    files = list[Path]()
+    for number, test in enumerate(whole["tests"] + losing["tests"]):
         # Only the alerts that the test names: promtool would evaluate all others too, for each minute.
-        rules = [alerts()[name] for name in {check["alertname"]: None for check in test["alert_rule_test"]}]
+        rules = [alerts()[name] for name in {check["alertname"]: None for check in test.get("alert_rule_test", ())}]
         (tmp_path / f"rules-{number}.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
-        files = [f"rules-{number}.yml", str(RULES / "unbounded-agent.recording.yml")]
-        changed.append(tmp_path / f"lost-{number}.yml")
-        changed[-1].write_text(yaml.safe_dump({**document, "rule_files": files, "tests": [test]}))
-    assert len(changed) > 20
-    finished = subprocess.run([promtool, "test", "rules", *changed], capture_output=True, text=True, timeout=600)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+        files.append(tmp_path / f"test-{number}.yml")
+        rule_files = [f"rules-{number}.yml", str(RULES / "unbounded-agent.recording.yml")]
+        files[-1].write_text(yaml.safe_dump({**whole, "rule_files": rule_files, "tests": [test]}))
+    promtool("test", "rules", *files)
 
 
 @pytest.mark.processes
