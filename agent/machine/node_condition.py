@@ -6,129 +6,53 @@ result cannot be noted.
 """
 
 import contextlib
-import json
 import os
 import sys
 import time
 from typing import Any, NamedTuple
 
 from agent.machine.notes import NODE_CONDITION, Notes, ages_in
-from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
+from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown
 from agent.model.contract import SILENT_AFTER, SIZE_LIMIT, parse_host_status
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, CommandError, DocumentError
-from agent.model.json_document import parse_object
-from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK, NODE_NAME
+from agent.model.errors import AgentError, DocumentError
+from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
 from agent.model.text import rfc3339
+from agent.system.api_server import ApiClient, ApiError, Credentials, NotFoundError
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, Ages, say, say_changes
 from agent.system.kubelet_identity import Identity, Kubelet, Process
 from agent.system.process import host_runner
 
-# Writes the agent's condition to this machine's Node object, with kubectl and the kubelet's identity.
-
-
 KIND = ConditionType.NODE_CONDITION_SET
 TYPE = "GPUReady"
 """The condition's type on the Node, which also has the kubelet's conditions."""
-KUBECTL_LIMIT = 15
-"""Seconds for one run of kubectl, which makes one request to the API server."""
-NODE = f"{MACHINE_STATE}/{NODE_NAME}"
-ATTEMPTS = 6
-"""How many times to try to change the Node if others change it at the same time."""
-CHANGED_MEANWHILE = (
-    "(Conflict)",
-    "is not allowed to modify taints",
-    "is not allowed to modify ownerReferences",
-    "is not allowed to modify labels",
-)
-"""What the API server answers if others changed the Node between our read and our write.
-
-The admission plugin NodeRestriction compares our copy with the current Node before the API server compares
-resourceVersions. So it takes the others' change for one that we make (admitNode of
-plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
-"""
-
-UNAVAILABLE = (
-    "Error from server:",
-    "Error from server (InternalError):",
-    "Error from server (ServerTimeout):",
-    "Error from server (ServiceUnavailable):",
-    "Error from server (Timeout):",
-    "Error from server (TooManyRequests):",
-)
-"""How kubectl's message begins if the API server cannot answer now (StatusReason of apimachinery's meta/v1).
-
-The first one is for an answer with the HTTP status 500 and no reason, as after an error of etcd.
-"""
-DENIED = "denied the request"
-"""What the API server says of an admission webhook that refuses (ToStatusErr of k8s.io/apiserver). Such an answer may
-have no reason, so it may begin like the first one in UNAVAILABLE."""
 
 
 def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
     """Set the agent's condition on the Node, or remove it if `condition` is None.
 
-    Tries again if others change the Node at the same time. Returns None after a success. After a failure, returns the
-    machine's condition NodeConditionSet, which is False and says why. Raises OSError.
+    Returns None after a success, otherwise the machine's condition NodeConditionSet, which is False and says why.
+    Raises AgentError if the kubeconfig is unusable.
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
-    answer = ""
-    for _ in range(ATTEMPTS):
-        try:
-            _change_once(system, identity, condition)
-            return None
-        except (CommandError, DocumentError) as error:
-            answer = _answer(error)
-        if not any(each in answer for each in CHANGED_MEANWHILE):
-            return _failure(identity, answer)
-    changed = f"others changed node {identity.node} during each of {ATTEMPTS} attempts to write {TYPE}"
-    return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again ({answer})")
-
-
-def _change_once(system: System, identity: Identity, condition: dict[str, str] | None) -> None:
-    """Read the Node, and write its status with this one condition changed.
-
-    If others changed the Node in between, the API server refuses the write (CHANGED_MEANWHILE). Raises CommandError,
-    DocumentError or OSError.
-    """
-    # kubectl, because it can read every kind of kubeconfig. Not `kubectl patch`: it reads nodes/status first, which the
-    # Node authorizer does not let a kubelet do. Not server-side apply: when it removes our only condition, it also
-    # removes all conditions that have no field manager.
-    kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
-    path = f"/api/v1/nodes/{identity.node}"
-    node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
-    status = node.setdefault("status", {})
-    others = [each for each in status.get("conditions", []) if each.get("type") != TYPE]
-    if condition is None and len(others) == len(status.get("conditions", [])):
-        return
-    status["conditions"] = [*others, condition] if condition else others
-    system.write(NODE, json.dumps(node).encode(), 0o600)
-    system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
-
-
-def _answer(error: CommandError | DocumentError) -> str:
-    """Return, on one line, the error that kubectl printed, or how it ended, or what is wrong with its output."""
-    if not isinstance(error, CommandError):
-        return error.message
-    return " ".join(error.stderr.split()) or error.ended
-
-
-def _failure(identity: Identity, answer: str) -> Condition:
-    """Return NodeConditionSet for what kubectl printed.
-
-    Most errors that the API server returns begin with `Error from server (REASON)`.
-    """
-    if "Error from server (NotFound)" in answer:
+    # A strategic merge patch, as the kubelet sends it: the API server merges it with what others change at the same
+    # time. Not server-side apply: when it removes our only condition, it also removes all conditions that have no field
+    # manager.
+    patch = {"status": {"conditions": [condition or {"$patch": "delete", "type": TYPE}]}}
+    try:
+        with contextlib.closing(ApiClient(Credentials(system, identity.kubeconfig))) as client:
+            client.request("PATCH", f"/api/v1/nodes/{identity.node}/status", patch)
+        return None
+    except NotFoundError as error:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
-        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({answer})")
-    unavailable = DENIED not in answer and any(each in answer for each in UNAVAILABLE)
-    if not unavailable and ("Error from server" in answer or "Unauthorized" in answer):
-        return false(
-            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {answer}"
-        )
-    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {answer}")
+        return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({error.message})")
+    except ApiError as error:
+        if error.unavailable:
+            return false(KIND, Reason.API_UNREACHABLE, f"{identity.kubeconfig}: {error.message}")
+        message = f"the API server does not let the kubelet of {identity.node} change {TYPE}: {error.message}"
+        return false(KIND, Reason.REFUSED, message)
 
 
 HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
@@ -153,16 +77,6 @@ class Applied(NamedTuple):
     """When the status last changed, in seconds since the epoch."""
     heartbeat: float
     """When the condition was last set, in seconds since the epoch."""
-
-
-class LastRun(NamedTuple):
-    """The noted result of the last run."""
-
-    at: float
-    """The time of the run by CLOCK_MONOTONIC."""
-    status: Status
-    reason: str
-    message: str
 
 
 def main() -> int:
@@ -226,22 +140,6 @@ def run(system: System) -> None:
     }
     last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}
     notes.save(NOTE, {**kept, **last_run, "message": outcome.message})
-
-
-def reported(notes: Notes) -> Condition:
-    """Return NodeConditionSet with the result of the last run. Call this only if the condition is configured."""
-    try:
-        last = _last_run(notes.load(NOTE))
-    except OSError as error:
-        return unknown(KIND, Reason.NOT_TRIED, f"cannot read the result of the last run: {error}")
-    if last is None or time.monotonic() - last.at > SILENT_AFTER:
-        unit = "unbounded-agent-node-condition"
-        return unknown(
-            KIND,
-            Reason.NOT_TRIED,
-            f"{unit}.service has not run lately: see `systemctl status {unit}.timer` in the machine",
-        )
-    return Condition(KIND, last.status, last.reason, last.message)
 
 
 def _set_condition(
@@ -352,13 +250,6 @@ def _last_applied(noted: dict[str, Any]) -> Applied | None:
 
 def _known_service(noted: dict[str, Any]) -> Process | None:
     return Process(**service) if (service := noted.get("service")) else None
-
-
-def _last_run(noted: dict[str, Any]) -> LastRun | None:
-    try:
-        return LastRun(float(noted["ran_at"]), Status(noted["status"]), str(noted["reason"]), str(noted["message"]))
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 if __name__ == "__main__":

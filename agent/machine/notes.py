@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from agent import __version__
-from agent.model.conditions import Condition, ConditionType, Reason, false
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
+from agent.model.contract import SILENT_AFTER
 from agent.model.errors import AgentError, ApplyError
 from agent.model.handoff import Handoff, Repair, with_remark
 from agent.model.paths import (
@@ -23,7 +24,6 @@ from agent.model.paths import (
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_STATE,
-    NODE_NAME,
     OWNED,
 )
 from agent.model.text import json_digest, one_line
@@ -34,7 +34,7 @@ VERSION = 1
 """Version of all notes, and of the ownership record."""
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
-TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{NODE_NAME}", f".{DRA_STATUS_NAME}")
+TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
 """Prefixes of temporary files that other services write next to the notes: the service that sets the Node's condition,
 and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
@@ -445,3 +445,19 @@ def repair_counts(notes: Notes) -> dict[str, int]:
 def _counts(notes: Notes) -> dict[str, int]:
     counts = notes.load(NOTE)
     return {each.value: counts.get(each, 0) for each in Repair}
+
+
+def node_condition_set(notes: Notes) -> Condition:
+    """Return NodeConditionSet as the last run of its unit noted it. Call this only if the condition is configured."""
+    kind, unit = ConditionType.NODE_CONDITION_SET, "unbounded-agent-node-condition"
+    why = f"{unit}.service has not run lately: see `systemctl status {unit}.timer` in the machine"
+    try:
+        noted = notes.load(NODE_CONDITION)
+        if time.monotonic() - float(noted["ran_at"]) <= SILENT_AFTER:
+            return Condition(kind, Status(noted["status"]), str(noted["reason"]), str(noted["message"]))
+    except OSError as error:
+        why = f"cannot read the result of the last run: {error}"
+    except (KeyError, TypeError, ValueError):
+        # No run has been noted.
+        pass
+    return unknown(kind, Reason.NOT_TRIED, why)

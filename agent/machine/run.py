@@ -30,6 +30,7 @@ from agent.machine.notes import (
     InBackground,
     attempt,
     next_attempt,
+    node_condition_set,
     publications,
     repair_counts,
     with_remark_from,
@@ -443,10 +444,7 @@ def _node_condition(context: Context) -> Condition | None:
     try:
         if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
             return None
-        # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
-        from agent.machine.node_condition import reported
-
-        return reported(context.notes)
+        return node_condition_set(context.notes)
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
 

@@ -16,7 +16,7 @@ from tests.fakes.containerd_files import MAIN_2
 from tests.fakes.machine import LIBRARIES, REQUEST, gpu_machine, recorded_spec
 from tests.fakes.mig import DEVICES as RECORDED
 from tests.fakes.mig import MIG_REQUEST, live_mode, mig_spec
-from tests.fakes.node import KUBELET, KUBELETS_OWN, Node
+from tests.fakes.node import Node
 
 NEWER = "580.95.05"
 SPEC = "/etc/cdi/nvidia.yaml"
@@ -119,13 +119,7 @@ def _begin_with_node(directory: Path) -> MachineWorld:
     machine.__class__ = Node
     assert isinstance(machine, Node)
     world = MachineWorld(machine, recorded_spec)
-    machine.replaced = []
-    machine.object = {"metadata": {"name": "gpu-node"}, "status": {"conditions": [KUBELETS_OWN]}}
-    machine.put("/proc/sys/kernel/hostname", "GPU-Node\n")
-    machine.put("/usr/local/bin/kubectl")
-    machine.program("kubectl", machine.kubectl)
-    machine.process(40, *KUBELET)
-    machine.services(40)
+    machine.join()
     return world
 
 

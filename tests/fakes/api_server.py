@@ -1,6 +1,7 @@
 """A stand-in for the API server, on TLS: it stores Nodes and ResourceSlices, and serves watches of them.
 
-It has the rules that agent.dra depends on: versions of objects, and a node that lists only what is its own. What the
+It has the rules that the agent depends on: versions of objects, a node that lists only what is its own, and that its
+conditions are merged by type. What the
 real one accepts is tested with the real one (integration/tests/kubernetes/test_slices.py).
 """
 
@@ -41,6 +42,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if query.get("watch"):
             self._watch(parts.path, int(query["resourceVersion"]))
             return
+        kind = self.headers["Content-Type"]
+        if self.command == "PATCH" and kind != "application/strategic-merge-patch+json":
+            body = None
         scripted = self.api.answer(self.command, parts.path) if self.api.answer else None
         status, answer = scripted or self.api.handle(self.command, parts.path, query, body)
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -49,7 +53,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_PUT = do_DELETE = handle_any  # noqa: N815
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any  # noqa: N815
 
     def _watch(self, path: str, version: int) -> None:
         self.send_response(HTTPStatus.OK)
@@ -208,6 +212,8 @@ class ApiServer:
                 return self._handle_one(method, path, body)
 
     def _handle_one(self, method: str, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
+        if method == "PATCH":
+            return self._patch_status(path.removesuffix("/status"), body)
         if path not in self.objects:
             return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
         now = self.objects[path]["metadata"]["resourceVersion"]
@@ -221,6 +227,23 @@ class ApiServer:
             self.drop(path)
             return HTTPStatus.OK, {"kind": "Status"}
         return HTTPStatus.OK, self.objects[path]
+
+    def _patch_status(self, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
+        """Merge conditions by their type, as a strategic merge patch of a Node's status does."""
+        if path not in self.objects:
+            return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
+        if body is None:
+            return failure(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body of the request was in an unknown format")
+        item = self.objects[path]
+        conditions = {each["type"]: each for each in item["status"].get("conditions", ())}
+        for each in body["status"]["conditions"]:
+            if each.get("$patch") == "delete":
+                conditions.pop(each["type"], None)
+            else:
+                conditions[each["type"]] = {**conditions.get(each["type"], {}), **each}
+        return HTTPStatus.OK, self.put(
+            path, {**item, "status": {**item["status"], "conditions": [*conditions.values()]}}
+        )
 
 
 def failure(status: int, message: str) -> tuple[int, Object]:

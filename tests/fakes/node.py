@@ -1,19 +1,23 @@
 """A machine with a kubelet, and its Node object."""
 
-import json
-from typing import Any
+import functools
+import tempfile
+from pathlib import Path
 
-from agent.machine.node_condition import HOST_STATUS, NODE, NOTE, TYPE
+from agent.machine.node_condition import HOST_STATUS, NOTE, TYPE
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, Reason, true
 from agent.model.contract import host_status, render_host_status
 from agent.system.process import Completed
+from tests.fakes.api_server import NODES, ApiServer, Object
 from tests.fakes.machine import Machine
 
 NOW = 1_800_000_000.0
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 KUBELET = ("/usr/bin/kubelet", "--config=/etc/kubelet.yaml", "--kubeconfig=/etc/kubernetes/kubelet.conf")
 SERVICE = "0::/system.slice/kubelet.service"
+KUBECONFIG = "/etc/kubernetes/kubelet.conf"
+NODE = "gpu-node"
 KUBELETS_OWN = {"type": "Ready", "status": "True"}
 
 
@@ -36,11 +40,46 @@ def main_processes(argv: tuple[str, ...], units: dict[str, int]) -> Completed:
     return Completed(0, "\n\n".join(map(str, shown)).encode(), b"")
 
 
-class Node(Machine):
-    """A machine with a kubelet; a scripted kubectl stores its Node."""
+@functools.cache
+def shared_api_server() -> ApiServer:
+    """Return an API server, which runs until this process ends."""
+    server = ApiServer(Path(tempfile.mkdtemp(prefix="api-")), NODE)
+    server.start()
+    return server
 
-    object: dict[str, Any]
-    replaced: list[dict[str, Any]]
+
+class Node(Machine):
+    """A machine with a kubelet, whose Node an API server stores."""
+
+    api: ApiServer
+
+    def join(self) -> None:
+        """Let a kubelet run, and store its Node, which nobody has changed yet."""
+        self.api = shared_api_server()
+        self.api.answer = None
+        self.api.events.clear()
+        self.api.requests.clear()
+        self.register()
+        self.put("/proc/sys/kernel/hostname", "GPU-Node\n")
+        self.put("/usr/local/bin/kubectl")
+        self.put("/etc/ca.crt", self.api.certificate.read_bytes())
+        self.put(KUBECONFIG, self.api.kubeconfig())
+        self.process(40, *KUBELET)
+        self.services(40)
+
+    def register(self, name: str = NODE) -> None:
+        """Store a Node as a kubelet makes it."""
+        status = {"conditions": [KUBELETS_OWN], "capacity": {"cpu": "2"}}
+        self.api.put(f"{NODES}/{name}", {"metadata": {"name": name}, "status": status})
+
+    @property
+    def object(self) -> Object:
+        return self.api.objects[f"{NODES}/{NODE}"]
+
+    @property
+    def patched(self) -> list[Object]:
+        """The Node after each change."""
+        return [event["object"] for _, _, event in self.api.events[1:] if event["type"] == "MODIFIED"]
 
     def process(
         self,
@@ -80,20 +119,13 @@ class Node(Machine):
         return [services_asked(argv) for argv in self.calls if "--property=MainPID" in argv]
 
     @property
-    def requests(self) -> list[tuple[str, ...]]:
-        """The calls of kubectl."""
-        return [argv for argv in self.calls if argv[0] == "kubectl"]
+    def requests(self) -> list[tuple[str, str, str]]:
+        """The requests to the API server: method, path and token."""
+        return [(method, path, token) for method, path, _, token in self.api.requests]
 
     def publish_status(self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
         self.put(HOST_STATUS, render_host_status(host_status(dated, evaluated)))
-
-    def kubectl(self, argv: tuple[str, ...]) -> Completed:
-        if "get" in argv:
-            return Completed(0, json.dumps(self.object).encode(), b"")
-        self.object = json.loads(self.read(NODE))
-        self.replaced.append(self.object)
-        return Completed(0, b"", b"")
 
     def on_node(self) -> dict[str, str]:
         """Return our condition."""

@@ -278,8 +278,8 @@ def test_a_directory_in_the_place_of_a_withdrawn_spec(machine: Machine) -> None:
 
 def test_the_files_of_a_killed_writer_are_removed(machine: Machine) -> None:
     """These files are left over from notes that are never written again. Another service may be writing its own now."""
-    for name in ("containerd-changed", "dra-status", "node-condition", "node"):
+    for name in ("containerd-changed", "dra-status", "node-condition"):
         machine.put(f"{MACHINE_STATE}/.{name}.json.unbounded-agent-new", "half of i")
     run(machine)
     left = [name for name in machine.entries(MACHINE_STATE) if name.startswith(".")]
-    assert left == [f".{name}.json.unbounded-agent-new" for name in ("dra-status", "node-condition", "node")]
+    assert left == [f".{name}.json.unbounded-agent-new" for name in ("dra-status", "node-condition")]

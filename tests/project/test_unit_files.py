@@ -19,6 +19,7 @@ from agent.host.daemon.server import Server
 from agent.host.state.locks import PASS_WAIT
 from agent.machine import node_condition
 from agent.model import paths
+from agent.system import api_server
 from agent.system.process import FILE_LIMIT
 from agent.vendors.nvidia.devices import DISPLAY_CLASSES, VENDOR_ID
 from agent.vendors.nvidia.driver import MODPROBE_LIMIT, SETTLE
@@ -405,7 +406,7 @@ def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> No
 
 def test_gpu_setup_never_waits_for_the_node_condition() -> None:
     """An API server that does not answer must not delay containerd."""
-    longest = node_condition.AGAIN_WITHIN + node_condition.KUBECTL_LIMIT * 2 * node_condition.ATTEMPTS
+    longest = node_condition.AGAIN_WITHIN + api_server.KUBECTL_LIMIT + api_server.REQUEST_LIMIT
     assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest, "ended, it could not say why"
     for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
         assert "node-condition" not in (UNITS / "machine" / unit).read_text()

@@ -260,7 +260,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
     (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
-        "kubectl auth can-i update nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
+        "kubectl auth can-i patch nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
     ),
     (ConditionType.NODE_CONDITION_SET, Reason.API_UNREACHABLE): (KUBELET_LOG,),
     (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),

@@ -4,9 +4,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from agent.machine.node_condition import ATTEMPTS, CHANGED_MEANWHILE
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.process import CommandError
+
+ATTEMPTS = 6
+CHANGED_MEANWHILE = ("(Conflict)", "is not allowed to modify")
+"""What the API server answers if others changed the Node between our read and our write.
+
+The admission plugin NodeRestriction takes the others' change for one that we make (admitNode of
+plugin/pkg/admission/noderestriction/admission.go, Kubernetes 1.36).
+"""
 
 
 def change_node_status(cluster: ControlPlane, node: str, change: Callable[[dict[str, Any]], None]) -> None:

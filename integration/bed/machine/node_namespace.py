@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from agent.machine.node_condition import HOST_STATUS, NOTE, reported
-from agent.machine.notes import Notes
+from agent.machine.node_condition import HOST_STATUS, NOTE
+from agent.machine.notes import Notes, node_condition_set
 from agent.model.conditions import Condition
 from agent.model.contract import host_status, render_host_status
 from agent.model.paths import RUNTIME, STATE
@@ -91,7 +91,7 @@ class NodeNamespace:
 
     def reported(self) -> tuple[str, str, str]:
         """Return status, reason and message of NodeConditionSet as the machine's report would have them."""
-        condition = reported(Notes(self._system))
+        condition = node_condition_set(Notes(self._system))
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The condition on the Node, on a simulated machine with listed processes and a scripted kubectl."""
+"""The condition on the Node, on a simulated machine with listed processes and an API server."""
 
 import json
 import math
@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 
 from agent.machine import node_condition
-from agent.machine.node_condition import AGAIN_WITHIN, ATTEMPTS, HEARTBEAT, HOST_STATUS, NODE, TYPE, run_until_current
+from agent.machine.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, TYPE, run_until_current
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false
 from agent.model.contract import SILENT_AFTER, host_status, parse_host_status, render_host_status
 from agent.model.errors import DocumentError
 from agent.model.paths import NODE_CONDITION_MARK
+from agent.system import api_server
 from agent.system.process import Completed
-from tests.fakes.machine import gpu_machine, hang
-from tests.fakes.node import KUBELET, KUBELETS_OWN, NOW, READY, SERVICE, Node
+from tests.fakes.api_server import NODES, Object, failure
+from tests.fakes.machine import gpu_machine
+from tests.fakes.node import KUBECONFIG, KUBELET, KUBELETS_OWN, NOW, READY, SERVICE, Node
+
+STATUS = f"{NODES}/gpu-node/status"
+GOOD = ("PATCH", STATUS, "Bearer good")
+"""The request of the kubelet that a unit has started."""
 
 
 @pytest.fixture
@@ -25,16 +31,7 @@ def node(tmp_path: Path) -> Node:
     machine = gpu_machine(tmp_path / "machine")
     machine.__class__ = Node
     assert isinstance(machine, Node)
-    machine.replaced = []
-    machine.object = {
-        "metadata": {"name": "gpu-node"},
-        "status": {"conditions": [KUBELETS_OWN], "capacity": {"cpu": "2"}},
-    }
-    machine.put("/proc/sys/kernel/hostname", "GPU-Node\n")
-    machine.put("/usr/local/bin/kubectl")
-    machine.program("kubectl", machine.kubectl)
-    machine.process(40, *KUBELET)
-    machine.services(40)
+    machine.join()
     machine.publish_status()
     return machine
 
@@ -51,13 +48,7 @@ def run(node: Node, now: float, *, set_by: float = 0.0) -> None:
 def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
-    common = ("kubectl", "--kubeconfig=/etc/kubernetes/kubelet.conf", "--request-timeout=10s")
-    assert node.requests == [
-        (*common, "get", "--raw=/api/v1/nodes/gpu-node"),
-        (*common, "replace", "--raw=/api/v1/nodes/gpu-node/status", f"--filename={NODE}"),
-    ]
-    assert node.mode(NODE) == 0o600
-    assert node.object["metadata"] == {"name": "gpu-node"}
+    assert node.requests == [GOOD]
     assert node.object["status"]["capacity"] == {"cpu": "2"}
     assert node.object["status"]["conditions"][:-1] == [KUBELETS_OWN]
     assert node.on_node() == {
@@ -75,7 +66,7 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     run(node, NOW)
     node.publish_status(evaluated=NOW + 60)
     run(node, NOW + 60)
-    assert len(node.replaced) == 1
+    assert len(node.patched) == 1
     broken = false(ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: no libcuda")
     node.publish_status(broken, NOW + 70, since=NOW + 65)
     run(node, NOW + 70)
@@ -87,9 +78,9 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     assert (node.on_node()["reason"], node.on_node()["lastTransitionTime"]) == ("Stopped", changed)
     node.publish_status(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80 + HEARTBEAT)
     run(node, NOW + 79 + HEARTBEAT)
-    assert len(node.replaced) == 3
+    assert len(node.patched) == 3
     run(node, NOW + 80 + HEARTBEAT)
-    assert len(node.replaced) == 4
+    assert len(node.patched) == 4
     assert node.on_node()["lastTransitionTime"] == changed
 
 
@@ -97,30 +88,31 @@ def test_a_change_while_the_condition_is_set_is_set_at_once(node: Node) -> None:
     """The path unit misses it: the timer would set it up to a minute later."""
     later = [false(ConditionType.READY, Reason.SPEC_REFUSED, "no libcuda"), READY]
 
-    def slow(argv: tuple[str, ...]) -> Completed:
-        if "replace" in argv and later:
+    def slow(*_: str) -> None:
+        if later:
             node.publish_status(later.pop(0), time.time())
-        return node.kubectl(argv)
 
-    node.program("kubectl", slow)
+    node.api.answer = slow
     node.publish_status(evaluated=time.time())
     run_until_current(node)
-    statuses = [each["status"]["conditions"][-1]["status"] for each in node.replaced]
+    statuses = [each["status"]["conditions"][-1]["status"] for each in node.patched]
     assert statuses == ["True", "False", "True"]
 
 
 def test_a_host_that_publishes_all_the_time_ends_the_program(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 25.0 * len(node.replaced))
+    monkeypatch.setattr(time, "monotonic", lambda: 25.0 * len(node.patched))
 
-    def endless(argv: tuple[str, ...]) -> Completed:
-        assert len(node.replaced) < 10, "it does not end"
-        node.publish_status(false(ConditionType.READY, Reason.STOPPED, str(len(node.replaced))), time.time())
-        return node.kubectl(argv)
+    def endless(*_: str) -> tuple[int, Object] | None:
+        if len(node.patched) >= 10:
+            return failure(500, "it does not end")
+        node.publish_status(false(ConditionType.READY, Reason.STOPPED, str(len(node.patched))), time.time())
+        return None
 
-    node.program("kubectl", endless)
+    monkeypatch.setattr(api_server, "REQUEST_LIMIT", 1000.0)
+    node.api.answer = endless
     node.publish_status(evaluated=time.time())
     run_until_current(node)
-    assert len(node.replaced) == 1 + AGAIN_WITHIN // 25
+    assert len(node.patched) == 1 + AGAIN_WITHIN // 25
 
 
 def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
@@ -141,7 +133,7 @@ def test_a_clock_that_was_set(node: Node, jump: float) -> None:
     run(node, NOW)
     run(node, NOW + jump + 30, set_by=jump)
     assert node.on_node()["status"] == "True"
-    assert len(node.replaced) == 2
+    assert len(node.patched) == 2
     node.publish_status(evaluated=NOW + jump + 60)
     run(node, NOW + jump + 60, set_by=jump)
     assert node.on_node()["status"] == "True"
@@ -175,7 +167,7 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
     run(node, NOW + 10)
     assert node.object["status"]["conditions"] == [KUBELETS_OWN]
     assert not node.exists(NODE_CONDITION_MARK)
-    node.calls.clear()
+    node.api.requests.clear()
     run(node, NOW + 70)
     assert node.requests == []
     node.publish_status(evaluated=NOW + 80)
@@ -183,17 +175,11 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
     assert node.on_node()["status"] == "True", "and is set again"
 
 
-@pytest.mark.parametrize(
-    ("words", "removed"),
-    [
-        ('Error from server (NotFound): nodes "gpu-node" not found', True),
-        ("The connection to the server 10.0.0.1:6443 was refused", False),
-    ],
-)
-def test_withdrawal_is_retried_until_it_succeeds(node: Node, words: str, removed: bool) -> None:
+@pytest.mark.parametrize(("status", "removed"), [(404, True), (503, False)])
+def test_withdrawal_is_retried_until_it_succeeds(node: Node, status: int, removed: bool) -> None:
     run(node, NOW)
     node.drop(HOST_STATUS)
-    node.program("kubectl", "", 1, words)
+    node.api.answer = lambda *_: failure(status, "no")
     run(node, NOW + 10)
     assert node.exists(NODE_CONDITION_MARK) is not removed
     assert removed or node.mode(NODE_CONDITION_MARK) == 0o600
@@ -205,7 +191,7 @@ def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
     node.drop(HOST_STATUS)
     node.process(40, *KUBELET, "--hostname-override=other")
     run(node, NOW + 10)
-    assert len(node.replaced) == 1
+    assert len(node.patched) == 1
     assert not node.exists(NODE_CONDITION_MARK)
 
 
@@ -222,10 +208,10 @@ def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
     ],
 )
 def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: str, kubeconfig: str) -> None:
+    node.put(kubeconfig, node.api.kubeconfig(token="another"))
     node.process(40, *arguments)
     run(node, NOW)
-    assert node.requests[-1][1] == f"--kubeconfig={kubeconfig}"
-    assert node.requests[-1][-2] == f"--raw=/api/v1/nodes/{name}/status"
+    assert node.requests == [("PATCH", f"{NODES}/{name}/status", "Bearer another")]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +234,7 @@ def test_a_kubelet_in_a_container_is_not_trusted(node: Node, cgroup: str, pids: 
     # Its parent is the main process of a service, like the parent of a container that a unit starts with podman.
     node.process(30, *forged, cgroup=cgroup, pids=pids, parent=40)
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
+    assert node.requests == [GOOD]
     node.drop("/proc/40/cmdline")
     run(node, NOW + 1)
     assert node.outcome() == ("False", "KubeletNotRunning")
@@ -259,7 +245,7 @@ def test_a_kubelet_in_a_container_whose_cgroup_has_the_units_name_is_not_trusted
     node.process(20, "/usr/bin/containerd-shim-runc-v2", cgroup="0::/system.slice/containerd.service")
     node.process(30, "kubelet", "--kubeconfig=/evil", cgroup=SERVICE, parent=20)
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
+    assert node.requests == [GOOD]
     node.drop("/proc/40/cmdline")
     run(node, NOW + 1)
     assert node.outcome() == ("False", "KubeletNotRunning")
@@ -271,8 +257,9 @@ def test_a_kubelet_that_a_service_starts_is_trusted(node: Node) -> None:
     node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
     node.process(30, "/var/lib/k0s/bin/kubelet", "--kubeconfig=/k", cgroup="0::/system.slice/other.service", parent=20)
     node.services(20)
+    node.put("/k", node.api.kubeconfig(token="another"))
     run(node, NOW)
-    assert "--kubeconfig=/k" in node.requests[-1]
+    assert node.requests == [("PATCH", STATUS, "Bearer another")]
 
 
 def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node) -> None:
@@ -391,7 +378,7 @@ def test_no_process_is_trusted_without_an_answer_of_systemd(node: Node) -> None:
 def test_a_kubelet_of_another_user_is_not_trusted(node: Node, users: str, cgroup: str) -> None:
     node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users, parent=40)
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
+    assert node.requests == [GOOD]
 
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
@@ -399,7 +386,7 @@ def test_a_program_with_the_kubelets_name_as_argument_is_not_the_kubelet(node: N
     """The other program's process id is lower than the kubelet's, so that process is found first."""
     node.process(30, "vi", path, "--kubeconfig=/other")
     run(node, NOW)
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.requests[-1]
+    assert node.requests == [GOOD]
 
 
 @pytest.mark.parametrize(
@@ -457,32 +444,27 @@ def test_a_program_without_a_kubelet_is_not_taken_for_one(node: Node, arguments:
 
 
 @pytest.mark.parametrize(
-    ("stderr", "reason"),
+    ("status", "message", "reason"),
     [
-        ('Error from server (NotFound): nodes "gpu-node" not found', "NodeNotRegistered"),
-        (
-            'Error from server (Forbidden): node "a" is not allowed to modify node "x"',
-            "Refused",
-        ),
-        (
-            'Error from server (Forbidden): User "a" cannot update resource "nodes/status"',
-            "Refused",
-        ),
-        ('Error from server: admission webhook "nodes.example.com" denied the request: no', "Refused"),
-        ("error: You must be logged in to the server (Unauthorized)", "Refused"),
-        ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
-        ("Error from server: etcdserver: request timed out", "APIUnreachable"),
-        ("Error from server (InternalError): an error on the server has prevented the request", "APIUnreachable"),
-        ("Error from server (Timeout): the server was unable to return a response", "APIUnreachable"),
+        (404, 'nodes "gpu-node" not found', "NodeNotRegistered"),
+        (403, 'node "a" is not allowed to modify node "x"', "Refused"),
+        (403, 'User "a" cannot patch resource "nodes/status"', "Refused"),
+        (400, 'admission webhook "nodes.example.com" denied the request: no', "Refused"),
+        (401, "Unauthorized", "Refused"),
+        (409, "the object has been modified", "Refused"),
+        (500, "etcdserver: request timed out", "APIUnreachable"),
+        (503, "an error on the server has prevented the request", "APIUnreachable"),
+        (504, "the server was unable to return a response", "APIUnreachable"),
+        (429, "too many requests", "APIUnreachable"),
     ],
 )
-def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -> None:
-    node.program("kubectl", "", 1, stderr)
+def test_refusals_are_quoted_and_retried(node: Node, status: int, message: str, reason: str) -> None:
+    node.api.answer = lambda *_: failure(status, message)
     run(node, NOW)
     assert node.outcome() == ("False", reason)
-    assert stderr in node.outcome_message()
-    assert len(node.requests) == 1, "the run does not try again"
-    node.program("kubectl", node.kubectl)
+    assert message in node.outcome_message()
+    assert node.requests == [GOOD], "the run does not try again"
+    node.api.answer = None
     run(node, NOW + 60)
     assert node.outcome() == ("True", "Set")
 
@@ -490,62 +472,60 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
 def test_a_deleted_node_is_named_so(node: Node) -> None:
     """The kubelet of a deleted Node does not register it again by itself."""
     run(node, NOW)
-    node.program("kubectl", "", 1, 'Error from server (NotFound): nodes "gpu-node" not found')
+    node.api.drop(f"{NODES}/gpu-node")
     run(node, NOW + HEARTBEAT)
     assert node.outcome() == ("False", "NodeDeleted")
     assert "node gpu-node was deleted: a kubelet registers only when it starts" in node.outcome_message()
-    node.program("kubectl", node.kubectl)
+    node.register()
     run(node, NOW + HEARTBEAT + 60)
     assert node.outcome() == ("True", "Set")
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        "(Conflict): the object has been modified",
-        '(Forbidden): nodes "gpu-node" is forbidden: node "gpu-node" is not allowed to modify taints',
-        '(Forbidden): nodes "gpu-node" is forbidden: node "gpu-node" is not allowed to modify ownerReferences',
-        '(Forbidden): nodes "gpu-node" is forbidden: is not allowed to modify labels: node-restriction.kubernetes.io/a',
-    ],
-)
-def test_a_conflicting_change_is_retried(node: Node, refusal: str) -> None:
-    """Others write the same Node; conflicts that never end are reported."""
-    conflict = Completed(1, b"", f"Error from server {refusal}".encode())
-    left = [conflict, conflict]
+def test_what_others_change_stays(node: Node) -> None:
+    """The kubelet and controllers write the same Node, also between our runs."""
+    run(node, NOW)
+    others = [{**KUBELETS_OWN, "status": "False"}, node.on_node(), {"type": "DiskPressure", "status": "True"}]
+    node.api.put(f"{NODES}/gpu-node", {**node.object, "status": {"conditions": others, "capacity": {"cpu": "4"}}})
+    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
+    run(node, NOW + 1)
+    assert node.object["status"]["capacity"] == {"cpu": "4"}
+    assert [each for each in node.object["status"]["conditions"] if each["type"] != TYPE] == [others[0], others[2]]
+    assert node.on_node()["reason"] == "Stopped"
 
-    def answer(argv: tuple[str, ...]) -> Completed:
-        return left.pop() if "replace" in argv and left else node.kubectl(argv)
 
-    node.program("kubectl", answer)
+@pytest.mark.parametrize("text", [b"", b"[]", b"<html>proxy</html>"])
+def test_an_answer_that_is_not_a_node(node: Node, text: bytes) -> None:
+    node.api.answer = lambda *_: (200, text)
+    run(node, NOW)
+    assert node.outcome() == ("False", "APIUnreachable")
+
+
+def test_an_api_server_that_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_server, "REQUEST_LIMIT", 0.3)
+    node.api.answer = lambda *_: time.sleep(1)
+    run(node, NOW)
+    assert node.outcome() == ("False", "APIUnreachable")
+    assert node.outcome_message().startswith(f"{KUBECONFIG}: PATCH {STATUS}: no answer from https://127.0.0.1:")
+
+
+def test_a_kubeconfig_in_yaml(node: Node) -> None:
+    """As kubeadm writes it. Only kubectl reads it."""
+    node.put(KUBECONFIG, "apiVersion: v1\nkind: Config\n")
+    node.program("kubectl", node.api.kubeconfig())
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
-    assert len(node.replaced) == 1
-    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
-    left.extend([conflict] * 10)
-    run(node, NOW + 1)
-    assert node.outcome() == ("False", "Refused")
-    assert node.outcome_message().startswith(
-        "others changed node gpu-node during each of 6 attempts to write GPUReady: the next run tries again ("
-    )
-    assert node.outcome_message().endswith(f"(Error from server {refusal})")
-    assert len(left) == 10 - ATTEMPTS
-
-
-@pytest.mark.parametrize("text", ["", "[]", "<html>proxy</html>"])
-def test_an_answer_that_is_not_a_node(node: Node, text: str) -> None:
-    node.program("kubectl", text)
-    run(node, NOW)
-    assert node.outcome() == ("False", "APIUnreachable")
-
-
-def test_a_kubectl_that_hangs_or_is_missing(node: Node) -> None:
-    node.program("kubectl", hang)
-    run(node, NOW)
-    assert node.outcome() == ("False", "APIUnreachable")
-    assert "time limit of 15 s" in node.outcome_message()
+    (argv,) = [each for each in node.calls if each[0] == "kubectl"]
+    assert argv[1:3] == ("config", "view")
     node.drop("/usr/local/bin/kubectl")
-    run(node, NOW)
+    run(node, NOW + HEARTBEAT)
     assert node.outcome() == ("False", "NoKubectl")
+
+
+def test_a_kubeconfig_without_usable_credentials(node: Node) -> None:
+    node.put(KUBECONFIG, node.api.kubeconfig(username="admin"))
+    run(node, NOW)
+    assert node.outcome() == ("False", "Failed")
+    assert "it uses a password (username), which is not supported here" in node.outcome_message()
 
 
 def test_only_changes_go_to_the_journal(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
@@ -591,7 +571,7 @@ def test_a_damaged_note_counts_as_empty(node: Node, changed: dict[str, object]) 
 
 def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
     node.publish_status()
-    node.program("kubectl", "", 1, "Error from server (Forbidden): no")
+    node.api.answer = lambda *_: failure(403, "no")
     run(node, NOW)
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("False", "Refused")
