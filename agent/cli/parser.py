@@ -137,8 +137,8 @@ class Command:
 COMMANDS = {
     "plan": Command(
         "status:run_plan",
-        "print what apply would do",
-        "Prints each step that `apply` would take. Changes nothing.",
+        "print what apply and up would do",
+        "Prints each step that `apply` would take, and each that `up` would take in addition. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
         {
             0: "the plan is printed, or there is nothing to do",

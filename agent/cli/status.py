@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,7 +36,7 @@ from agent.host.state.records import read_history
 from agent.model.conditions import Reason, Status
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Absent, Broken, Facts, Unseen
-from agent.model.goal import Action
+from agent.model.goal import Action, Step
 from agent.model.text import rfc3339
 from agent.system.files import System
 
@@ -46,6 +47,10 @@ POLL = 1.0
 """Seconds between two observations while waiting."""
 CLEAR = "\x1b[H\x1b[2J"
 """Clears a terminal (ECMA-48)."""
+
+
+JsonStep: TypeAlias = dict[str, str]
+"""A step in the document of `plan`."""
 
 
 class Request(Struct, frozen=True):
@@ -202,7 +207,7 @@ def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str
     return document("status", now, {"machines": states, "problems": facts.all_problems()})
 
 
-# `unbounded-agent plan`: prints what `apply` would do.
+# `unbounded-agent plan`: prints what `apply` would do, and what `up` would do in addition.
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -218,13 +223,19 @@ def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs
     """
     facts, planned, difference = reconciler.preview()
     stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
-    exceptions = tuple(_exceptions(planned, difference, facts))
+    of_up, unknown = _of_up(reconciler, facts, difference)
+    exceptions = (*_exceptions(planned, difference, facts), *unknown.items())
     if for_programs:
-        _print_json(difference, stopped, exceptions, facts)
+        _print_json(difference, stopped, of_up, exceptions, facts)
     else:
         say(f"{name}: {why}" for name, why in exceptions)
-        if difference.actions or stopped or not any(isinstance(each.root, Absent) for each in facts.machines):
+        if (
+            difference.actions
+            or stopped
+            or not (of_up or any(isinstance(each.root, Absent) for each in facts.machines))
+        ):
             say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
+        say(f"`up` would {each['sentence']}" for each in of_up)
         print_no_machines(reconciler)
         report_problems(facts)
     return _plan_code(reconciler.config, difference, facts)
@@ -252,6 +263,31 @@ def _steps(
         yield f"would start machine {name}"
 
 
+def _of_up(reconciler: Reconciler, facts: Facts, difference: Difference) -> tuple[list[JsonStep], dict[str, str]]:
+    """Return the steps of `up` that `apply` would not carry out, and by machine why some are unknown."""
+    nodes = tuple(sorted(name for name, each in reconciler.config.machines.items() if each.node))
+    if not nodes:
+        return [], {}
+    # Here, because only hosts with nodes need them, and they take 40 ms.
+    from agent.host.provision.up import Provisioner, as_if_made
+    from agent.system.network import HostNetwork
+
+    _, planned, with_machines = reconciler.planned(as_if_made(nodes, facts))
+    before, after, unknown = Provisioner(reconciler.config, reconciler.system, HostNetwork()).preview(nodes, planned)
+    settings = [each for each in with_machines.actions if each not in difference.actions]
+    made = [each.name for each in facts.machines if each.name in nodes and isinstance(each.root, Absent)]
+    steps = [*_as_json((*before, *settings)), *map(_start, made), *_as_json(after)]
+    return steps, {name: f"what `up` would do is not completely known: {why}" for name, why in unknown.items()}
+
+
+def _as_json(steps: Iterable[Step]) -> list[JsonStep]:
+    return [{"kind": each.kind, "sentence": each.describe()} for each in steps]
+
+
+def _start(machine: str) -> JsonStep:
+    return {"kind": "start", "sentence": f"start machine {machine}"}
+
+
 def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
     for machine in facts.machines:
@@ -266,12 +302,15 @@ def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator
 
 
 def _print_json(
-    difference: Difference, stopped: list[str], exceptions: tuple[tuple[str, str], ...], facts: Facts
+    difference: Difference,
+    stopped: list[str],
+    of_up: list[JsonStep],
+    exceptions: tuple[tuple[str, str], ...],
+    facts: Facts,
 ) -> None:
-    steps = [{"kind": each.kind, "sentence": each.describe()} for each in difference.actions]
-    steps += [{"kind": "start", "sentence": f"start machine {name}"} for name in stopped]
+    steps = [*_as_json(difference.actions), *map(_start, stopped)]
     others = [{"machine": name, "message": why} for name, why in exceptions]
-    content = {"steps": steps, "exceptions": others, "problems": facts.all_problems()}
+    content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
     say([document("plan", time.time(), content)])
 
 

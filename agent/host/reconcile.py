@@ -204,6 +204,10 @@ class Reconciler(Struct):
                 f"systemd {facts.systemd_version} is too old: the agent needs {SYSTEMD_MINIMUM} or newer",
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
+        return self.planned(facts)
+
+    def planned(self, facts: Facts) -> tuple[Facts, Plan, Difference]:
+        """Return the plan for these facts, and the difference, with the facts as they are completed by the plan."""
         planned = plan(self.config, facts, time.time())
         facts, faults = with_live(planned, facts)
         planned = replace(planned, faults={**planned.faults, **faults})

@@ -68,7 +68,9 @@ class StageRoot(Step, frozen=True):
     staged: str
 
     def describe(self) -> str:
-        return f"pull and unpack {self.image.name} ({self.image.size / 1e6:.0f} MB compressed)"
+        # `plan` does not ask the registry for the size.
+        size = f" ({self.image.size / 1e6:.0f} MB compressed)" if self.image.size else ""
+        return f"pull and unpack {self.image.name}{size}"
 
 
 class FetchBinaries(Step, frozen=True):

@@ -1,11 +1,12 @@
 """Makes the configured nodes: first checks everything that could keep a node from being made, then runs the steps."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from agent.config.settings import Config, NodeSettings
 from agent.host.apply.steps import given_token
@@ -15,7 +16,7 @@ from agent.host.provision import preflight
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.host_settings import NO_SWAP, host_changes, host_goal, host_problems, observe_host
-from agent.host.provision.image import PLAIN_IMAGE, choose_image, inspect
+from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
     OF_REGISTRATION,
@@ -56,10 +57,10 @@ from agent.host.provision.preflight import (
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, Case, conditions
 from agent.model.conditions import Status
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, reason
 from agent.model.facts import Absent, Facts, Seen
-from agent.model.goal import Grant
-from agent.model.node import AsFound, Check, HostSettings, Network, NodeImage
+from agent.model.goal import Grant, Step
+from agent.model.node import AsFound, Check, Network, NodeImage
 from agent.model.paths import machine_root
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
@@ -187,7 +188,7 @@ class Provisioner(Struct, frozen=True):
 
     def work(self, names: tuple[str, ...], facts: Facts) -> Work:
         """Observe the nodes, run all checks, and return what has to be done. Changes nothing."""
-        facts = _as_if_made(names, facts)
+        facts = as_if_made(names, facts)
         planned = plan(self.config, facts)
         nodes = tuple(self._node(name, facts, planned) for name in names)
         makes_root = any(node.make for node in nodes)
@@ -196,11 +197,8 @@ class Provisioner(Struct, frozen=True):
         size = sum(node.image.size for node in nodes if node.image)
         if makes_root:
             checks.append(_disk_check(size, nodes, self.system))
-        goal = host_goal(self.config)
-        host = self._host_facts(goal, names)
-        steps = plan_host(goal, host, time.time(), changes=bool(host_changes(goal, host.state)))
-        checks += [*host_problems(goal, host.state), *([steps] if isinstance(steps, Check) else [])]
-        steps = () if isinstance(steps, Check) else steps
+        host, steps, problems = self._host(names, partial(observe_network, self.network, self.system))
+        checks += problems
         record = tuple(each for each in steps if isinstance(each, RecordHost))
         change = tuple(each for each in steps if each not in record)
         checks += [check for node in nodes for check in node.checks]
@@ -213,19 +211,70 @@ class Provisioner(Struct, frozen=True):
         """Run steps that need no image. Raises AgentError for the first that fails."""
         run(steps, self._tools(None), self.progress)
 
+    def preview(
+        self, names: tuple[str, ...], planned: Plan
+    ) -> tuple[tuple[Step, ...], tuple[Step, ...], dict[str, str]]:
+        """Return the steps that `up` would carry out before and after it starts machines. Changes nothing.
+
+        `planned` is the plan as if all machines had root file systems. The last result says, by machine, why some steps
+        are unknown. Registries and API servers are not asked, so an image has the name and tag of the settings.
+        """
+        unknown: dict[str, str] = {}
+
+        def known(observe: Callable[[], tuple[Step, ...]], *names: str) -> tuple[Step, ...]:
+            try:
+                return observe()
+            except AgentError as error:
+                unknown.update(dict.fromkeys(names, str(error)))
+            except OSError as error:
+                unknown.update(dict.fromkeys(names, reason(error, "")))
+            return ()
+
+        before, after = known(partial(self._preview_host, names), *names), dict[Step, None]()
+        for name in names:
+            before += known(partial(self._preview_root, name, planned), name)
+            after |= dict.fromkeys(known(partial(self._boot_steps, name), name))
+        return before, tuple(after), unknown
+
+    def _preview_host(self, names: tuple[str, ...]) -> tuple[Step, ...]:
+        _, steps, problems = self._host(names, Network)
+        for each in problems:
+            raise AgentError(each.message, each.advice)
+        return steps
+
+    def _preview_root(self, name: str, planned: Plan) -> tuple[Step, ...]:
+        found = observe_node(name, self.system)
+        make = must_make_root(found)
+        settings = self.config.machines[name].node
+        assert settings, "the caller chose machines with nodes"
+        if isinstance(make, Check):
+            raise AgentError(make.message, make.advice)
+        if not make:
+            token = settings.bootstrap_token if found.unjoined else ""
+            stale = token and given_token(name, self.system) != read_token(token, self.system)
+            return (GiveToken(name, token),) if stale else ()
+        if found.staged:
+            raise AgentError(f"`up` uses or removes what an interrupted attempt left: {', '.join(found.staged)}")
+        image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
+        image = NodeImage(image_name, "", go_architecture(self.system), 0)
+        first, parallel, last = astuple(plan_root(self._root_goal(name, settings, image, {}), found))
+        return (*first, *parallel, *last)
+
     def make_root(self, node: NodeWork, host: tuple[Action, ...]) -> None:
         """Make a node's root file system, and at the same time run the steps `host`. Raises AgentError."""
         assert node.image, "the checks passed"
-        inputs = replace(node_inputs(node.machine, self.config, self.system), labels=node.labels)
-        files = node_files(node.machine, node.settings, inputs)
-        binaries = wanted_binaries(node.settings, node.image.architecture)
-        record = make_record(node.settings, inputs, node.image, binaries, files)
-        goal = RootGoal(node.image, binaries, files, record, node.settings.bootstrap_token)
-        steps = plan_root(goal, node.facts)
+        steps = plan_root(self._root_goal(node.machine, node.settings, node.image, node.labels), node.facts)
         tools = self._tools(node.settings)
         run(steps.first, tools, self.progress)
         run_together((*steps.parallel, *host), tools, self.progress)
         run(steps.last, tools, self.progress)
+
+    def _root_goal(self, machine: str, settings: NodeSettings, image: NodeImage, labels: Mapping[str, str]) -> RootGoal:
+        inputs = replace(node_inputs(machine, self.config, self.system), labels=labels)
+        files = node_files(machine, settings, inputs)
+        binaries = wanted_binaries(settings, image.architecture)
+        record = make_record(settings, inputs, image, binaries, files)
+        return RootGoal(image, binaries, files, record, settings.bootstrap_token)
 
     def replace_token(self, node: NodeWork) -> None:
         """Give the configured token to a node that has not joined and still has another token. Raises AgentError."""
@@ -240,7 +289,10 @@ class Provisioner(Struct, frozen=True):
 
     def enable(self, machine: str) -> None:
         """Let the machine start at each boot of the host. Raises AgentError."""
-        self.run(plan_boot(observe_node(machine, self.system)))
+        self.run(self._boot_steps(machine))
+
+    def _boot_steps(self, machine: str) -> tuple[Action, ...]:
+        return plan_boot(observe_node(machine, self.system))
 
     def _node(self, name: str, facts: Facts, planned: Plan) -> NodeWork:
         settings = self.config.machines[name].node
@@ -301,19 +353,25 @@ class Provisioner(Struct, frozen=True):
         checks = preflight.check_server(work.settings, self.system, self.ask)
         return [replace(check, machine=work.machine) for check in checks]
 
-    def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:
-        found = observe_found(self.system)
+    def _host(
+        self, names: tuple[str, ...], network: Callable[[], Network]
+    ) -> tuple[HostFacts, tuple[Action, ...], list[Check]]:
+        """Return facts of the host, the steps that change its settings, and what keeps `up` from changing them."""
+        goal, found = host_goal(self.config), observe_found(self.system)
         # Leave out the first unit, which is the machine's own: NodeFacts has it.
         units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
-        return HostFacts(
+        facts = HostFacts(
             state=observe_host(goal, self.system),
             units=units,
             # Only the first record of the host needs the network. Otherwise, do not observe it: loading the netlink
             # library takes longer than everything else here.
-            network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
+            network=network() if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),
         )
+        steps = plan_host(goal, facts, time.time(), changes=bool(host_changes(goal, facts.state)))
+        problems = [*host_problems(goal, facts.state)]
+        return (facts, (), [*problems, steps]) if isinstance(steps, Check) else (facts, steps, problems)
 
     def _tools(self, settings: NodeSettings | None) -> Tools:
         return Tools(self.system, self.network, settings.image if settings else None)
@@ -334,7 +392,7 @@ def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check
     return replace(check, advice=advice, required=False)
 
 
-def _as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
+def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
     """Return the facts as if all these machines had root file systems, so that the plan says which GPUs they get."""
     machines = (
         replace(each, root=machine_root(each.name)) if each.name in names and isinstance(each.root, Absent) else each
