@@ -67,8 +67,8 @@ def pages(host: int, now: float) -> tuple[bytes, ...]:
         metrics.passed(
             replace(view.outcome, actions=(Done("write", "a file"),), failures=("a step",) * (host % 50 == 6))
         )
-        metrics.convergence.begin(time.monotonic() - 1)
-        metrics.convergence.end()
+        metrics.event(time.monotonic() - 1)
+        metrics.converged()
         metrics.gpu_error(eight_gpus.ADDRESSES[0], 31, 1 + host % 3)
     return tuple(found)
 

@@ -383,7 +383,7 @@ class Daemon:
                 trigger, delay = self.next_pass()
                 if source := self._wakeups.wait(delay, signals):
                     trigger = source
-                    self._metrics.convergence.begin(self._wakeups.first)
+                    self._metrics.event(self._wakeups.first)
 
     def reload(self) -> None:
         """Read the configuration again. If the files are invalid, keep the one in use, or use a newer last good one."""
@@ -440,7 +440,7 @@ class Daemon:
         self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
-            self._metrics.convergence.end()
+            self._metrics.converged()
         with self._event_log.guarded("publish the pages"):
             self._publish()
         status = self._why_stale or health.status_line(self._machines(), failures)

@@ -2,10 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from platform import python_version
-from typing import get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -15,123 +15,187 @@ from prometheus_client.registry import Collector
 
 from agent.host.daemon.health import View
 from agent.host.daemon.server import Page
-from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_states import listed_gpus
-from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown
+from agent.model.conditions import ConditionType, Reason, Status, unknown
 from agent.model.device import DeviceKind
-from agent.model.facts import Broken, DeviceNode, Driver, Facts, Gpu, MachineFacts, StagedRoot, Unseen, VendorFacts
+from agent.model.facts import Broken, DeviceNode, Facts, Gpu, Unseen
 from agent.model.goal import ActionKind
 
-# Makes families of metrics with the agent's prefix.
-
-
 PREFIX = "unbounded_agent"
-
-
-def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    """Return a gauge without samples."""
-    return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
-
-
-def value(name: str, text: str, number: float) -> GaugeMetricFamily:
-    """Return a gauge with one sample, which has no labels."""
-    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=number)
-
-
-def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    """Return a counter without samples; `name` is without `_total`."""
-    return CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
-
-
-# Makes the metrics of the host: devices, GPUs, drivers, driver roots and disk space. They need a fresh outcome.
-
-
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+TEXT = "text/plain; version=0.0.4"
 GPU_STATUSES = ("ok", "missing", "unbound", "failed", "detached", "unused", "unknown")
+RESULTS = ("converged", "changed", "partial", "failed")
+"""Results of a pass: there was nothing to do (`converged`), something was done (`changed`), some steps or observations
+failed (`partial`), or the pass did not finish (`failed`)."""
+ACTIONS = (*get_args(ActionKind), "other")
+"""Values of the label `kind` of actions_total. No action has the kind `other` any longer, but dashboards may still use
+that series."""
+BUCKETS = (0.1, 0.5, 2, 10, 60, 300)
+CONVERGENCE_BUCKETS = (0.5, 2, 5, 15, 60, 300)
+
+REASONS = frozenset(Reason)
+OTHER = "other"
+"""The label's value in place of a reported value that is not shown. Root in a machine can report any value, and each
+new value of a label begins a new series, which Prometheus keeps for weeks."""
+VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
+VERSIONS = 16
+"""How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""
+
+Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+"""The values of the labels, and the number, of each series."""
 
 
-def host_families(outcome: Outcome) -> Iterator[Metric]:
-    """Yield all metrics of the host."""
-    facts = outcome.facts
-    yield value(
-        "host_pci_gpus",
-        "GPUs on the PCI bus, with or without a driver.",
-        sum(len(vendor.gpus) for vendor in facts.vendors),
-    )
-    devices = gauge("host_devices", "Devices of the host by kind and status.", "kind", "status")
-    for (kind, status), count in _device_counts(facts.vendors, outcome.machines).items():
-        devices.add_metric([kind, status], count)
-    yield devices
-    yield from _gpu_families(outcome)
-    yield from _driver_families(facts.vendors)
-    yield from _storage_families(facts)
+class Memory:
+    """What earlier scrapes or passes have shown, and what decides what is shown now."""
+
+    def __init__(self) -> None:
+        self._versions: set[str] = set()
+        self._stopped: dict[str, bool] = {}
+
+    def version(self, version: str) -> str:
+        """Return the version; OTHER if it is malformed, or if VERSIONS other versions have already been shown."""
+        if version not in self._versions and (len(self._versions) >= VERSIONS or not VERSION.fullmatch(version)):
+            return OTHER
+        self._versions.add(version)
+        return version
+
+    def stopped(self, facts: Facts) -> set[str]:
+        """Return the machines that somebody stopped since the host booted, as was last known.
+
+        While systemd does not answer, the state of no unit is known, and a page about a machine that was stopped on
+        purpose would wake a person.
+        """
+        for machine in facts.machines:
+            if not isinstance(machine.unit_state, Unseen):
+                # A machine whose unit failed does not count as stopped: no user stopped it.
+                self._stopped[machine.name] = machine.has_run and machine.unit_state == "inactive"
+        return {machine.name for machine in facts.machines if self._stopped.get(machine.name)}
 
 
-def _gpu_families(outcome: Outcome) -> Iterator[Metric]:
-    info = gauge(
-        "gpu_info",
-        "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
-        *("gpu", "vendor", "model", "uuid", "machine", "state"),
-    )
-    for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines)):
-        labels = [gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state]
-        info.add_metric(labels, 1)
-    failed = gauge(
-        "gpu_fatal_error_timestamp_seconds",
-        "When the agent read an error in the kernel log after which pods cannot rely on the GPU. Shown until the GPU "
-        "has recovered.",
-        *("gpu", "error"),
-    )
-    for address, fault in outcome.facts.gpus.faults.items():
-        failed.add_metric([address, fault.reason], fault.since)
-    yield from (info, failed)
+class Row(NamedTuple):
+    """A metric whose samples are made for each page."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    samples: Callable[..., Samples]
+    is_counter: bool = False
 
 
-def _driver_families(vendors: Iterable[VendorFacts]) -> Iterator[Metric]:
-    info = gauge(
-        "driver_info",
-        "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
-        *("vendor", "kernel_version", "library_version"),
-    )
-    mismatch = gauge(
-        "driver_version_mismatch",
-        "1 if the loaded module and the libraries have different versions: reload or reboot needed.",
-        "vendor",
-    )
-    for vendor in vendors:
-        if vendor.driver is not None:
-            module, library = _versions(vendor.driver)
-            info.add_metric([vendor.vendor, module, library], 1)
-            mismatch.add_metric([vendor.vendor], bool(module and library and module != library))
-    yield from (info, mismatch)
+def _one(name: str, text: str, number: Callable[..., float | None]) -> Row:
+    """Return a metric without labels. It has no sample if there is no number."""
+    return Row(name, text, (), lambda *shown: [] if (found := number(*shown)) is None else [((), found)])
 
 
-def _versions(driver: Driver) -> tuple[str, str]:
-    """Return the versions of the module and the libraries. A version that is missing or was not observed is empty."""
-    seen = (driver.module_version, driver.user_space.version)
-    module, library = (version if isinstance(version, str) else "" for version in seen)
-    return module, library
+def _machine(name: str, text: str, number: Callable[[MachineOutcome], float | None]) -> Row:
+    """Return a metric with a sample for each machine of a view or outcome that has the number."""
+
+    def samples(shown: View | Outcome, *_: object) -> Samples:
+        numbers = ((machine.name, number(machine)) for machine in shown.machines)
+        return [((machine,), found) for machine, found in numbers if found is not None]
+
+    return Row(name, text, ("machine",), samples)
 
 
-def _storage_families(facts: Facts) -> Iterator[Metric]:
-    yield value("driver_roots", "Driver roots on disk.", len(facts.staged))
-    yield value("driver_root_bytes", "Total size of the files in all driver roots.", sum(map(_size, facts.staged)))
-    if isinstance(facts.state_free, int):
-        yield value("state_free_bytes", "Free space in the file system of /var/lib/unbounded-agent.", facts.state_free)
+def _conditions(view: View) -> Samples:
+    for machine in view.machines:
+        for kind in ConditionType:
+            condition = machine.condition(kind)
+            reason = condition.reason if condition.reason in REASONS else OTHER
+            yield (machine.name, kind, condition.status, reason), 1
 
 
-def _size(root: StagedRoot) -> int:
-    return sum(file.size for file in root.files if not file.link)
+OF_VIEW = (
+    Row(
+        "build_info",
+        "Constant 1, with the versions of the host half and of Python.",
+        ("version", "python_version"),
+        lambda view: [((view.version, python_version()), 1)],
+    ),
+    _machine(
+        "machine_ready",
+        "1 if the machine can run GPU workloads, on fresh evidence.",
+        lambda machine: machine.ready.status is Status.TRUE,
+    ),
+    Row(
+        "machine_condition",
+        "Constant 1, with the condition's current status (True, False, Unknown) and its reason.",
+        ("machine", "condition", "status", "reason"),
+        _conditions,
+    ),
+    _machine(
+        "machine_ready_last_transition_timestamp_seconds",
+        "When the status of the machine's condition Ready last changed. Not shown without fresh evidence.",
+        lambda machine: machine.ready.last_transition or None,
+    ),
+    _machine(
+        "machine_recent_ready_losses",
+        "How often the machine ceased to be ready in the last 10 minutes. After 4 losses, Ready stays False "
+        "(Settling) until 60 s pass without a fault.",
+        lambda machine: len(machine.ready.losses),
+    ),
+    _one(
+        "observation_last_success_timestamp_seconds",
+        "When a pass last observed the devices of all vendors.",
+        lambda view: view.observed or None,
+    ),
+    _one(
+        "stuck_operations",
+        "Reads of drivers' files, and commands, that missed their deadline and still hang.",
+        lambda view: len(view.stuck),
+    ),
+    Row(
+        "state_discarded",
+        "How often a file of the agent's own state was discarded, because it was damaged.",
+        ("file",),
+        lambda view: [((file,), times) for file, times in view.discarded.items()],
+        is_counter=True,
+    ),
+    _one(
+        "config_last_reload_successful",
+        "0 if the configuration was invalid when it was last read, so that the last good one is in force, or if its "
+        "metrics.address could not be bound.",
+        lambda view: view.config_good,
+    ),
+    _one(
+        "config_last_reload_success_timestamp_seconds",
+        "When the configuration in force was read.",
+        lambda view: view.config_loaded,
+    ),
+    Row(
+        "wakeups",
+        "Passes that events caused, by source. Several sources may cause one pass.",
+        ("source",),
+        lambda view: [((tally.name,), tally.wakeups) for tally in view.wakeups],
+        is_counter=True,
+    ),
+    Row(
+        "wakeup_source_losses",
+        "How often a source of events broke, or could not be opened at the start.",
+        ("source",),
+        lambda view: [((tally.name,), tally.losses) for tally in view.wakeups],
+        is_counter=True,
+    ),
+    Row(
+        "wakeup_source_watching",
+        "1 while the source reports events.",
+        ("source",),
+        lambda view: [((tally.name,), tally.watching) for tally in view.wakeups],
+    ),
+)
+"""Shown even without fresh evidence. Then all conditions are Unknown, also Ready."""
 
 
-def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOutcome]) -> dict[tuple[str, str], int]:
+def _device_counts(outcome: Outcome, _: Memory) -> Samples:
     """Return the number of devices by kind and status. The counts of GPUs add up to host_pci_gpus.
 
     Of devices that are not GPUs, only usable nodes are known. Each such node counts as `ok`.
     """
-    granted = {address for machine in machines for address in machine.gpus}
+    granted = granted_to(outcome.machines)
     counts = {(str(DeviceKind.GPU), status): 0 for status in GPU_STATUSES}
-    for vendor in vendors:
+    for vendor in outcome.facts.vendors:
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
             status = _gpu_status(gpu, nodes)
@@ -142,7 +206,7 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
         for node in nodes or ():
             if node.kind is not DeviceKind.GPU:
                 counts[node.kind, "ok"] = counts.get((node.kind, "ok"), 0) + 1
-    return counts
+    return counts.items()
 
 
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
@@ -164,261 +228,125 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     return "ok" if any(node.kind is wanted and node.pci_address == gpu.pci_address for node in nodes) else "missing"
 
 
-# Makes the metrics of machines. The number of values that a label takes from machines' reports is limited.
-#
-# Root in a machine can report any value, and each new value of a label begins a new series, which Prometheus keeps for
-# weeks.
+def _gpu_info(outcome: Outcome, _: Memory) -> Samples:
+    for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines)):
+        yield (gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state), 1
 
 
-REASONS = frozenset(Reason)
-OTHER = "other"
-"""The label's value in place of a reported value that is not shown."""
-VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
-VERSIONS = 16
-"""How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""
+def _driver_versions(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
+    """Yield vendor, and the versions of module and libraries; empty for one that is missing or was not observed."""
+    for vendor in outcome.facts.vendors:
+        if vendor.driver is not None:
+            seen = (vendor.driver.module_version, vendor.driver.user_space.version)
+            module, library = (version if isinstance(version, str) else "" for version in seen)
+            yield vendor.vendor, module, library
 
 
-class Versions:
-    """The versions of machine halves that the metrics have shown."""
-
-    def __init__(self) -> None:
-        self._shown: set[str] = set()
-
-    def label(self, version: str) -> str:
-        """Return the version; OTHER if it is malformed, or if VERSIONS other versions have already been shown."""
-        if version not in self._shown and (len(self._shown) >= VERSIONS or not VERSION.fullmatch(version)):
-            return OTHER
-        self._shown.add(version)
-        return version
+def _mismatches(outcome: Outcome, _: Memory) -> Samples:
+    for vendor, module, library in _driver_versions(outcome):
+        yield (vendor,), bool(module and library and module != library)
 
 
-class Stops:
-    """The machines that somebody stopped, as was last known.
-
-    While systemd does not answer, the state of no unit is known, and a page about a machine that was stopped on purpose
-    would wake a person.
-    """
-
-    def __init__(self) -> None:
-        self._stopped: dict[str, bool] = {}
-
-    def stopped(self, machine: MachineFacts) -> bool:
-        """Return whether somebody stopped the machine since the host booted; False if that was never known."""
-        if not isinstance(machine.unit_state, Unseen):
-            # A machine whose unit failed does not count as stopped: no user stopped it.
-            self._stopped[machine.name] = machine.has_run and machine.unit_state == "inactive"
-        return self._stopped.get(machine.name, False)
+def _stopped(outcome: Outcome, memory: Memory) -> Samples:
+    stopped = memory.stopped(outcome.facts)
+    return [((machine.name,), machine.name in stopped) for machine in outcome.machines]
 
 
-def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
-    """Yield the metrics that are shown even without fresh evidence.
-
-    Without fresh evidence, all conditions are Unknown, also Ready.
-    """
-    ready = gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
-    states = gauge(
-        "machine_condition",
-        "Constant 1, with the condition's current status (True, False, Unknown) and its reason.",
-        "machine",
-        "condition",
-        "status",
-        "reason",
-    )
-    changed = gauge(
-        "machine_ready_last_transition_timestamp_seconds",
-        "When the status of the machine's condition Ready last changed. Not shown without fresh evidence.",
-        "machine",
-    )
-    losses = gauge(
-        "machine_recent_ready_losses",
-        "How often the machine ceased to be ready in the last 10 minutes. After 4 losses, Ready stays False "
-        "(Settling) until 60 s pass without a fault.",
-        "machine",
-    )
-    for machine in machines:
-        ready.add_metric([machine.name], machine.ready.status is Status.TRUE)
-        losses.add_metric([machine.name], len(machine.ready.losses))
-        for kind in ConditionType:
-            condition = machine.condition(kind)
-            states.add_metric([machine.name, kind, condition.status, _reason(condition)], 1)
-        if machine.ready.last_transition:
-            changed.add_metric([machine.name], machine.ready.last_transition)
-    yield from (ready, states, changed, losses)
+def _agents(outcome: Outcome, memory: Memory) -> Samples:
+    return [((each.name, memory.version(each.agent_version)), 1) for each in outcome.machines if each.agent_version]
 
 
-def _reason(condition: Condition) -> str:
-    return condition.reason if condition.reason in REASONS else OTHER
-
-
-def machine_families(outcome: Outcome, versions: Versions, stops: Stops) -> Iterator[Metric]:
-    """Yield the metrics that need a fresh outcome."""
-    yield from _gpu_counts(outcome.machines)
-    stopped = gauge(
-        "machine_stopped",
-        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. While systemd does "
-        "not answer: what was last known.",
-        "machine",
-    )
-    ended = {each.name for each in outcome.facts.machines if stops.stopped(each)}
-    reported = gauge(
-        "machine_report_timestamp_seconds", "When the machine half last reported. It does so each minute.", "machine"
-    )
-    agents = gauge(
-        "machine_agent_info", "Constant 1, with the version of the machine half, from its report.", "machine", "version"
-    )
-    repairs = counter(
-        "machine_repairs",
-        "Changes by other programs that the machine half undid since the machine's boot, by what was changed.",
-        "machine",
-        "what",
-    )
-    for machine in outcome.machines:
-        stopped.add_metric([machine.name], machine.name in ended)
-        if machine.reported:
-            reported.add_metric([machine.name], machine.reported)
-        if machine.agent_version:
-            agents.add_metric([machine.name, versions.label(machine.agent_version)], 1)
-        for what, count in machine.repairs.items():
-            repairs.add_metric([machine.name, what], count)
-    yield from (stopped, reported, agents, repairs)
-
-
-def _gpu_counts(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
-    granted = gauge("machine_gpus", "GPUs granted to the machine.", "machine")
-    expected = gauge(
+OF_OUTCOME = (
+    _machine("machine_gpus", "GPUs granted to the machine.", lambda machine: len(machine.gpus)),
+    _machine(
         "machine_gpus_expected",
         'GPUs that the machine\'s settings ask for. With `gpus = "all"`: granted and lost GPUs.',
-        "machine",
-    )
-    advertised = gauge(
+        lambda machine: machine.expected,
+    ),
+    _machine(
         "machine_gpus_advertised",
         "Granted GPUs that the node offers to pods, from the machine's report. Not shown if that is unknown.",
-        "machine",
-    )
-    lost = gauge(
+        lambda machine: machine.advertised,
+    ),
+    _machine(
         "machine_gpus_lost",
         "GPUs that the machine was granted and that left the PCI bus without gpus detach. They count until they are "
         "back, or gpus forget acknowledges the loss.",
-        "machine",
-    )
-    for machine in machines:
-        granted.add_metric([machine.name], len(machine.gpus))
-        expected.add_metric([machine.name], machine.expected)
-        lost.add_metric([machine.name], len(machine.lost))
-        if machine.advertised is not None:
-            advertised.add_metric([machine.name], machine.advertised)
-    yield from (granted, expected, advertised, lost)
-
-
-# Makes Prometheus metrics of the last observation, and of the service's own state.
-
-
-def families(view: View, versions: Versions, stops: Stops) -> Iterator[Metric]:
-    """Yield the metrics of one view."""
-    build = gauge(
-        "build_info", "Constant 1, with the versions of the host half and of Python.", "version", "python_version"
-    )
-    build.add_metric([view.version, python_version()], 1)
-    yield build
-    yield from condition_families(view.machines)
-    if view.outcome is not None:
-        yield from machine_families(view.outcome, versions, stops)
-        yield from host_families(view.outcome)
-    if view.observed:
-        yield value(
-            "observation_last_success_timestamp_seconds",
-            "When a pass last observed the devices of all vendors.",
-            view.observed,
-        )
-    yield from _service_families(view)
-    yield from _wakeup_families(view.wakeups)
-
-
-def _service_families(view: View) -> Iterator[Metric]:
-    yield value(
-        "stuck_operations",
-        "Reads of drivers' files, and commands, that missed their deadline and still hang.",
-        len(view.stuck),
-    )
-    discarded = counter(
-        "state_discarded", "How often a file of the agent's own state was discarded, because it was damaged.", "file"
-    )
-    for file, times in view.discarded.items():
-        discarded.add_metric([file], times)
-    yield discarded
-    yield value(
-        "config_last_reload_successful",
-        "0 if the configuration was invalid when it was last read, so that the last good one is in force, or if its "
-        "metrics.address could not be bound.",
-        view.config_good,
-    )
-    yield value(
-        "config_last_reload_success_timestamp_seconds", "When the configuration in force was read.", view.config_loaded
-    )
-
-
-def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
-    caused = counter("wakeups", "Passes that events caused, by source. Several sources may cause one pass.", "source")
-    lost = counter(
-        "wakeup_source_losses", "How often a source of events broke, or could not be opened at the start.", "source"
-    )
-    watching = gauge("wakeup_source_watching", "1 while the source reports events.", "source")
-    for tally in tallies:
-        caused.add_metric([tally.name], tally.wakeups)
-        lost.add_metric([tally.name], tally.losses)
-        watching.add_metric([tally.name], tally.watching)
-    yield from (caused, lost, watching)
-
-
-class Gauges(Collector):
-    """The gauges of one view, for a registry."""
-
-    def __init__(self, view: View, versions: Versions, stops: Stops) -> None:
-        self._view, self._versions, self._stops = view, versions, stops
-
-    def collect(self) -> Iterator[Metric]:
-        return families(self._view, self._versions, self._stops)
-
-
-# Measures the time from an event to the end of the pass after which nothing is left to do.
-
-
-CONVERGENCE_BUCKETS = (0.5, 2, 5, 15, 60, 300)
-
-
-class Convergence:
-    """Measures one convergence at a time, from its first event. Events that come during a measurement belong to it."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._seconds = Histogram(
-            "unbounded_agent_event_to_converged_seconds",
-            "From an event to the end of the pass after which nothing is left to do and no report is pending.",
-            registry=registry,
-            buckets=CONVERGENCE_BUCKETS,
-        )
-        self._since: float | None = None
-
-    def begin(self, since: float) -> None:
-        """Begin a measurement, unless one is running. `since` is when the event was noticed, by time.monotonic()."""
-        if self._since is None:
-            self._since = since
-
-    def end(self) -> None:
-        """Record that a pass ended without failures or pending machines."""
-        if self._since is not None:
-            self._seconds.observe(time.monotonic() - self._since)
-        self._since = None
-
-
-BUCKETS = (0.1, 0.5, 2, 10, 60, 300)
-RESULTS = ("converged", "changed", "partial", "failed")
-"""Results of a pass: there was nothing to do (`converged`), something was done (`changed`), some steps or observations
-failed (`partial`), or the pass did not finish (`failed`)."""
-ACTIONS = (*get_args(ActionKind), "other")
-"""Values of the label `kind` of actions_total. No action has the kind `other` any longer, but dashboards may still use
-that series."""
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-TEXT = "text/plain; version=0.0.4"
+        lambda machine: len(machine.lost),
+    ),
+    Row(
+        "machine_stopped",
+        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. While systemd does "
+        "not answer: what was last known.",
+        ("machine",),
+        _stopped,
+    ),
+    _machine(
+        "machine_report_timestamp_seconds",
+        "When the machine half last reported. It does so each minute.",
+        lambda machine: machine.reported or None,
+    ),
+    Row(
+        "machine_agent_info",
+        "Constant 1, with the version of the machine half, from its report.",
+        ("machine", "version"),
+        _agents,
+    ),
+    Row(
+        "machine_repairs",
+        "Changes by other programs that the machine half undid since the machine's boot, by what was changed.",
+        ("machine", "what"),
+        lambda outcome, _: [
+            ((machine.name, what), count) for machine in outcome.machines for what, count in machine.repairs.items()
+        ],
+        is_counter=True,
+    ),
+    _one(
+        "host_pci_gpus",
+        "GPUs on the PCI bus, with or without a driver.",
+        lambda outcome, _: sum(len(vendor.gpus) for vendor in outcome.facts.vendors),
+    ),
+    Row("host_devices", "Devices of the host by kind and status.", ("kind", "status"), _device_counts),
+    Row(
+        "gpu_info",
+        "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
+        ("gpu", "vendor", "model", "uuid", "machine", "state"),
+        _gpu_info,
+    ),
+    Row(
+        "gpu_fatal_error_timestamp_seconds",
+        "When the agent read an error in the kernel log after which pods cannot rely on the GPU. Shown until the GPU "
+        "has recovered.",
+        ("gpu", "error"),
+        lambda outcome, _: [
+            ((address, fault.reason), fault.since) for address, fault in outcome.facts.gpus.faults.items()
+        ],
+    ),
+    Row(
+        "driver_info",
+        "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
+        ("vendor", "kernel_version", "library_version"),
+        lambda outcome, _: [(each, 1) for each in _driver_versions(outcome)],
+    ),
+    Row(
+        "driver_version_mismatch",
+        "1 if the loaded module and the libraries have different versions: reload or reboot needed.",
+        ("vendor",),
+        _mismatches,
+    ),
+    _one("driver_roots", "Driver roots on disk.", lambda outcome, _: len(outcome.facts.staged)),
+    _one(
+        "driver_root_bytes",
+        "Total size of the files in all driver roots.",
+        lambda outcome, _: sum(each.size for root in outcome.facts.staged for each in root.files if not each.link),
+    ),
+    _one(
+        "state_free_bytes",
+        "Free space in the file system of /var/lib/unbounded-agent.",
+        lambda outcome, _: outcome.facts.state_free if isinstance(outcome.facts.state_free, int) else None,
+    ),
+)
+"""Shown only with a fresh outcome."""
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
@@ -443,7 +371,7 @@ def result(outcome: Outcome) -> str:
     return "changed" if outcome.actions else "converged"
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts passes and their results, and renders the metrics page."""
 
     def __init__(self) -> None:
@@ -452,6 +380,9 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
+        self._registry.register(self)
+        self._view: View | None = None
+        self._memory = Memory()
         self._passes = self._counter(
             "reconcile_total",
             "Reconcile passes, by result: converged (nothing to do), changed, partial or failed.",
@@ -478,8 +409,13 @@ class Metrics:
             registry=self._registry,
             buckets=BUCKETS,
         )
-        self._versions, self._stops = Versions(), Stops()
-        self.convergence = Convergence(self._registry)
+        self._convergence = Histogram(
+            f"{PREFIX}_event_to_converged_seconds",
+            "From an event to the end of the pass after which nothing is left to do and no report is pending.",
+            registry=self._registry,
+            buckets=CONVERGENCE_BUCKETS,
+        )
+        self._first_event: float | None = None
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
         """Return a counter with one series per label value. All begin at 0, so Prometheus sees the first increase."""
@@ -501,6 +437,17 @@ class Metrics:
         self._passes.labels("failed").inc()
         self._duration.observe(duration)
 
+    def event(self, noticed: float) -> None:
+        """Begin to measure the time to convergence, unless that runs. `noticed` is by time.monotonic()."""
+        if self._first_event is None:
+            self._first_event = noticed
+
+    def converged(self) -> None:
+        """Record that a pass ended without failures or pending machines."""
+        if self._first_event is not None:
+            self._convergence.observe(time.monotonic() - self._first_event)
+        self._first_event = None
+
     def gpu_error(self, address: str, number: int, times: int) -> None:
         """Count a GPU's errors.
 
@@ -515,10 +462,21 @@ class Metrics:
 
     def page(self, view: View, accept: str) -> Page:
         """Return the metrics page. `accept` is TEXT or OPENMETRICS."""
-        gauges = Gauges(view, self._versions, self._stops)
-        self._registry.register(gauges)
-        try:
-            encode, content_type = choose_encoder(accept)
-            return Page(HTTPStatus.OK, encode(self._registry), content_type)
-        finally:
-            self._registry.unregister(gauges)
+        self._view = view
+        encode, content_type = choose_encoder(accept)
+        return Page(HTTPStatus.OK, encode(self._registry), content_type)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the view; the registry calls this for each page."""
+        if self._view:
+            yield from (_family(row, row.samples(self._view)) for row in OF_VIEW)
+            if outcome := self._view.outcome:
+                yield from (_family(row, row.samples(outcome, self._memory)) for row in OF_OUTCOME)
+
+
+def _family(row: Row, samples: Samples) -> Metric:
+    make = CounterMetricFamily if row.is_counter else GaugeMetricFamily
+    family = make(f"{PREFIX}_{row.name}", row.text, labels=row.labels)
+    for labels, number in samples:
+        family.add_metric(labels, number)
+    return family
