@@ -15,7 +15,7 @@ from agent.config.checks import Range
 from agent.config.settings import MachineSettings, MetricsSettings
 from agent.dra.service import SETUP_AGAIN
 from agent.host.daemon.loop import START_STEP, Timing
-from agent.host.daemon.server import Server
+from agent.host.daemon.server import BACKLOG
 from agent.host.state.locks import PASS_WAIT
 from agent.machine import node_condition
 from agent.model import paths
@@ -163,7 +163,7 @@ def test_the_socket_listens_where_the_service_would() -> None:
     """On loopback by default, without a name of its own: systemd starts the service of the same name."""
     found = settings(SOCKET, "Socket")
     assert found["ListenStream"] == MetricsSettings().address
-    assert int(found["Backlog"]) == Server.request_queue_size
+    assert int(found["Backlog"]) == BACKLOG
     assert not {"Service", "Accept"} & set(found)
 
 

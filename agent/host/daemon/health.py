@@ -48,66 +48,37 @@ def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) 
     A condition that is not in `logged` counts only if it is not True, or if it is Ready. Conditions of one cause have
     one sentence.
     """
-    for (status, reason, message), kinds in _changed(machine, logged).items():
-        level = logging.INFO if status is Status.TRUE else logging.WARNING
-        verb = "is" if len(kinds) == 1 else "are"
-        yield level, one_line(f"{machine.name}: {', '.join(kinds)} {verb} {status}: {reason}: {message}")
-
-
-def _changed(
-    machine: MachineOutcome, logged: Mapping[ConditionType, Condition]
-) -> dict[tuple[Status, str, str], list[ConditionType]]:
-    """Return the types of the changed conditions, by status, reason and message."""
     changed: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
         before = logged.get(each.type)
-        if before is not None and (before.status, before.reason) == (each.status, each.reason):
-            continue
-        if before is None and each.status is Status.TRUE and each.type is not ConditionType.READY:
-            continue
-        changed.setdefault((each.status, each.reason, each.message), []).append(each.type)
-    return changed
+        if before is None:
+            new = each.status is not Status.TRUE or each.type is ConditionType.READY
+        else:
+            new = (before.status, before.reason) != (each.status, each.reason)
+        if new:
+            changed.setdefault((each.status, each.reason, each.message), []).append(each.type)
+    for (status, reason, message), kinds in changed.items():
+        level = logging.INFO if status is Status.TRUE else logging.WARNING
+        verb = "is" if len(kinds) == 1 else "are"
+        yield level, one_line(f"{machine.name}: {', '.join(kinds)} {verb} {status}: {reason}: {message}")
 
 
 Check: TypeAlias = tuple[bool, str, str]
 """Whether the check passed, the check's name, and an explanation."""
 
 
-def loop_pages(path: str, alive: bool) -> dict[str, Page]:
-    """Return the short and the verbose page at `path`, which tell whether the loop makes passes."""
-    return _two_pages(path, [(alive, "loop", "ok" if alive else "no pass has ended in time")])
-
-
-def host_pages(path: str, not_seen: str, notes: tuple[Check, ...] = ()) -> dict[str, Page]:
-    """Return the short and the verbose page of the host.
-
-    `not_seen` says what could not be observed, and why; it is empty if all could be.
-    `notes` are further checks on the verbose page. They do not affect its status.
-    """
-    return _two_pages(path, [(not not_seen, "observation", not_seen or "ok"), *notes])
-
-
-def machine_pages(path: str, machine: MachineOutcome) -> dict[str, Page]:
-    """Return the short and the verbose page of a machine."""
-    return _two_pages(path, list(_checks(machine)))
-
-
-def _checks(machine: MachineOutcome) -> Iterator[Check]:
-    """Yield the checks of a machine. Only the first one, Ready, decides the page's status; the others explain it."""
+def machine_checks(machine: MachineOutcome) -> list[Check]:
+    """Return the checks of a machine. Only the first one, Ready, decides the page's status; the others explain it."""
     if not machine.conditions:
-        yield False, ConditionType.READY, NOT_EVALUATED
-        return
-    yield machine.ready.status is Status.TRUE, ConditionType.READY, _explain(machine.ready)
-    for each in machine.conditions:
-        if each.type is not ConditionType.READY:
-            yield each.status is Status.TRUE, each.type, _explain(each)
+        return [(False, ConditionType.READY, NOT_EVALUATED)]
+    others = (each for each in machine.conditions if each.type is not ConditionType.READY)
+    return [
+        (each.status is Status.TRUE, each.type, f"{each.status} {each.reason}: {each.message}")
+        for each in (machine.ready, *others)
+    ]
 
 
-def _explain(condition: Condition) -> str:
-    return f"{condition.status} {condition.reason}: {condition.message}"
-
-
-def _two_pages(path: str, checks: list[Check]) -> dict[str, Page]:
+def check_pages(path: str, checks: Sequence[Check]) -> dict[str, Page]:
     """Return the short and the verbose page of a path. The first check decides their status.
 
     If that check fails, both are verbose, so that the short page explains the failure, as in Kubernetes.
@@ -115,9 +86,8 @@ def _two_pages(path: str, checks: list[Check]) -> dict[str, Page]:
     good = checks[0][0]
     lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]
     lines.append(f"{path[1:]} check {'passed' if good else 'failed'}")
-    verbose = Page(
-        HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"{line}\n" for line in lines).encode()
-    )
+    status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
+    verbose = Page(status, "".join(f"{line}\n" for line in lines).encode())
     return {path: Page(HTTPStatus.OK, b"ok\n") if good else verbose, path + VERBOSE: verbose}
 
 

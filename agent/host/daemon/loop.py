@@ -23,8 +23,8 @@ from agent.host.daemon import health
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.health import PASSES, Fixes, Pass, View
 from agent.host.daemon.metrics import Metrics, unseen
-from agent.host.daemon.pages import Publisher
-from agent.host.daemon.server import Endpoint, LocalServer
+from agent.host.daemon.pages import publish
+from agent.host.daemon.server import Endpoint, Server, listen_locally
 from agent.host.daemon.wakeups import REPORTS, Wakeups, host_sources
 from agent.host.reconcile import NO_METRICS, PASS_FAILED, MachineOutcome, Outcome
 from agent.host.state.locks import locked
@@ -334,7 +334,7 @@ class Daemon:
         timing: Timing,
         gpu_errors: GpuErrors,
         wakeups: Wakeups,
-        local: LocalServer,
+        local: Server,
         fix: Fix = no_fixes,
     ) -> None:
         self._fix = fix
@@ -351,7 +351,7 @@ class Daemon:
         self._reconciler = self._make(loaded, self._progress)
         self._event_log.rejected(loaded.rejected)
         self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
-        self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence, self._event_log.guarded)
+        self._local = local
         self._outcome: Outcome | None = None
         self._observed = 0.0
         """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
@@ -494,24 +494,23 @@ class Daemon:
         return tuple(evaluated.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
-        self._publisher.publish(
-            View(
-                version=__version__,
-                machines=self._machines(),
-                outcome=self._outcome,
-                why_stale=self._why_stale,
-                written=time.time(),
-                observed=self._observed,
-                config_good=self._config_good,
-                config_loaded=self._config_loaded,
-                passes=self._passes,
-                wakeups=self._wakeups.tallies,
-                notes=self._notes(),
-                discarded=discarded(),
-                fixes=self._fixes(),
-                stuck=stuck(),
-            )
+        view = View(
+            version=__version__,
+            machines=self._machines(),
+            outcome=self._outcome,
+            why_stale=self._why_stale,
+            written=time.time(),
+            observed=self._observed,
+            config_good=self._config_good,
+            config_loaded=self._config_loaded,
+            passes=self._passes,
+            wakeups=self._wakeups.tallies,
+            notes=self._notes(),
+            discarded=discarded(),
+            fixes=self._fixes(),
+            stuck=stuck(),
         )
+        publish(view, self._endpoint, self._local, self._metrics, self._timing.evidence, self._event_log.guarded)
 
     def _fixes(self) -> Fixes:
         """Return the commands that fix what the last outcome shows; none if they cannot be named."""
@@ -540,7 +539,7 @@ def run(
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
-        local = LocalServer(system.full_path(RUNTIME), STATUSZ_SOCKET)
+        local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
         daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local, fix)
         signals = Signals(notifier, timing.grace)
         try:

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import BaseServer, TCPServer, ThreadingMixIn
+from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec import Struct, field
@@ -22,7 +23,7 @@ from agent.model.text import one_line
 from agent.system import files
 from agent.system.sockets import listening_user, peer_user
 
-# Manages a server's connection slots. If no slot is free, a new connection takes the slot of another one.
+log = logging.getLogger(__name__)
 
 
 class Slot(Struct):
@@ -39,7 +40,7 @@ class Peers:
 
     def __init__(self, slots: int) -> None:
         self._limit, self._lock = slots, threading.Lock()
-        self._slots: dict[socket.socket, Slot] = {}
+        self.slots: dict[socket.socket, Slot] = {}
         """Oldest connection first."""
 
     def admit(self, connection: socket.socket, peer: int | str, patience: float) -> bool:
@@ -49,15 +50,15 @@ class Peers:
         should have read the answer by then.
         """
         with self._lock:
-            if len(self._slots) >= self._limit:
+            if len(self.slots) >= self._limit:
                 ended = self._dispensable(peer, time.monotonic() - patience)
                 if ended is None:
                     return False
-                del self._slots[ended]
+                del self.slots[ended]
                 # After this, the thread of that connection reads end of file, and closes the connection.
                 with contextlib.suppress(OSError):
                     ended.shutdown(socket.SHUT_RDWR)
-            self._slots[connection] = Slot(peer)
+            self.slots[connection] = Slot(peer)
         return True
 
     def _dispensable(self, peer: int | str, cutoff: float) -> socket.socket | None:
@@ -67,22 +68,22 @@ class Peers:
         `peer` afterwards, or as many, or if `peer` has none: so a peer, whatever it does, cannot keep others from being
         served, and neither can somebody with many addresses or user ids keep out one who comes from another.
         """
-        held = Counter(slot.peer for slot in self._slots.values())
+        held = Counter(slot.peer for slot in self.slots.values())
         # A connection whose request is not complete has the time 0, so it is idle.
-        idle = [each for each, slot in self._slots.items() if slot.completed < cutoff]
-        ended = max(idle or self._slots, key=lambda each: held[self._slots[each].peer])
-        return ended if idle or not held[peer] or held[self._slots[ended].peer] > held[peer] + 1 else None
+        idle = [each for each, slot in self.slots.items() if slot.completed < cutoff]
+        ended = max(idle or self.slots, key=lambda each: held[self.slots[each].peer])
+        return ended if idle or not held[peer] or held[self.slots[ended].peer] > held[peer] + 1 else None
 
     def request_complete(self, connection: socket.socket) -> None:
         """Record that the connection's request is complete."""
         with self._lock:
-            if connection in self._slots:
-                self._slots[connection].completed = time.monotonic()
+            if connection in self.slots:
+                self.slots[connection].completed = time.monotonic()
 
     def leave(self, connection: socket.socket) -> None:
         """Free the slot of a connection that has ended."""
         with self._lock:
-            self._slots.pop(connection, None)
+            self.slots.pop(connection, None)
 
 
 CONNECTIONS = 8
@@ -96,17 +97,14 @@ ACCEPT_PAUSE = 0.1
 POLL = 3600.0
 """Seconds after which serve_forever checks again whether to stop. `stop` wakes it, so these checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
-NO_THREAD_ADVICE = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent`"
-"""What to do after EAGAIN. A server that gets no thread fails with this error."""
+BACKLOG = 128
+"""How many connections may wait to be accepted. If a burst fills the queue, the kernel drops a SYN, which costs the
+peer a second."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
 """VERBOSE and OPENMETRICS are suffixes of paths in Site: the verbose form of a health page, and the OpenMetrics form of
 /metrics."""
-
-
-Request = socket.socket | tuple[bytes, socket.socket]
-"""The type in which socketserver passes a connection."""
 
 
 class Page(Struct, frozen=True):
@@ -229,78 +227,21 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingMixIn, TCPServer):
-    """A server that listens as soon as it is created. The loop replaces `site` by one assignment, without a lock."""
+    """Serves `site` on a listening socket. The loop replaces `site` by one assignment, without a lock."""
 
-    allow_reuse_address = True
-    # socketserver's default queue has 5 places. If a burst of peers overflows the queue, the kernel drops a SYN, which
-    # costs the peer a second.
-    request_queue_size = 128
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: str, limits: Limits = LIMITS) -> None:
-        """Listen on an address of the configuration, `HOST:PORT` or `[IPv6]:PORT`.
-
-        Raises AgentError if the address cannot be bound.
-        """
-        host, _, port = address.rpartition(":")
-        try:
-            family, _, _, _, where = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self.serve(family, where, limits)
-        except UnicodeError as error:
-            raise AgentError(
-                f"configuration key metrics.address: {address} is not a host: {error}", "configure an address"
-            ) from error
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            user = listening_user(int(port)) if in_use else None
-            holder = f" by a process of user {user}, which answers Prometheus instead" if user is not None else ""
-            advice = {
-                errno.EADDRINUSE: "configure another address or port, or stop the process that holds it:"
-                f" `ss -lntp 'sport = :{port}'`",
-                errno.EAGAIN: NO_THREAD_ADVICE,
-            }
-            raise AgentError(
-                f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
-                advice.get(error.errno or 0, "configure one of this host's addresses: `ip -brief address` lists them"),
-            ) from error
-
-    def serve(
-        self,
-        family: socket.AddressFamily,
-        where: object,
-        limits: Limits,
-        listening: socket.socket | None = None,
-        site: Site = NO_PAGES,
-    ) -> None:
-        """Begin to serve on `listening`, a socket that listens already. If it is None, use a new socket at `where`.
-
-        Raises OSError. After an error, `listening` is still open.
-        """
-        self.site = site
-        self.limits = limits
-        self.peers = Peers(CONNECTIONS)
-        self.address_family = family
-        super().__init__(where, Handler, bind_and_activate=listening is None)  # type: ignore[arg-type]
-        if listening is not None:
-            # Replace the socket that TCPServer has made, which is not bound.
-            self.socket.close()
-            self.socket, self.server_address = listening, listening.getsockname()
+    def __init__(self, listening: socket.socket, site: Site = NO_PAGES, limits: Limits = LIMITS) -> None:
+        BaseServer.__init__(self, listening.getsockname(), Handler)
+        self.socket, self.site, self.limits, self.peers = listening, site, limits, Peers(CONNECTIONS)
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            # TasksMax= or the memory is used up.
-            if listening is None:
-                self.server_close()
-            raise OSError(errno.EAGAIN, str(error)) from error
+        self._thread.start()
 
     @property
     def port(self) -> int:
         """The port in use. The kernel chooses it if the address has port 0."""
-        return int(self.server_address[1])
+        return int(self.socket.getsockname()[1])
 
     def get_request(self) -> tuple[socket.socket, object]:
         try:
@@ -310,24 +251,18 @@ class Server(ThreadingMixIn, TCPServer):
             time.sleep(ACCEPT_PAUSE)
             raise
 
-    def process_request(self, request: Request, client_address: object) -> None:
-        if not self.peers.admit(_stream(request), peer_user(_stream(request)), self.limits.headers):
-            self.shutdown_request(request)
-            return
-        try:
+    def process_request(self, request: Any, client_address: object) -> None:  # noqa: ANN401 (no datagrams here)
+        if self.peers.admit(request, peer_user(request), self.limits.headers):
             super().process_request(request, client_address)
-        except RuntimeError:
-            # No thread could be started (TasksMax=), so none will free the slot at its end.
-            self.peers.leave(_stream(request))
-            raise
+        else:
+            self.shutdown_request(request)
 
-    def process_request_thread(self, request: Request, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.peers.leave(_stream(request))
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+        """Free the slot of a connection that has ended, or for which no thread could be started."""
+        self.peers.leave(request)
+        super().shutdown_request(request)
 
-    def handle_error(self, request: Request, client_address: object) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors, such as a peer that hangs up."""
 
     def stop(self) -> None:
@@ -339,40 +274,79 @@ class Server(ThreadingMixIn, TCPServer):
         self._thread.join(self.limits.whole)
 
 
-def _stream(request: Request) -> socket.socket:
-    """Return the connection. socketserver's type for it also allows datagrams."""
-    return request[1] if isinstance(request, tuple) else request
+def listen_on(address: str) -> socket.socket:
+    """Listen on an address of the configuration, `HOST:PORT` or `[IPv6]:PORT`. Raises AgentError."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(where)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    except UnicodeError as error:
+        raise AgentError(
+            f"configuration key metrics.address: {address} is not a host: {error}", "configure an address"
+        ) from error
+    except OSError as error:
+        holder, advice = "", "configure one of this host's addresses: `ip -brief address` lists them"
+        if error.errno == errno.EADDRINUSE:
+            if (user := listening_user(int(port))) is not None:
+                holder = f" by a process of user {user}, which answers Prometheus instead"
+            advice = (
+                f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`"
+            )
+        raise AgentError(
+            f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}", advice
+        ) from error
+    return listening
 
 
-# Serves the pages on the configured address, or on sockets that systemd passed.
+def listen_locally(directory: str, name: str) -> socket.socket:
+    """Listen on the Unix socket `name`, to which only root may connect. It replaces one that an earlier process left.
 
-
-log = logging.getLogger(__name__)
-
-
-class InheritedServer(Server):
-    """A server on a socket on which systemd listens, even while the service does not run (systemd.socket(5))."""
-
-    def __init__(self, listening: socket.socket, site: Site, limits: Limits = LIMITS) -> None:
-        """Serve the pages of `site`. Pages are needed at once, because peers may be waiting already."""
-        self.serve(listening.family, None, limits, listening, site)
-
-    def stop(self) -> None:
-        """Do nothing: a shutdown of the socket would also end systemd's listening. The threads end with the process."""
+    Raises AgentError.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        descriptor = files.open_probe(directory)
+        try:
+            # Use the directory's descriptor: the path may be too long for sun_path, which has room for 107 bytes.
+            path = f"/proc/self/fd/{descriptor}/{name}"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            # Other users can never connect: the file gets the socket's mode (unix_bind).
+            os.fchmod(listening.fileno(), 0o600)
+            listening.bind(path)
+            listening.listen(BACKLOG)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        listening.close()
+        raise AgentError(
+            f"{directory}/{name}: cannot listen: {error.strerror}",
+            f"check that {directory} is a directory that the agent can write to",
+        ) from error
+    return listening
 
 
 class Endpoint:
     """Servers on the sockets that systemd passed; if it passed none, a server on the configured address.
 
+    systemd listens on its sockets even while the service does not run (systemd.socket(5)), so they are never shut down.
     If another process uses the address, `listen` can be called again later.
     """
 
     def __init__(self, address: str, inherited: Sequence[socket.socket] = ()) -> None:
         self.error = ""
         """Why the pages are not served; empty if they are."""
-        self._address, self._site = address, Site()
-        self._server: Server | None = None
-        self._inherited, self._served = tuple(inherited), list[InheritedServer]()
+        self._address, self._site, self._inherited = address, NO_PAGES, inherited
+        self._servers: list[Server] = []
         for each in inherited:
             log.info("serving on %s, on which systemd listens; metrics.address is not used", each.getsockname())
         self.listen()
@@ -380,25 +354,25 @@ class Endpoint:
     def publish(self, site: Site) -> None:
         """Serve these pages from now on."""
         self._site = site
-        if self._server:
-            self._server.site = site
+        for server in self._servers:
+            server.site = site
         # Accept connections on systemd's sockets only now: without pages, peers that have waited would get "Not Found".
-        if len(self._served) < len(self._inherited):
-            self._accept()
-        for each in self._served:
-            each.site = site
+        for each in self._inherited[len(self._servers) :]:
+            self._servers.append(Server(each, site))
 
     def listen(self) -> None:
         """Start the server on the configured address, unless it runs or systemd passed sockets.
 
         The same failure is logged only once.
         """
-        if self._server or self._inherited:
+        if self._servers or self._inherited:
             return
         try:
-            self._use(Server(self._address))
+            self._serve(listen_on(self._address))
         except AgentError as error:
-            self._failed(error.message, one_line(str(error)))
+            if error.message != self.error:
+                log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
+            self.error = error.message
 
     def move(self, address: str) -> None:
         """Serve on another address. If it cannot be bound, raise AgentError and keep the old one.
@@ -408,80 +382,26 @@ class Endpoint:
         if address == self._address or self._inherited:
             return
         try:
-            server = Server(address)
+            listening = listen_on(address)
         except AgentError as error:
             in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if not self._server or not in_use or _port(address) != _port(self._address):
+            if not in_use or address.rpartition(":")[2] != self._address.rpartition(":")[2]:
                 raise
             # The old server may be in the way: no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
-            server = self._replace(self._server, address)
-        else:
-            if self._server:
-                self._server.stop()
-        self._address = address
-        self._use(server)
-
-    def _accept(self) -> None:
-        """Serve those of systemd's sockets that are not served yet."""
-        try:
-            for each in self._inherited[len(self._served) :]:
-                self._served.append(InheritedServer(each, self._site))
-            self.error = ""
-        except OSError as error:
-            why = f"the socket that systemd passed: {error.strerror}"
-            self._failed(why, why)
-
-    def _failed(self, error: str, detail: str) -> None:
-        if error != self.error:
-            log.error("cannot serve metrics and health pages; each pass tries again: %s", detail)
-        self.error = error
-
-    def _replace(self, old: Server, address: str) -> Server:
-        """Stop the old server, and return a new one; if that fails, raise AgentError and serve on the old address."""
-        old.stop()
-        self._server = None
-        try:
-            return Server(address)
-        except AgentError:
-            self.listen()
-            raise
-
-    def _use(self, server: Server) -> None:
-        server.site = self._site
-        self._server, self.error = server, ""
-        log.info("serving http://%s/metrics", self._address)
-
-
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
-
-
-# Serves /statusz on a Unix socket for root on this host.
-
-
-class LocalServer(Server):
-    """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
-
-    def __init__(self, directory: str, name: str) -> None:
-        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
-        try:
-            descriptor = files.open_probe(directory)
+            self._stop()
             try:
-                # Use the directory's descriptor: the path may be too long for sun_path, which has room for 107 bytes.
-                path = f"/proc/self/fd/{descriptor}/{name}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                self.serve(socket.AF_UNIX, path, Limits())
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            writable = f"check that {directory} is a directory that the agent can write to"
-            raise AgentError(
-                f"{directory}/{name}: cannot listen: {error.strerror}",
-                NO_THREAD_ADVICE if error.errno == errno.EAGAIN else writable,
-            ) from error
+                listening = listen_on(address)
+            except AgentError:
+                self.listen()
+                raise
+        self._stop()
+        self._address = address
+        self._serve(listening)
 
-    def server_bind(self) -> None:
-        """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""
-        os.fchmod(self.socket.fileno(), 0o600)
-        super().server_bind()
+    def _stop(self) -> None:
+        while self._servers:
+            self._servers.pop().stop()
+
+    def _serve(self, listening: socket.socket) -> None:
+        self._servers, self.error = [Server(listening, self._site)], ""
+        log.info("serving http://%s/metrics", self._address)

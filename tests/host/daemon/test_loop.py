@@ -24,7 +24,7 @@ from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.loop import Daemon, Notifier, Timing
-from agent.host.daemon.server import LocalServer
+from agent.host.daemon.server import Server, listen_locally
 from agent.host.daemon.wakeups import Wakeups
 from agent.model.device import FileIdentity
 from agent.system.files import System
@@ -683,7 +683,7 @@ def test_a_bad_configuration_does_not_count_as_read(service: Service) -> None:
 @contextmanager
 def daemon(service: Service, load: Callable[[], Loaded]) -> Iterator[Daemon]:
     """Yield a daemon in this process, whose loop does not run."""
-    local = LocalServer(str(service.root), "statusz.sock")
+    local = Server(listen_locally(str(service.root), "statusz.sock"))
     yield Daemon(
         load,
         lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),

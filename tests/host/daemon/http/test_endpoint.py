@@ -1,7 +1,6 @@
 """The addresses and sockets on which the pages are served."""
 
 import socket
-import threading
 import time
 from http import HTTPStatus
 from pathlib import Path
@@ -63,27 +62,3 @@ def test_an_address_that_cannot_be_bound_leaves_the_old_one() -> None:
             endpoint.move(f"0.0.0.0:{port}")
         assert endpoint.error == ""
         assert get(socket.AF_INET, ("127.0.0.1", port)).endswith(b"\r\n\r\nok\n")
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_a_server_without_a_thread_is_tried_again(passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service may have reached its limit of tasks. It goes on without metrics, and says so."""
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", start)
-            if not passed:
-                listening.close()
-            endpoint = Endpoint(f"127.0.0.1:{address[1]}", (listening,) if passed else ())
-            for _ in range(2):
-                endpoint.publish(SITE)
-                endpoint.listen()
-                assert endpoint.error.endswith(": can't start new thread")
-        endpoint.listen()
-        endpoint.publish(SITE)
-        assert endpoint.error == ""
-        assert get(socket.AF_INET, address).endswith(b"\r\n\r\nok\n")

@@ -2,7 +2,7 @@
 
 from http import HTTPStatus
 
-from agent.host.daemon.health import changes, machine_pages, status_line
+from agent.host.daemon.health import changes, check_pages, machine_checks, status_line
 from agent.host.reconcile import MachineOutcome
 from agent.model.conditions import ConditionType, Reason, false, unknown
 from tests.fakes.reconciler import conditions
@@ -23,7 +23,7 @@ def test_before_its_first_pass_a_machine_is_not_evaluated() -> None:
     # Many machines still fit in after a long path.
     assert len(status_line([NOT_YET], ["x" * 1000])) < 400
     path = "/readyz/machines/gpu-node"
-    page = machine_pages(path, NOT_YET)[path]
+    page = check_pages(path, machine_checks(NOT_YET))[path]
     assert page.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert page.body == b"[-]Ready not evaluated\nreadyz/machines/gpu-node check failed\n"
 

@@ -27,11 +27,12 @@ from agent.host.daemon.server import (
     POLICY,
     VERBOSE,
     Limits,
-    LocalServer,
     Page,
     Peers,
     Server,
     Site,
+    listen_locally,
+    listen_on,
 )
 from agent.model.errors import AgentError
 from tests.fakes.waiting import wait_for
@@ -41,7 +42,7 @@ LONG = 10**9
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    running = Server("127.0.0.1:0")
+    running = Server(listen_on("127.0.0.1:0"))
     running.site = Site(
         fresh={
             "/metrics": Page(HTTPStatus.OK, b"text\n", "text/plain; version=0.0.4"),
@@ -150,16 +151,15 @@ def test_a_body_is_not_waited_for(server: Server, kind: bytes) -> None:
 
 SERVE_TCP = """
 import sys, time
-from agent.host.daemon.server import Limits, Server
-server = Server("127.0.0.1:0", Limits(headers=60.0, whole=120.0))
+from agent.host.daemon.server import Limits, Server, listen_on
+server = Server(listen_on("127.0.0.1:0"), limits=Limits(headers=60.0, whole=120.0))
 print(server.port, flush=True)
 time.sleep(600)
 """
 SERVE_LOCALLY = """
 import sys, time
-from agent.host.daemon.server import LocalServer
-server = LocalServer(sys.argv[1], "statusz.sock")
-server.limits = type(server.limits)(headers=60.0, whole=120.0)
+from agent.host.daemon.server import Limits, Server, listen_locally
+server = Server(listen_locally(sys.argv[1], "statusz.sock"), limits=Limits(headers=60.0, whole=120.0))
 print(0, flush=True)
 time.sleep(600)
 """
@@ -364,7 +364,7 @@ def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypa
         for _ in range(CONNECTIONS + 1):
             assert connect(server, stack, 1)[0].recv(1) == b""
     # A closed connection in a place makes way for a new one, so an answer alone shows nothing.
-    assert not server.peers._slots
+    assert not server.peers.slots
     assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
@@ -395,7 +395,7 @@ def test_ipv6_literal() -> None:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    running = Server("[::1]:0")
+    running = Server(listen_on("[::1]:0"))
     try:
         assert running.socket.family is socket.AF_INET6
         with socket.create_connection(("::1", running.port), timeout=10) as peer:
@@ -411,7 +411,7 @@ def test_a_taken_port_names_the_key(server: Server) -> None:
         match=rf"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use by a process of user "
         rf"{os.getuid()},.*configure.*`ss -lntp 'sport = :\d+'`",
     ):
-        Server(f"127.0.0.1:{server.port}")
+        listen_on(f"127.0.0.1:{server.port}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -425,15 +425,15 @@ def test_attack_a_process_that_takes_the_port_is_named() -> None:
     stolen.bind(("127.0.0.1", 0))
     stolen.listen()
     with stolen, pytest.raises(AgentError, match="by a process of user 65534, which answers Prometheus instead"):
-        Server(f"127.0.0.1:{stolen.getsockname()[1]}")
+        listen_on(f"127.0.0.1:{stolen.getsockname()[1]}")
 
 
 def test_a_stopped_server_frees_its_port(server: Server) -> None:
-    second = Server("127.0.0.1:0")
-    started = time.monotonic()
+    second = Server(listen_on("127.0.0.1:0"))
+    port, started = second.port, time.monotonic()
     second.stop()
     assert time.monotonic() - started < 1
-    third = Server(f"127.0.0.1:{second.port}")
+    third = Server(listen_on(f"127.0.0.1:{port}"))
     third.stop()
 
 
@@ -458,7 +458,7 @@ def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) 
     before = os.umask(0)
     try:
         for body in (b"first\n", b"second\n"):
-            server = LocalServer(str(directory), "statusz.sock")
+            server = Server(listen_locally(str(directory), "statusz.sock"))
             try:
                 assert stat.S_IMODE((directory / "statusz.sock").stat().st_mode) == 0o600
                 server.site = Site({"/statusz": Page(HTTPStatus.OK, body)}, {}, time.monotonic() + LONG)
@@ -472,7 +472,7 @@ def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) 
 
 def test_a_local_server_without_its_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="nowhere/statusz"):
-        LocalServer(str(tmp_path / "nowhere"), "statusz.sock")
+        listen_locally(str(tmp_path / "nowhere"), "statusz.sock")
 
 
 def test_browsers_get_a_policy_without_scripts(server: Server) -> None:
