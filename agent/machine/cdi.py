@@ -22,7 +22,7 @@ from agent.model.contract import AllocatableDevice, AllocatableVendor, render_al
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
 from agent.model.handoff import GrantedDevice, Repair, Request, with_remark
-from agent.model.json_document import json_for_yaml
+from agent.model.json_document import json_for_yaml, parse_json
 from agent.model.paths import (
     ALLOCATABLE,
     CDI_DIRECTORIES,
@@ -69,8 +69,8 @@ def published_candidate(
     """
     try:
         text = system.read_untrusted(vendor.spec_path)[0]
-        spec = json.loads(text)
-    except (FileNotFoundError, ValueError, RecursionError):
+        spec = parse_json(text)
+    except (FileNotFoundError, ValueError):
         return None
     except OSError as error:
         if error.errno not in UNUSABLE:
@@ -710,12 +710,12 @@ def _container(system: System, name: str) -> dict[str, Any] | None:
     The result is empty for a container without driver roots and devices.
     """
     try:
-        specification = json.loads(system.read(f"{BUNDLES}/{name}/config.json"))
+        specification = parse_json(system.read(f"{BUNDLES}/{name}/config.json"))
         annotations = specification.get("annotations") or {}
         sources = [str(mount.get("source")) for mount in specification.get("mounts") or ()]
         devices = (specification.get("linux") or {}).get("devices") or ()
         numbers = {str(device["path"]): [int(device["major"]), int(device["minor"])] for device in devices}
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
     inside = f"{MACHINE_HOST_NVIDIA}/"
     places = {source.removeprefix(inside).partition("/")[0] for source in sources if source.startswith(inside)}

@@ -7,7 +7,6 @@ checkpoint that is older than the sockets proves nothing.
 """
 
 import fnmatch
-import json
 import math
 import re
 import time
@@ -30,6 +29,7 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
 from agent.model.handoff import SIZE_LIMIT, Request
+from agent.model.json_document import parse_json
 from agent.model.paths import DRA_STATUS, NODE_FILES
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
@@ -172,8 +172,8 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     """
     hint = "see the kubelet's log; the kubelet writes the file again when a device plugin registers"
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data)
+    except ValueError as error:
         raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
     if not isinstance(document, dict):
         raise DocumentError(f"{CHECKPOINT}: not a JSON object", hint)
@@ -309,12 +309,12 @@ def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, ad
 
 def _problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
     try:
-        spec = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        spec = parse_json(content)
+    except ValueError as error:
         return (f"it is not JSON: {error}",)
     try:
-        own = json.loads(system.read_untrusted(vendor.spec_path)[0])
-    except (OSError, ValueError, RecursionError):
+        own = parse_json(system.read_untrusted(vendor.spec_path)[0])
+    except (OSError, ValueError):
         own = None
     live = live_numbers(system, request.devices)
     return vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)

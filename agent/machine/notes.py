@@ -18,6 +18,7 @@ from agent.model.conditions import Condition, ConditionType, Reason, Status, fal
 from agent.model.contract import SILENT_AFTER
 from agent.model.errors import AgentError, ApplyError
 from agent.model.handoff import Handoff, Repair, with_remark
+from agent.model.json_document import parse_json
 from agent.model.paths import (
     DRA_STATUS_NAME,
     GPU_STATES_NAME,
@@ -216,8 +217,8 @@ def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
 
 def _parse(content: bytes) -> object:
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
+        return parse_json(content)
+    except ValueError:
         return None
 
 

@@ -28,11 +28,19 @@ NAME_SHOWN = 100
 """Characters of a name in a document that an error shows."""
 
 
+def parse_json(data: bytes | str) -> Any:  # noqa: ANN401
+    """Return what a JSON document has. Raises ValueError for any that is invalid, or nested too deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError(f"nested too deeply: {error}") from error
+
+
 def parse_object(where: str, data: bytes) -> dict[str, Any]:
     """Return the JSON object that a document consists of."""
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except ValueError as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
     return require_object(where, value)
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from agent.model.conditions import Reason
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
-from agent.model.json_document import in_json, parse_object
+from agent.model.json_document import in_json, parse_json, parse_object
 from agent.model.text import one_line
 from agent.system.deadlines import bounded
 from agent.system.files import System
@@ -93,9 +93,9 @@ KINDS: Mapping[int, type[ApiError]] = {
 def api_error(request: str, status: int, body: bytes) -> ApiError:
     """Return the error for an answer with this status; `body` is usually a Status object (meta/v1)."""
     try:
-        document = json.loads(body)
+        document = parse_json(body)
         message = str(document.get("message") or "") if isinstance(document, dict) else ""
-    except (ValueError, RecursionError):
+    except ValueError:
         message = body.decode(errors="replace")
     text = one_line(message)[:SHOWN] or "no message"
     phrase = next((f" {each.phrase}" for each in HTTPStatus if each == status), "")
@@ -628,8 +628,8 @@ def _bounded(data: bytes, what: str) -> bytes:
 
 def _object(what: str, data: bytes) -> dict[str, Any]:
     try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        answer = parse_json(data)
+    except ValueError as error:
         raise ApiError(what, f"the answer is not JSON: {error}") from error
     if not isinstance(answer, dict):
         raise ApiError(what, f"the answer is not an object but {in_json(answer)}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.model.errors import DocumentError
+from agent.model.json_document import parse_json
 
 DEVICE_KEYS = frozenset({"name", "containerEdits"})
 
@@ -188,8 +189,8 @@ def device_names(text: str) -> tuple[str, ...]:
     YAML and PyYAML is missing.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse_json(text)
+    except ValueError:
         document = _parse_yaml(text)
     kind, devices = (_names_member(document, key) for key in ("kind", "devices"))
     if not isinstance(kind, str) or not isinstance(devices, list):

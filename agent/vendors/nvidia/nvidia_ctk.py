@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from agent.model.device import DeviceKind, DeviceNumber, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnsupportedError
 from agent.model.handoff import FabricAnswer, GrantedDevice, GrantedFile, Request
+from agent.model.json_document import parse_json
 from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, printable
 from agent.system.files import System
@@ -136,8 +137,8 @@ def _run(
 def read_output(system: System, directory: str) -> object:
     """Return the specification that nvidia-ctk wrote into a directory. Raises OSError or DocumentError."""
     try:
-        return json.loads(system.read(output_file(directory)))
-    except (ValueError, RecursionError) as error:
+        return parse_json(system.read(output_file(directory)))
+    except ValueError as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
 
 
@@ -194,8 +195,8 @@ def _version(system: System) -> tuple[int, ...]:
     """
     identity = list(system.identity(NVIDIA_CTK)) if system.exists(NVIDIA_CTK) else []
     try:
-        cached = json.loads(system.read(VERSION_CACHE))
-    except (OSError, ValueError, RecursionError):
+        cached = parse_json(system.read(VERSION_CACHE))
+    except (OSError, ValueError):
         # Run the program instead.
         cached = None
     match cached:
