@@ -6,8 +6,8 @@ A call that misses its deadline is abandoned, and not repeated while it hangs.
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -89,7 +89,7 @@ _idle: list[_Worker] = []
 
 
 def _worker() -> _Worker:
-    """Return an idle worker or a new one. Raises RuntimeError if no thread can be started."""
+    # Another thread may take the last idle one at any time.
     try:
         return _idle.pop()
     except IndexError:
@@ -108,23 +108,13 @@ class Reader(Protocol):
     def read_text(self, path: str) -> str: ...
 
 
-def bounded(
-    what: str,
-    call: Callable[[], T],
-    seconds: float,
-    *,
-    is_source: bool = False,
-    part: Callable[[], tuple[str, float]] | None = None,
-) -> T:
+def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> T:
     """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` still hangs.
 
     Raises OSError (EAGAIN) if no thread can be started.
-
-    If the call has parts, `part` returns the name of the part that runs, and when that part began, by time.monotonic().
-    Each part gets `seconds`. If a part hangs, it is recorded by the part's name, not as `what`.
     """
     if what in stuck():
-        raise _still_hangs(what)
+        raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
     running = _Call(call, is_source=is_source)
     try:
         worker = _worker()
@@ -132,21 +122,12 @@ def bounded(
         # The unit's limit of tasks (TasksMax=), or the host's, is reached.
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
-    whole = what, time.monotonic()
-    name, began = part() if part else whole
-    while not running.wait(max(0.0, began + seconds - time.monotonic())):
-        current, current_began = part() if part else whole
-        if current == name:
-            _overdue[name] = running
-            # A shortened limit may be less than a second, and would be shown as 0 s.
-            limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", name)
-        name, began = current, current_began
-    return running.result()
-
-
-def _still_hangs(what: str) -> TimeoutError:
-    return TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
+    if running.wait(seconds):
+        return running.result()
+    _overdue[what] = running
+    # A shortened limit may be less than a second, and would be shown as 0 s.
+    limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
+    raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", what)
 
 
 def stuck() -> tuple[str, ...]:
@@ -190,65 +171,16 @@ def read_device_text(system: Reader, path: str) -> str:
     return call_device(_place(system, path), lambda: system.read_text(path))
 
 
-def read_device_texts(system: Reader, paths: Sequence[str], seconds: float = DEVICE_CALL) -> Iterator[str | OSError]:
+def read_device_texts(system: Reader, paths: Iterable[str], seconds: float = DEVICE_CALL) -> Iterator[str | OSError]:
     """Read many files that a driver provides, each as `read_device_text` does. Yield the text or error of each.
 
-    One worker reads them all, because handing each file to a worker takes longer than reading it. If the worker hangs
-    at a file, another worker continues with the next file, but only when the caller asks for that file. So a caller
-    that stops at an error leaves only one worker behind, however many files hang.
+    A caller that stops at an error leaves only one worker behind, however many files hang.
     """
-    remaining = [(path, _place(system, path)) for path in paths]
-    while remaining:
-        batch = _not_stuck(remaining)
-        if not batch:
-            yield _still_hangs(remaining.pop(0)[1])
-            continue
-        reading = _Reading(system, batch)
+    for path in paths:
         try:
-            limit = _shortened(seconds, is_source=False)
-            bounded(batch[0][1], reading.run, limit, part=reading.part)
+            yield call_device(_place(system, path), partial(system.read_text, path), seconds)
         except OSError as error:
-            reading.abandoned = True
-            # The file is found by the name in the error, because by now the worker may have continued with later files.
-            failed = [place for _, place in batch].index(str(error.filename))
-            yield from reading.texts[:failed]
             yield error
-            del remaining[: failed + 1]
-        else:
-            yield from reading.texts
-            del remaining[: len(batch)]
-
-
-def _not_stuck(files: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the files (pairs of path and name) that precede the first one at which an earlier call still hangs."""
-    hanging = stuck()
-    return list(takewhile(lambda file: file[1] not in hanging, files))
-
-
-class _Reading:
-    """A call that reads many files, given as pairs of path and name, one after the other."""
-
-    def __init__(self, system: Reader, files: Sequence[tuple[str, str]]) -> None:
-        self._system, self._files = system, files
-        self._began = time.monotonic()
-        self.texts: list[str | OSError] = []
-        self.abandoned = False
-        """Whether the caller has given up. If so, the worker stops after the file that it is reading."""
-
-    def run(self) -> None:
-        for path, _ in self._files:
-            if self.abandoned:
-                return
-            self._began = time.monotonic()
-            try:
-                text: str | OSError = self._system.read_text(path)
-            except OSError as error:
-                text = error
-            self.texts.append(text)
-
-    def part(self) -> tuple[str, float]:
-        """Return the name of the file that is being read, and when that began. After the last file, return its name."""
-        return self._files[min(len(self.texts), len(self._files) - 1)][1], self._began
 
 
 def _place(system: Reader, path: str) -> str:
