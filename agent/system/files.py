@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 
 from agent.model.device import DeviceNumber, FileIdentity
@@ -65,6 +65,16 @@ class Rooted:
         inner.root = root.rstrip("/") or "/"
         return inner
 
+    def image(self, directory: str) -> Self:
+        """Return a copy whose root is the root file system of an image that is not trusted.
+
+        As for any root, no link leads out of it. While files are written there, no other process may change it. Raises
+        OSError, also if `directory` itself is a link.
+        """
+        if self.read_link(directory) is not None:
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link", directory)
+        return self.below(directory)
+
     def noting(self, note: Callable[[Access], None]) -> Self:
         """Return a copy of this object that calls `note` before each access."""
         # Imported here: the machine half never needs it.
@@ -87,6 +97,11 @@ class Rooted:
         """Return whether the path is a regular file, or a link to one."""
         found = self._status(path)
         return found is not None and stat.S_ISREG(found.st_mode)
+
+    def is_program(self, path: str) -> bool:
+        """Return whether the path is an executable file, or a link to one."""
+        found = self._status(path)
+        return found is not None and stat.S_ISREG(found.st_mode) and bool(found.st_mode & 0o111)
 
     def is_mount(self, path: str) -> bool:
         """Return whether a file system, or a file of another file system, is mounted at the path."""
@@ -565,16 +580,20 @@ class System(Rooted):
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: no reader ever sees a part of the content."""
-        self._write(path, content, mode, durable=True)
+        self._write(path, (content,), mode, durable=True)
+
+    def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
+        """Replace a file as `write` does. If `chunks` raises an error, the old file stays."""
+        self._write(path, chunks, mode, durable=True)
 
     def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically. Until `sync`, a crash of the kernel may leave the old file or a damaged one."""
-        self._write(path, content, mode, durable=False)
+        self._write(path, (content,), mode, durable=False)
 
-    def _write(self, path: str, content: bytes, mode: int, *, durable: bool) -> None:
+    def _write(self, path: str, chunks: Iterable[bytes], mode: int, *, durable: bool) -> None:
         self.make_directory(os.path.dirname(path))
         with self._named(path), self._replacing(path) as temporary, new_file(temporary) as file:
-            file.write(content)
+            file.writelines(chunks)
             file.flush()
             os.fchmod(file.fileno(), mode)
             if durable:

@@ -5,6 +5,7 @@ import posixpath
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never
 
 from msgspec import Struct
@@ -58,7 +59,8 @@ from agent.model.paths import (
     staged_prefix,
 )
 from agent.model.text import sha256
-from agent.system.copy import RootWriter, clear, refuse_mounts
+from agent.system import files
+from agent.system.copy import CHUNK, clear, refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
@@ -187,25 +189,25 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 def _fill(action: FillRoot, system: System) -> None:
     # If an interrupted attempt has already renamed the unpacked directory to `staged`, there is nothing to rename.
     if system.link_inode(action.unpacked) is not None:
-        _require_kubelet(action, RootWriter(system.full_path(action.unpacked)))
+        _require_kubelet(action, system.image(action.unpacked))
         system.rename(action.unpacked, action.staged)
-    writer = RootWriter(system.full_path(action.staged))
+    root = system.image(action.staged)
     listed: dict[str, tuple[str, int]] = {}
     for binary in action.binaries:
-        listed |= _put(binary, writer, system)
+        listed |= _put(binary, root, system)
     for file in action.files:
-        writer.write(file.path, file.content, file.mode)
+        root.write(file.path, file.content, file.mode)
     listed |= {each.path: (sha256(each.content), len(each.content)) for each in action.files}
-    writer.write(NODE_FILES, render_node_files(listed))
+    root.write(NODE_FILES, render_node_files(listed))
 
 
-def _require_kubelet(action: FillRoot, image: RootWriter) -> None:
+def _require_kubelet(action: FillRoot, image: System) -> None:
     if any(each.name == "kubelet" for each in action.binaries) or any(map(image.is_program, KUBELET)):
         return
     raise ApplyError("the image has no kubelet", "add it with a table [machines.NAME.node.binaries]: docs/bootstrap.md")
 
 
-def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tuple[str, int]]:
+def _put(binary: NodeBinary, root: System, system: System) -> dict[str, tuple[str, int]]:
     """Put a fetched program, or the programs of a fetched archive, into a root file system.
 
     Returns each program's digest and size by its path, for the list of files that nobody should change
@@ -213,9 +215,10 @@ def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tu
     """
     path = cached(binary, BINARIES)
     if not binary.archive:
-        writer.copy(system.full_path(path), binary.path, 0o755)
+        with files.plain(system.full_path(path)) as reading:
+            root.stream(binary.path, iter(partial(reading.read, CHUNK), b""), 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
-    programs = put_programs(binary, system.full_path(path), writer)
+    programs = put_programs(binary, system.full_path(path), root)
     # An archive of several programs is that of the CNI plugins. Leave them out of the result, because network plugins
     # may replace some of them with their own editions.
     return programs if binary.archive == "program" else {}

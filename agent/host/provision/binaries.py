@@ -22,7 +22,6 @@ from agent.host.provision.fetch_errors import PROXY_HINT
 from agent.model.errors import ApplyError
 from agent.model.node import Archive, NodeBinary
 from agent.system import files
-from agent.system.copy import RootWriter
 from agent.system.deadlines import bounded
 from agent.system.files import System, temporary_path
 from agent.system.http import open_url
@@ -271,7 +270,7 @@ class _Metered:
         try:
             return self._content.read(size)
         except gzip.BadGzipFile as error:
-            # BadGzipFile is an OSError, which RootWriter would report as a failure to write the program's file.
+            # BadGzipFile is an OSError, which `stream` would report as a failure to write the program's file.
             raise tarfile.ReadError(str(error)) from error
 
 
@@ -288,7 +287,7 @@ class _Entry(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from error
 
 
-def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
+def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple[str, int]]:
     """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
     Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
@@ -299,9 +298,9 @@ def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str,
         with files.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
             for name, program in _programs(cast(BinaryIO, content)):
                 if binary.archive == "programs":
-                    found |= _put(program, f"{binary.path}/{name}", writer)
+                    found |= _put(program, f"{binary.path}/{name}", root)
                 elif name == binary.name:
-                    found |= _put(program, binary.path, writer)
+                    found |= _put(program, binary.path, root)
     except DAMAGED as error:
         raise ApplyError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
     if not found:
@@ -337,7 +336,7 @@ def _entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarIn
             yield archive, entry
 
 
-def _put(program: IO[bytes], path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
+def _put(program: IO[bytes], path: str, root: System) -> dict[str, tuple[str, int]]:
     digest, size = hashlib.sha256(), 0
 
     def chunks() -> Iterator[bytes]:
@@ -347,7 +346,7 @@ def _put(program: IO[bytes], path: str, writer: RootWriter) -> dict[str, tuple[s
             size += len(chunk)
             yield chunk
 
-    writer.stream(path, chunks(), 0o755)
+    root.stream(path, chunks(), 0o755)
     return {path: (digest.hexdigest(), size)}
 
 

@@ -28,7 +28,7 @@ from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
 from agent.model.text import sha256
 from agent.system import files
-from agent.system.copy import RootWriter, clear
+from agent.system.copy import clear
 from agent.system.files import System
 
 PLAIN_IMAGE, NVIDIA_IMAGE = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
@@ -468,8 +468,8 @@ def _unpack(image: NodeImage, partial: str, system: System) -> None:
         )
     except CommandError as error:
         raise explained(error, image.name) from error
-    writer = RootWriter(f"{directory}/root")
-    if not any(writer.is_program(path) for path in INIT):
+    root = system.image(f"{partial}/root")
+    if not any(root.is_program(path) for path in INIT):
         raise ApplyError(
             f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine",
             "use an image that containerfiles/ builds, or one with systemd",
