@@ -188,7 +188,6 @@ class _Connection:
 
 
 def _error_name(message: Message) -> str:
-    """Return the error's name; empty if the message is not an error."""
     return str(message.header.fields.get(HeaderFields.error_name, ""))
 
 

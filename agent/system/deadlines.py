@@ -26,8 +26,6 @@ then, the kernel gives it to another thread and wakes only that thread, so the m
 
 
 class _Call(Generic[T]):
-    """One call for a worker to run."""
-
     def __init__(self, call: Callable[[], T], *, is_source: bool) -> None:
         self.is_source = is_source
         """Whether the call observes the source of a mount (`call_source`)."""

@@ -126,7 +126,6 @@ class Sysfs:
             return ()
 
     def _pci_device(self, address: str, names: tuple[str, ...]) -> PciDevice | None:
-        """Return the device; None if its class is not `listed`, or the device was removed meanwhile."""
         place = f"{PCI_DEVICES}/{address}"
         try:
             kind = self._number(f"{place}/class")
@@ -159,7 +158,6 @@ class Sysfs:
         return False
 
     def _override(self, place: str) -> str:
-        """Return the device's driver_override; empty if it has none (driver_override_show in the kernel)."""
         try:
             text = self._system.attribute(f"{place}/driver_override").strip()
         except FileNotFoundError:
@@ -193,7 +191,6 @@ class Sysfs:
         return DrmDevice(f"{DRI}/{name}", device if PCI_ADDRESS.fullmatch(device) else "")
 
     def _number(self, path: str) -> int:
-        """Return the hexadecimal number in a file. Raises OSError."""
         text = self._system.attribute(path).strip()
         try:
             return int(text, 16)

@@ -166,7 +166,6 @@ def _runtime_socket(system: System, arguments: Sequence[str]) -> str:
 
 
 def _programs(system: System) -> dict[int, Sequence[str]]:
-    """Return the arguments of all processes, by id, the lowest id first."""
     processes = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
     return {each: arguments for each in processes if (arguments := _arguments(system, each))}
 
@@ -181,7 +180,6 @@ def _other_program(system: System, programs: dict[int, Sequence[str]]) -> str:
 def _in_services(
     system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
 ) -> list[Candidate]:
-    """Return the candidates that are in a service, as far as the names of their cgroups say."""
     found = _candidates(system, programs, wanted)
     return [each for each in found if any(path.endswith((".service", ".slice")) for path in each.cgroups)]
 
@@ -229,7 +227,6 @@ def _kubelet(
 def _candidates(
     system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
 ) -> list[Candidate]:
-    """Return the processes whose arguments are wanted and that may be a service of root, the lowest id first."""
     found = (_candidate(system, process) for process, arguments in programs.items() if wanted(arguments))
     return [each for each in found if each and wanted(each.arguments)]
 
@@ -280,14 +277,12 @@ def _service(system: System, candidate: Candidate) -> Process | None:
 
 
 def _main_processes(system: System, services: set[str]) -> set[int]:
-    """Return the ids of the services' main processes, as systemd knows them. Raises CommandError."""
     command = ("systemctl", "show", "--property=MainPID", "--value", "--")
     shown = system.run(*command, *sorted(services), timeout=SYSTEMD_LIMIT)
     return {int(each) for each in shown.split() if each.isdecimal()}
 
 
 def _services(cgroups: Sequence[str]) -> set[str]:
-    """Return the names of the services in which cgroups are, as far as their paths say."""
     # The service is the nearest one: it may have cgroups of its own below (Delegate=).
     nearest = (next(filter(SERVICE.fullmatch, reversed(path.split("/"))), "") for path in cgroups)
     return {*nearest} - {""}
@@ -303,7 +298,6 @@ def _arguments(system: System, process: int) -> Sequence[str]:
 
 
 def _process(system: System, number: int) -> Process | None:
-    """Return the process that has this id; None if there is none."""
     # The name, in parentheses, may itself have parentheses. The start is the 22nd field (proc_pid_stat(5)).
     fields = _read(system, number, "stat").rpartition(")")[2].split()
     return Process(number, fields[19]) if len(fields) > 19 else None
@@ -315,7 +309,6 @@ def _status(system: System, process: int) -> dict[str, list[str]]:
 
 
 def _cgroups(system: System, process: int) -> list[str]:
-    """Return the paths of a process's cgroups; none if it has ended."""
     return [line.split(":", 2)[-1] for line in _read(system, process, "cgroup").splitlines()]
 
 
@@ -332,7 +325,6 @@ def _text(system: System, path: str) -> str:
 
 
 def _option(arguments: Sequence[str], name: str) -> str:
-    """Return the last value of an option, `--name=value` or `--name value`; empty if it is missing."""
     value = ""
     for index, each in enumerate(arguments):
         if each.startswith(f"{name}="):

@@ -242,7 +242,6 @@ def _is_main(route: nlmsg) -> bool:
 
 
 def _source(netlink: IPRoute, route: nlmsg, family: int) -> str:
-    """Return the source address of packets on a route; empty if there is none."""
     if preferred := route.get("prefsrc"):
         return str(preferred)
     index = route.get("oif") or next((hop["oif"] for hop in route.get("multipath") or ()), 0)

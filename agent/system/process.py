@@ -173,7 +173,6 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start the program, or raise OSError."""
     try:
         # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
         return subprocess.Popen(

@@ -202,7 +202,6 @@ class _Search:
         return has_memory
 
     def _threads(self, pid: int) -> list[int]:
-        """Return the ids of the threads, the main thread's first."""
         return sorted((int(name) for name in self._system.entries(f"/proc/{pid}/task")), key=lambda each: each != pid)
 
     def _add(self, pid: int, link: str) -> bool:
@@ -216,7 +215,6 @@ class _Search:
         return True
 
     def _add_holder(self, pid: int, holders: dict[int, Holder]) -> None:
-        """Describe a process that has a device open, and add it to `holders`."""
         paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
         # The process chooses some fields of its status, but the kernel escapes newlines, so each line is a whole field.
         status = dict(line.split(":", 1) for line in self._lines(pid, "status") if ":" in line)

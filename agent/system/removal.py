@@ -193,7 +193,6 @@ class _Walk:
 
 
 def _real(path: str) -> str:
-    """Return the path with links resolved, except in the last component."""
     directory, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(directory), name)
 

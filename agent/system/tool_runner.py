@@ -125,7 +125,6 @@ def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
 
 
 def _status(running: sh.RunningCommand) -> int:
-    """Wait until the program exits. Return its exit code, or minus the number of the signal that killed it."""
     try:
         running.wait()
         return int(running.exit_code)

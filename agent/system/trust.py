@@ -200,8 +200,6 @@ Files = dict[Access, State | None]
 
 
 class _Kept(Struct, frozen=True):
-    """A result that may be used again."""
-
     key: object
     files: Files
     result: Any

@@ -69,8 +69,8 @@ OPENING_METHODS = {"read_bytes", "write_bytes", "write_text"}
 """pathlib's. Its read_text has the same name as ours, so pathlib itself is refused."""
 OPENING_MODULES = {"codecs", "fileinput", "glob", "linecache", "mmap", "pathlib", "shelve", "shutil", "tempfile"}
 DOORS = {"system/files.py", "system/removal.py", "machine/open_nodes.py"}
-"""Modules that may open files. One opens directories to remove them; one opens device nodes to test them, in a child that
-may hang."""
+"""Modules that may open files. One opens directories to remove them; one opens device nodes to test them, in a child
+that may hang."""
 
 DATA_CLASSES = {
     # Records of what `up` found and made, and what they consist of.

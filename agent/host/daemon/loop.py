@@ -482,7 +482,6 @@ class Daemon:
         self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
 
     def _notes(self) -> tuple[health.Check, ...]:
-        """Return checks for /readyz?verbose that do not affect its status."""
         error = self._gpu_errors.error
         last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
         hanging = tuple((False, "stuck", what) for what in stuck())
@@ -513,7 +512,6 @@ class Daemon:
         publish(view, self._endpoint, self._local, self._metrics, self._timing.evidence, self._event_log.guarded)
 
     def _fixes(self) -> Fixes:
-        """Return the commands that fix what the last outcome shows; none if they cannot be named."""
         if self._outcome:
             with self._event_log.guarded("name the commands that fix faults"):
                 return self._fix(self.config, self._outcome)

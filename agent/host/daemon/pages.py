@@ -165,7 +165,6 @@ def _trouble(outcome: Outcome) -> Iterator[str]:
 
 
 def _history(passes: Iterable[Pass]) -> Iterator[str]:
-    """Yield what the remembered passes changed, and what failed in them, the latest first."""
     rows = [
         (f"<time>{_text(each.ended)}</time>", _text(each.trigger), _text("; ".join((*each.actions, *each.failures))))
         for each in passes
@@ -210,7 +209,6 @@ def _statusz_machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, 
 
 
 def _statusz_condition(condition: Condition) -> dict[str, str | None]:
-    """Return the condition without its type, which is the key."""
     return {key: value for key, value in condition.to_kubernetes().items() if key != "type"}
 
 

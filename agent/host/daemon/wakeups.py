@@ -173,7 +173,6 @@ class Wakeups:
         return next(iter(due))
 
     def _pass_time(self, first: float, last: float) -> float:
-        """Return when to begin the pass for events that came between `first` and `last`."""
         settling = self.settling
         return max(min(last + settling.quiet, first + settling.longest), self._spaced - settling.spacing)
 
