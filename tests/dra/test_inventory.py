@@ -245,7 +245,7 @@ def test_complete_facts_are_looked_up_again_after_an_hour(
         (device,) = inventory.devices().values()
         return dict(device.capacity), device.attributes.get("cudaDriverVersion")
 
-    monkeypatch.setattr(machine, "_runner", answer)
+    machine.program_runner = answer
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     machine.grant(GPUS[0])
     inventory.refresh()
@@ -271,11 +271,11 @@ def test_facts_of_a_partition_are_not_those_of_the_next_one(machine: DraMachine,
 def test_a_tool_that_fails_costs_the_attributes_and_is_run_again_later(
     machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(argv: tuple[str, ...], timeout: float) -> None:
+    def missing(argv: tuple[str, ...], timeout: float) -> Completed:
         machine.calls.append(argv)
         raise FileNotFoundError(argv[0])
 
-    monkeypatch.setattr(machine, "_runner", missing)
+    machine.program_runner = missing
     machine.grant(GPUS[0])
     inventory.refresh()
     for _ in range(3):
@@ -283,7 +283,7 @@ def test_a_tool_that_fails_costs_the_attributes_and_is_run_again_later(
     assert len(machine.calls) == 1
     assert "uuid" not in inventory.devices()["gpu-0000-01-00-0"].attributes
     assert "nvidia-smi" in inventory.problems[0]
-    monkeypatch.setattr(machine, "_runner", machine._run)
+    machine.program_runner = machine.answer
     monkeypatch.setattr(module, "RETRY", 0.0)
     time.sleep(0.01)
     inventory.read_facts()
@@ -326,9 +326,9 @@ def test_only_what_is_unknown_is_looked_up_again(
         if argv[1].startswith("--id="):
             machine.calls.append(argv)
             return Completed(0, SMI_LINE.format(bus=argv[1][10:12], memory=MEMORY).encode(), b"")
-        return machine._run(argv, timeout)
+        return machine.answer(argv, timeout)
 
-    monkeypatch.setattr(machine, "_runner", answer)
+    machine.program_runner = answer
     monkeypatch.setattr(module, "RETRY", 0.0)
     machine.grant(*GPUS)
     inventory.refresh()
@@ -338,7 +338,7 @@ def test_only_what_is_unknown_is_looked_up_again(
     assert sum(argv[1].startswith("--id=") for argv in machine.calls[:first]) == len(GPUS)
     assert [argv[1] for argv in machine.calls[first:] if argv[1].startswith("--id=")] == [f"--id={GPUS[0]}"]
     assert GPUS[0] in inventory.problems[0]
-    monkeypatch.setattr(machine, "_runner", machine._run)
+    machine.program_runner = machine.answer
     inventory.read_facts()
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01"
     assert inventory.problems == ()
@@ -356,10 +356,10 @@ def test_a_gpu_may_leave_while_another_one_is_looked_up_again(
             return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
         if argv[1] == f"--id={GPUS[1]}":
             return Completed(0, SMI_LINE.format(bus="02", memory=MEMORY).encode(), b"")
-        return machine._run(argv, timeout)
+        return machine.answer(argv, timeout)
 
     left = [GPUS[1]]
-    monkeypatch.setattr(machine, "_runner", answer)
+    machine.program_runner = answer
     monkeypatch.setattr(module, "RETRY", 0.0)
     machine.grant(*GPUS[:2])
     inventory.refresh()

@@ -26,7 +26,7 @@ from agent.model.contract import (
 from agent.model.errors import AgentError
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system.files import READ_LIMIT, System
-from agent.system.process import Completed
+from agent.system.process import Completed, Runner
 from tests.fakes.node import main_processes, stat
 
 NODE = "gpu-node"
@@ -60,7 +60,9 @@ class DraMachine(System):
         """Paths of files that cannot be read for lack of file descriptors."""
         self.full: set[str] = set()
         """Paths of files that cannot be written for lack of space."""
-        super().__init__(self._run, str(tree))
+        self.program_runner: Runner = self.answer
+        """What runs programs now; a test may replace it."""
+        super().__init__(lambda argv, timeout: self.program_runner(argv, timeout), str(tree))
         self._service: Service | None = None
         self.thread: threading.Thread | None = None
         self.failure: AgentError | None = None
@@ -147,7 +149,7 @@ class DraMachine(System):
         except FileNotFoundError:
             return DraStatus(0.0)
 
-    def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+    def answer(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)
         match argv:
             case ("nvidia-smi", "--version"):

@@ -18,7 +18,7 @@ from agent.model.facts import DrmDevice, PciDevice, Seen
 from agent.model.paths import DRIVER_ROOTS_TARGET, LOADER_CACHE
 from agent.system.devices import listed
 from agent.system.files import MOUNTS
-from agent.system.process import Completed
+from agent.system.process import Bus, Completed, Runner
 from agent.system.systemd import GET, MACHINED_MANAGER, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
 from tests.fakes.dead_links import WithDeadLinks
 
@@ -214,7 +214,13 @@ class Host(WithDeadLinks):
     def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:
         self.runner = runner or ScriptedRunner()
         self.bus = ScriptedBus()
-        super().__init__(self.runner, str(tree), self.bus)
+        self.program_runner: Runner = self.runner
+        """What runs programs now; a test may put something else between."""
+        self.bus_caller: Bus = self.bus
+        """The same for calls of the system bus."""
+        super().__init__(
+            lambda argv, timeout: self.program_runner(argv, timeout), str(tree), lambda *call: self.bus_caller(*call)
+        )
         self.bus.mounts.tree = tree
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()

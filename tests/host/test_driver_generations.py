@@ -16,7 +16,7 @@ from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
 from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
-from agent.host.state.records import parse_handed, render_handed
+from agent.host.state.records import parse_handed
 from agent.model.conditions import ConditionType
 from agent.model.facts import Absent, Broken, Facts, Library, Remembered, Seen, StagedRoot, Unseen, UserSpace
 from agent.model.goal import Goal, RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
@@ -499,7 +499,3 @@ def test_a_record_of_unknown_format_is_ignored(host: Host, data: bytes) -> None:
     assert host.exists(f"{TREES}/0")
     start_machine(host)
     assert not host.exists(f"{TREES}/0")
-
-
-def test_the_record_is_read_back() -> None:
-    assert parse_handed("record", render_handed((3, 1, 3))) == (1, 3)

@@ -55,7 +55,7 @@ def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host
     running(gpu_host)
     gpu_host.gpu("0000:03:00.0", 2)
     agent = reconciler(gpu_host)
-    permitted = gpu_host._bus
+    permitted = gpu_host.bus_caller
 
     def removed(
         service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
@@ -63,12 +63,11 @@ def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host
         if method.endswith("SetUnitProperties"):
             gpu_host.remove_tree(f"{MACHINE_ROOTS}/{MACHINE}")
             gpu_host.remove(nspawn_file(MACHINE))
-        assert permitted is not None
         return permitted(service, path, method, signature, arguments, timeout)
 
-    gpu_host._bus = removed
+    gpu_host.bus_caller = removed
     agent.reconcile()
-    gpu_host._bus = permitted
+    gpu_host.bus_caller = permitted
     assert "SetUnitProperties" in {each[0] for each in gpu_host.bus.changes}
     assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
     # That pass had found the machine, so it may have written the settings after their removal.
@@ -198,8 +197,7 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
     running(gpu_host)
     gpu_host.gpu("0000:03:00.0", 2)
     gpu_host.runner.calls.clear()
-    agent, bus, asked = reconciler(gpu_host), gpu_host._bus, []
-    assert bus is not None
+    agent, bus, asked = reconciler(gpu_host), gpu_host.bus_caller, []
 
     def without_machined(
         service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
@@ -209,7 +207,7 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
             raise answer
         return bus(service, path, method, signature, arguments, timeout)
 
-    gpu_host._bus = without_machined
+    gpu_host.bus_caller = without_machined
     jobs = [*gpu_host.bus.mounts.jobs]
     for _ in range(2):
         outcome = agent.run_pass()
@@ -224,7 +222,7 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
         assert "restart gpu-node --kubeconfig FILE" in found[ConditionType.DEVICES_ALLOWED].message
     new = {"/dev/nvidia2", "/dev/dri/card3", "/dev/dri/renderD130"}
     assert {*asked} <= {("BindMountMachine", path) for path in new}
-    gpu_host._bus = bus
+    gpu_host.bus_caller = bus
     agent.run_pass()
     assert sorted(str(each[2]) for each in gpu_host.bus.changes if each[0] == "BindMountMachine") == sorted(new)
     assert agent.run_pass().actions == ()

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from integration.bed.cluster.cluster_command import what_to_try
 from integration.bed.machine import buildah
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,44 +163,3 @@ def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert last.endswith("containerfiles/build could not build agent-ubuntu2404; see the lines above")
-
-
-def test_a_demo_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
-    """The first thing that it needs, wheels, is not available here."""
-    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    finished = run(sys.executable, "-m", "integration.bed.demo", **offline)
-    assert finished.returncode == 1
-    assert "Traceback" not in finished.stderr
-    assert finished.stderr.splitlines()[-1] == "error: the demo failed: pip download failed; see the lines above"
-
-
-@pytest.mark.parametrize("arguments", [(), ("sid",)])
-def test_fresh_without_a_suite_prints_its_usage(arguments: tuple[str, ...]) -> None:
-    finished = run("integration/fresh", *arguments)
-    assert finished.returncode == 2
-    assert "  integration/fresh SUITE [COMMAND" in finished.stderr
-
-
-@pytest.mark.parametrize("command", ["demo", "test"])
-def test_help_sets_up_nothing(command: str, tmp_path: Path) -> None:
-    finished = run(f"integration/{command}", "--help", XDG_CACHE_HOME=str(tmp_path))
-    assert finished.returncode == 0
-    assert "as root" in finished.stdout.splitlines()[0]
-    assert "set -euo pipefail" not in finished.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_cluster_command_explains_itself_before_anything_is_set_up(tmp_path: Path) -> None:
-    finished = run("integration/cluster", "--help", XDG_CACHE_HOME=str(tmp_path))
-    assert finished.returncode == 0
-    assert "integration/cluster up --dra " in finished.stdout
-    finished = run("integration/cluster", "down", XDG_CACHE_HOME=str(tmp_path))
-    assert finished.returncode == 2
-    assert "integration/cluster up --dra " in finished.stderr
-
-
-@pytest.mark.parametrize("options", [[], ["--dra"]])
-def test_the_cluster_command_says_what_to_try(options: list[str]) -> None:
-    printed = what_to_try(options)
-    assert "kubectl wait --for=jsonpath='{.status.phase}'=Succeeded" in printed
-    assert ("get resourceslices" in printed) == bool(options)

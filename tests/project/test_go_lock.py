@@ -23,4 +23,4 @@ def test_another_file_of_that_name_and_version_is_refused(tmp_path: Path, monkey
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     with pytest.raises(Exception, match="Expected sha256"):
-        tools._install_go(tmp_path / "output")
+        tools.install_go(tmp_path / "output")

@@ -24,10 +24,9 @@ STILL_USED = {
     # The server for the kubelet's calls.
     *("_peers", "_calls", "_jobs", "_listener", "_sockets", "_slots"),
     # The loop, its wake-ups, and the reconciler.
-    *("_config_loaded", "_reconciler", "_tracked", "_acknowledged", "_runner"),
+    *("_config_loaded", "_reconciler", "_acknowledged"),
     # What fakes replace below their own classes.
-    *("_at", "_resolve", "_write", "_bus", "_run", "_server"),
-    "_install_go",
+    *("_at", "_resolve", "_write", "_server"),
 }
 """Private names that tests use. No other is added; a test of what users see replaces each."""
 

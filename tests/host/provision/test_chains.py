@@ -109,7 +109,7 @@ CHAIN_CHANGES = ["-F CNI-0123", "-F KUBE-SERVICES", "-X CNI-0123", "-X KUBE-SERV
 
 
 def test_chains_are_removed_with_the_rules_that_lead_to_them(filtering: Host) -> None:
-    filtering._runner = iptables = Iptables(filtering, SAVED)
+    filtering.program_runner = iptables = Iptables(filtering, SAVED)
     remove_chains(Chains("iptables-nft", "nat", (*NAT.names, "KUBE-GONE")), filtering)
     comment = ("-m", "comment", "--comment", "kubernetes service portals \udce9")
     assert iptables.deleted == [("PREROUTING", *comment, "-j", "KUBE-SERVICES")]
@@ -133,7 +133,7 @@ HOSTILE = {
 def test_rules_with_free_text(filtering: Host, kind: str) -> None:
     """Root in a machine may add rules to the host's network. `reset` ended with a traceback, or removed nothing."""
     text, words = HOSTILE[kind]
-    filtering._runner = iptables = Iptables(filtering, SAVED.replace("COMMIT", RULE.format(text) + "COMMIT"))
+    filtering.program_runner = iptables = Iptables(filtering, SAVED.replace("COMMIT", RULE.format(text) + "COMMIT"))
     assert observe_chains(filtering)[0].names == NAT.names
     remove_chains(NAT, filtering)
     assert ("PREROUTING", *words, "-j", "KUBE-SERVICES") in iptables.deleted
@@ -142,28 +142,28 @@ def test_rules_with_free_text(filtering: Host, kind: str) -> None:
 
 def test_a_fake_rule_in_a_comment_is_none(filtering: Host) -> None:
     fake = '-A INPUT -m comment --comment "\n-A INPUT -j KUBE-SERVICES\n" -j ACCEPT\n'
-    filtering._runner = iptables = Iptables(filtering, SAVED.replace("*nat\n", f"*nat\n{fake}"))
+    filtering.program_runner = iptables = Iptables(filtering, SAVED.replace("*nat\n", f"*nat\n{fake}"))
     remove_chains(NAT, filtering)
     assert [rule[0] for rule in iptables.deleted] == ["PREROUTING"]
 
 
 def test_a_chain_that_stays_keeps_no_other(filtering: Host) -> None:
     """A rule that leads to it could not be removed. All rules of all chains go nevertheless."""
-    filtering._runner = iptables = Iptables(filtering, SAVED)
+    filtering.program_runner = iptables = Iptables(filtering, SAVED)
     iptables.refused = "-X CNI-0123"
     remove_chains(NAT, filtering)
     assert iptables.restored == [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]
 
 
 def test_a_rule_that_cannot_be_removed_keeps_no_chain(filtering: Host) -> None:
-    filtering._runner = iptables = Iptables(filtering, SAVED)
+    filtering.program_runner = iptables = Iptables(filtering, SAVED)
     iptables.refused = "PREROUTING"
     remove_chains(NAT, filtering)
     assert iptables.restored == [CHAIN_CHANGES]
 
 
 def test_a_chains_name_is_no_text(filtering: Host) -> None:
-    filtering._runner = Iptables(filtering, '*nat\n:KUBE-" - [0:0]\n:KUBE-A;B - [0:0]\nCOMMIT\n')
+    filtering.program_runner = Iptables(filtering, '*nat\n:KUBE-" - [0:0]\n:KUBE-A;B - [0:0]\nCOMMIT\n')
     assert observe_chains(filtering) == ()
 
 
