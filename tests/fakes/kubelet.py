@@ -24,7 +24,7 @@ class Kubelet:
 
     def __init__(self, machine: Machine, stack: ExitStack) -> None:
         self.machine, self._stack = machine, stack
-        self._sockets: dict[str, socket.socket] = {}
+        self.sockets: dict[str, socket.socket] = {}
         machine.make_directory(PLUGINS)
 
     def listen(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
@@ -35,7 +35,7 @@ class Kubelet:
         os.close(directory)
         if kind == socket.SOCK_STREAM:
             listener.listen(BACKLOG)
-        self._sockets[path] = listener
+        self.sockets[path] = listener
 
     def serve(self) -> None:
         """Let kubelet and plugin run, started after the CDI specification was published, and advertise both GPUs."""
@@ -59,7 +59,7 @@ class Kubelet:
 
     def kill(self, path: str) -> None:
         """End the process behind a socket; the socket stays."""
-        self._sockets.pop(path).close()
+        self.sockets.pop(path).close()
 
     def checkpoint(self, text: str | bytes) -> None:
         self.machine.put(CHECKPOINT, text)

@@ -22,7 +22,7 @@ LIBRARIES = {
 """Names with an underscore that Python's own library documents, or that argparse has no other name for."""
 STILL_USED = {
     # The server for the kubelet's calls.
-    *("_peers", "_calls", "_jobs", "_listener", "_sockets", "_slots"),
+    *("_peers", "_calls", "_jobs", "_listener", "_slots"),
     # The loop, its wake-ups, and the reconciler.
     *("_config_loaded", "_reconciler", "_acknowledged"),
     # What fakes replace below their own classes.

@@ -82,7 +82,7 @@ def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
 
 def test_the_check_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
     assert serving.condition() == ("True", "Advertised")
-    listener = serving._sockets[PLUGIN_SOCKET]
+    listener = serving.sockets[PLUGIN_SOCKET]
     connection, _ = listener.accept()
     with connection:
         assert connection.recv(1) == b"", "closed without a byte"
