@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import sys
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from agent.model.errors import ApplyError, ExitCodeError
 from agent.system import removal
 from agent.system.files import System
 
-FICLONE = 0x40049409
-"""From linux/fs.h: makes a file share the extents of another one, ioctl_ficlone(2)."""
 STEP = 64 << 20
 """Bytes between two calls of `progress`."""
 CHUNK = 1 << 20
@@ -79,22 +76,18 @@ class Copies:
 
 
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:
-    """Reflink the content if the file system can; otherwise copy it in parts, and call `progress` between them.
+    """Copy the content in parts, and call `progress` between them. The kernel shares extents where it can.
 
-    Copying in parts stops at the size that the file had at the start. A file that grows meanwhile goes unnoticed here:
-    the caller checks for that.
+    Copying stops at the size that the file had at the start. A file that grows meanwhile goes unnoticed here: the
+    caller checks for that.
     """
-    try:
-        fcntl.ioctl(writing, FICLONE, reading)
-    except OSError:
-        # EOPNOTSUPP, EXDEV, EINVAL: no reflink is possible between these files.
-        remaining = os.fstat(reading).st_size
-        while remaining > 0 and (copied := _copy_step(reading, writing, min(remaining, STEP))):
-            remaining -= copied
-            if remaining:
-                # Without this, the page cache would take all data, and a disk that hangs would go unnoticed.
-                os.fdatasync(writing)
-                progress()
+    remaining = os.fstat(reading).st_size
+    while remaining > 0 and (copied := _copy_step(reading, writing, min(remaining, STEP))):
+        remaining -= copied
+        if remaining:
+            # Without this, the page cache would take all data, and a disk that hangs would go unnoticed.
+            os.fdatasync(writing)
+            progress()
 
 
 def _copy_step(reading: int, writing: int, size: int) -> int:

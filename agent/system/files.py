@@ -4,6 +4,7 @@ Every path is below a root prefix, so that tests can observe recorded hosts.
 """
 
 import contextlib
+import copy
 import errno
 import hashlib
 import io
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
 from agent.model.paths import RUNTIME, STATE
+from agent.system import removal, statx
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 
 # Observes paths below a root prefix, so that tests can observe recorded hosts.
@@ -43,219 +45,6 @@ class Access(NamedTuple):
     """Whether a link in the last component is followed."""
     inside: bool
     """Whether the content or the ACL of a directory is read. Otherwise, only its type, mode and owner matter."""
-
-
-class Rooted:
-    """The file system below `root`: absolute paths, also those in links, are relative to it."""
-
-    _note: Callable[[Access], None] | None = None
-    """Called with each access; see `noting`."""
-
-    def __init__(self, root: str = "/") -> None:
-        self.root = root.rstrip("/") or "/"
-
-    def below(self, directory: str) -> Self:
-        """Return a copy of this object with `directory` as its root. No link leads out of that root. Raises OSError."""
-        # Imported here: the machine half never needs it.
-        import copy
-
-        root = self._noted(self._below_root(self._resolve(directory)), follow=False)
-        os.lstat(root)
-        inner = copy.copy(self)
-        inner.root = root.rstrip("/") or "/"
-        return inner
-
-    def image(self, directory: str) -> Self:
-        """Return a copy whose root is the root file system of an image that is not trusted.
-
-        As for any root, no link leads out of it. While files are written there, no other process may change it. Raises
-        OSError, also if `directory` itself is a link.
-        """
-        if self.read_link(directory) is not None:
-            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link", directory)
-        return self.below(directory)
-
-    def noting(self, note: Callable[[Access], None]) -> Self:
-        """Return a copy of this object that calls `note` before each access."""
-        # Imported here: the machine half never needs it.
-        import copy
-
-        inner = copy.copy(self)
-        inner._note = note
-        return inner
-
-    def exists(self, path: str) -> bool:
-        """Return whether the path exists. A dangling link exists."""
-        return self._status(path, follow=False) is not None
-
-    def is_directory(self, path: str, *, follow: bool = True) -> bool:
-        """Return whether the path is a directory or, with `follow`, a link to one."""
-        found = self._status(path, follow=follow)
-        return found is not None and stat.S_ISDIR(found.st_mode)
-
-    def is_file(self, path: str) -> bool:
-        """Return whether the path is a regular file, or a link to one."""
-        found = self._status(path)
-        return found is not None and stat.S_ISREG(found.st_mode)
-
-    def is_program(self, path: str) -> bool:
-        """Return whether the path is an executable file, or a link to one."""
-        found = self._status(path)
-        return found is not None and stat.S_ISREG(found.st_mode) and bool(found.st_mode & 0o111)
-
-    def is_mount(self, path: str) -> bool:
-        """Return whether a file system, or a file of another file system, is mounted at the path."""
-        found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
-        if found is None or above is None or stat.S_ISLNK(found.st_mode):
-            return False
-        # `/` is always a mount, and is the only directory that is its own parent.
-        return found.st_dev != above.st_dev or found.st_ino == above.st_ino
-
-    def read_link(self, path: str) -> str | None:
-        """Return a symbolic link's text; None if the path is not a link or does not exist."""
-        return _link_text(self._at(path, follow=False))
-
-    def links(self, path: str) -> dict[str, str | None]:
-        """Return what `read_link` returns for each entry of a directory, by name.
-
-        Each link takes one system call; other entries take none.
-        """
-        with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
-            return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
-
-    def real_path(self, path: str) -> str:
-        """Return the path with its links resolved below the root. Raises OSError if it does not exist.
-
-        Raises OSError (EXDEV) if a link such as /proc/PID/root is on the path: it leads to what that process sees.
-        """
-        resolved = self._resolve(path, of_processes=False)
-        os.lstat(self._noted(self._below_root(resolved), follow=False))
-        return resolved
-
-    def leads_to_something(self, path: str) -> bool:
-        """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
-
-        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers. So
-        a path through such a link counts as leading to nothing. Raises OSError if the answer is unknown.
-        """
-        try:
-            return bool(self.real_path(path))
-        except ValueError:
-            # The path contains a null character.
-            return False
-        except OSError as error:
-            if error.errno in (*NONEXISTENT, errno.EXDEV):
-                return False
-            raise
-
-    def link_inode(self, path: str) -> int | None:
-        """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""
-        try:
-            return os.lstat(self._at(path, follow=False)).st_ino
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def birth(self, path: str) -> int:
-        """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
-
-        Links are not followed. A rename does not change that time. Raises OSError.
-        """
-        # Imported here: few runs need it, and ctypes slows the machine half's start.
-        from agent.system.statx import birth
-
-        return birth(self._at(path, follow=False))
-
-    def link_count(self, path: str) -> int:
-        """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
-        return os.lstat(self._at(path, follow=False)).st_nlink
-
-    def owner(self, path: str) -> tuple[int, int, int]:
-        """Return mode (with the file type), user id and group id. Links are not followed. Raises OSError."""
-        status = os.lstat(self._at(path, follow=False))
-        return status.st_mode, status.st_uid, status.st_gid
-
-    def has_acl(self, path: str) -> bool:
-        """Return whether the file has an ACL (acl(5)).
-
-        If so, the group's bits in the file's mode are the mask of the ACL, and do not say what the group may do.
-        """
-        try:
-            place = self._noted(self._at(path, follow=False), follow=False, inside=True)
-            os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
-        except OSError as error:
-            if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
-                return False
-            raise
-        return True
-
-    def open_public(self, real_path: str) -> BinaryIO:
-        """Open a world-readable file without following links (agent.system.statx)."""
-        # Imported here: the machine half seldom needs it.
-        from agent.system.statx import open_public
-
-        return open_public(self._below_root(real_path))
-
-    def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
-        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
-        try:
-            return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
-        except ValueError:
-            # A path from a configuration or a document may contain a null character, which no file name has.
-            return None
-        except OSError as error:
-            if error.errno in NONEXISTENT:
-                return None
-            raise
-
-    def _below_root(self, path: str) -> str:
-        return path if self.root == "/" else self.root + path
-
-    def _at(self, path: str, *, follow: bool = True) -> str:
-        """Return the path with the root prefix, and with links resolved below the root.
-
-        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
-        """
-        if self.root == "/":
-            return self._noted(path, follow=follow)
-        if follow:
-            return self._noted(self._below_root(self._resolve(path)), follow=False)
-        place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
-        return self._noted(self._below_root(place), follow=False)
-
-    def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
-        if self._note:
-            self._note(Access(place, follow, inside))
-        return place
-
-    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
-        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
-
-        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
-        """
-        # This is the innermost loop of each pass, so readlink is its only system call for a component.
-        prefix, note = "" if self.root == "/" else self.root, self._note
-        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
-        while remaining:
-            part = remaining.pop()
-            if part in (".", ".."):
-                done = done.rpartition("/")[0] if part == ".." else done
-                continue
-            here = f"{done}/{part}"
-            if note:
-                note(Access(prefix + here, follow=False, inside=False))
-            try:
-                target = os.readlink(prefix + here)
-            except OSError:
-                done = here
-                continue
-            links += 1
-            if not of_processes and LINK_OF_PROCESS.match(here):
-                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
-            if links > LINK_LIMIT:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            remaining += [each for each in reversed(target.split("/")) if each]
-            done = "" if target.startswith("/") else done
-        return done or "/"
 
 
 def _link_text(place: str) -> str | None:
@@ -377,21 +166,6 @@ def new_file(place: str) -> io.BufferedWriter:
     return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
 
 
-def write_existing(place: str, content: bytes) -> None:
-    """Write into an existing file of the kernel, in one system call: procfs takes each call as a whole value."""
-    descriptor = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-    finally:
-        os.close(descriptor)
-
-
-def lock_file(place: str) -> int:
-    """Open a lock file, which no other user may open. Create it if it is missing."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    return os.open(place, flags, 0o600)
-
-
 if TYPE_CHECKING:
     # Not imported at run time, because the machine half copies nothing.
     from agent.system.copy import Copies
@@ -406,14 +180,230 @@ BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
 
 
-class System(Rooted):
-    """Files below `root`, programs through `runner`, services through `bus`. Raises OSError as the system calls do."""
+class System:
+    """Files below `root`, programs through `runner`, services through `bus`. Raises OSError as the system calls do.
+
+    Paths are absolute. They are relative to `root`, and so are absolute links.
+    """
+
+    _note: Callable[[Access], None] | None = None
+    """Called with each access; see `noting`."""
 
     def __init__(
         self, runner: Runner, root: str = "/", bus: Bus | None = None, tool_runner: Runner | None = None
     ) -> None:
-        super().__init__(root)
+        self.root = root.rstrip("/") or "/"
         self._runner, self._bus, self._tool_runner = runner, bus, tool_runner or runner
+
+    def below(self, directory: str) -> Self:
+        """Return a copy of this object with `directory` as its root. No link leads out of that root. Raises OSError."""
+        root = self._noted(self._below_root(self._resolve(directory)), follow=False)
+        os.lstat(root)
+        inner = copy.copy(self)
+        inner.root = root.rstrip("/") or "/"
+        return inner
+
+    def image(self, directory: str) -> Self:
+        """Return a copy whose root is the root file system of an image that is not trusted.
+
+        As for any root, no link leads out of it. While files are written there, no other process may change it. Raises
+        OSError, also if `directory` itself is a link.
+        """
+        if self.read_link(directory) is not None:
+            raise NotADirectoryError(errno.ENOTDIR, "a symbolic link", directory)
+        return self.below(directory)
+
+    def noting(self, note: Callable[[Access], None]) -> Self:
+        """Return a copy of this object that calls `note` before each access."""
+        inner = copy.copy(self)
+        inner._note = note
+        return inner
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists. A dangling link exists."""
+        return self._status(path, follow=False) is not None
+
+    def is_directory(self, path: str, *, follow: bool = True) -> bool:
+        """Return whether the path is a directory or, with `follow`, a link to one."""
+        found = self._status(path, follow=follow)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def is_file(self, path: str) -> bool:
+        """Return whether the path is a regular file, or a link to one."""
+        found = self._status(path)
+        return found is not None and stat.S_ISREG(found.st_mode)
+
+    def is_program(self, path: str) -> bool:
+        """Return whether the path is an executable file, or a link to one."""
+        found = self._status(path)
+        return found is not None and stat.S_ISREG(found.st_mode) and bool(found.st_mode & 0o111)
+
+    def is_mount(self, path: str) -> bool:
+        """Return whether a file system, or a file of another file system, is mounted at the path."""
+        found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
+        if found is None or above is None or stat.S_ISLNK(found.st_mode):
+            return False
+        # `/` is always a mount, and is the only directory that is its own parent.
+        return found.st_dev != above.st_dev or found.st_ino == above.st_ino
+
+    def read_link(self, path: str) -> str | None:
+        """Return a symbolic link's text; None if the path is not a link or does not exist."""
+        return _link_text(self._at(path, follow=False))
+
+    def links(self, path: str) -> dict[str, str | None]:
+        """Return what `read_link` returns for each entry of a directory, by name.
+
+        Each link takes one system call; other entries take none.
+        """
+        with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
+            return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
+
+    def real_path(self, path: str) -> str:
+        """Return the path with its links resolved below the root. Raises OSError if it does not exist.
+
+        Raises OSError (EXDEV) if a link such as /proc/PID/root is on the path: it leads to what that process sees.
+        """
+        resolved = self._resolve(path, of_processes=False)
+        os.lstat(self._noted(self._below_root(resolved), follow=False))
+        return resolved
+
+    def leads_to_something(self, path: str) -> bool:
+        """Return whether something exists behind a path that a pod may have chosen. A dangling link leads to nothing.
+
+        The kernel must not resolve the path: below /proc/PID/root, it may lead to a file system that never answers. So
+        a path through such a link counts as leading to nothing. Raises OSError if the answer is unknown.
+        """
+        try:
+            return bool(self.real_path(path))
+        except ValueError:
+            # The path contains a null character.
+            return False
+        except OSError as error:
+            if error.errno in (*NONEXISTENT, errno.EXDEV):
+                return False
+            raise
+
+    def link_inode(self, path: str) -> int | None:
+        """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""
+        try:
+            return os.lstat(self._at(path, follow=False)).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def birth(self, path: str) -> int:
+        """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
+
+        Links are not followed. A rename does not change that time. Raises OSError.
+        """
+        return statx.birth(self._at(path, follow=False))
+
+    def link_count(self, path: str) -> int:
+        """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
+        return os.lstat(self._at(path, follow=False)).st_nlink
+
+    def owner(self, path: str) -> tuple[int, int, int]:
+        """Return mode (with the file type), user id and group id. Links are not followed. Raises OSError."""
+        status = os.lstat(self._at(path, follow=False))
+        return status.st_mode, status.st_uid, status.st_gid
+
+    def has_acl(self, path: str) -> bool:
+        """Return whether the file has an ACL (acl(5)).
+
+        If so, the group's bits in the file's mode are the mask of the ACL, and do not say what the group may do.
+        """
+        try:
+            place = self._noted(self._at(path, follow=False), follow=False, inside=True)
+            os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for others.
+
+        It may be where users other than root can write: a link there might lead to a secret of root. Checking the path
+        before or after the open is not enough, because the check may see a different file. So this checks the file
+        behind the descriptor.
+        """
+        place = self._below_root(real_path)
+        probe = open_probe(place, follow=False)
+        try:
+            mode = os.fstat(probe).st_mode
+            # proc(5): the link in /proc has the real path of the file. That path differs from `place` if `place` has
+            # links, or if the file was moved or removed.
+            if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
+                raise OSError(errno.ELOOP, "a link is in its path, or it was moved or removed", place)
+            if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
+                raise OSError(errno.EINVAL, f"not every user can read it (mode {stat.S_IMODE(mode):04o})", place)
+            return regular(probe, place)
+        finally:
+            os.close(probe)
+
+    def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
+        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
+        try:
+            return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
+        except ValueError:
+            # A path from a configuration or a document may contain a null character, which no file name has.
+            return None
+        except OSError as error:
+            if error.errno in NONEXISTENT:
+                return None
+            raise
+
+    def _below_root(self, path: str) -> str:
+        return path if self.root == "/" else self.root + path
+
+    def _at(self, path: str, *, follow: bool = True) -> str:
+        """Return the path with the root prefix, and with links resolved below the root.
+
+        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
+        """
+        if self.root == "/":
+            return self._noted(path, follow=follow)
+        if follow:
+            return self._noted(self._below_root(self._resolve(path)), follow=False)
+        place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
+        return self._noted(self._below_root(place), follow=False)
+
+    def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
+        if self._note:
+            self._note(Access(place, follow, inside))
+        return place
+
+    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
+        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
+
+        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
+        """
+        # This is the innermost loop of each pass, so readlink is its only system call for a component.
+        prefix, note = "" if self.root == "/" else self.root, self._note
+        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
+        while remaining:
+            part = remaining.pop()
+            if part in (".", ".."):
+                done = done.rpartition("/")[0] if part == ".." else done
+                continue
+            here = f"{done}/{part}"
+            if note:
+                note(Access(prefix + here, follow=False, inside=False))
+            try:
+                target = os.readlink(prefix + here)
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if not of_processes and LINK_OF_PROCESS.match(here):
+                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            remaining += [each for each in reversed(target.split("/")) if each]
+            done = "" if target.startswith("/") else done
+        return done or "/"
+
+    # ---- programs and services
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
         """Run a program and return its standard output. Raises CommandError if it fails."""
@@ -522,10 +512,7 @@ class System(Rooted):
 
         A link in /proc/PID/fd leads to the open file itself, wherever it is and whether or not it has a path.
         """
-        # Imported here: few runs need it, and ctypes slows the machine half's start.
-        from agent.system.statx import character_device
-
-        return character_device(self._at(link))
+        return statx.character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
         """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.network)."""
@@ -609,7 +596,12 @@ class System(Rooted):
 
     def write_kernel(self, path: str, value: str) -> None:
         """Write to an existing file of the kernel, such as one in /proc/sys."""
-        write_existing(self._at(path), value.encode())
+        descriptor = os.open(self._at(path), os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            # One system call: procfs takes each call as a whole value.
+            os.write(descriptor, value.encode())
+        finally:
+            os.close(descriptor)
 
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
@@ -631,9 +623,6 @@ class System(Rooted):
         """
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
-            # Imported here: the machine half seldom needs it.
-            from agent.system import removal
-
             removal.remove(place)
         else:
             self.remove(path)
@@ -654,8 +643,10 @@ class System(Rooted):
         copies.add(reading, new_file(self._at(target, follow=False)), mode)
 
     def open_lock(self, path: str) -> int:
-        """Return a descriptor of a lock file, which is made if it is missing. The caller closes the descriptor."""
-        return lock_file(self._at(path, follow=False))
+        """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        place = self._at(path, follow=False)
+        return os.open(place, flags, 0o600)
 
     def put_aside(self, path: str) -> str:
         """Rename whatever is in the place of one of the agent's files, and return its new path."""

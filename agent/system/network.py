@@ -167,10 +167,6 @@ def _rule_arguments(rule: Rule) -> dict[str, object]:
 # Finds the host's address on its default route, by netlink. Raises OSError.
 
 
-if TYPE_CHECKING:
-    from pyroute2 import IPRoute
-    from pyroute2.netlink import nlmsg
-
 MAIN_TABLE = 254
 UNICAST = 1
 """RTN_UNICAST of rtnetlink(7): a route that forwards packets. Other types block destinations, for example."""

@@ -75,8 +75,6 @@ that may hang."""
 DATA_CLASSES = {
     # Records of what `up` found and made, and what they consist of.
     *("model/node.py", "host/provision/node_files.py"),
-    # Some fields are not compared, not shown or not arguments.
-    "host/daemon/wakeups.py",
     # agent.dra loads it in the machine, which has no msgspec.
     "vendors/dra_vendor.py",
 }

@@ -9,11 +9,9 @@ import logging
 import math
 import os
 import select
-import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -117,22 +115,18 @@ class _Tracked(Struct):
     """When a lost source is opened again."""
 
 
-@dataclass(slots=True)
 class Wakeups:
     """All sources. A lost source is opened again; that causes a pass, because the source may have missed events."""
 
-    sources: Collection[Source] = ()
-    settling: Settling = field(default_factory=Settling)
-    _tracked: list[_Tracked] = field(init=False)
-    _spaced: float = field(init=False, default=-math.inf)
-    """When the next pass could begin at the earliest, by time.monotonic(), if passes for events always began at least
-    `spacing` apart. In fact, the next pass may begin up to one `spacing` earlier than that."""
-    first: float = field(init=False, default=-math.inf)
-    """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
-    end of the pass."""
-
-    def __post_init__(self) -> None:
-        self._tracked = [_Tracked(source, Tally(source.name)) for source in self.sources]
+    def __init__(self, sources: Iterable[Source] = (), settling: Settling | None = None) -> None:
+        self.settling = settling or Settling()
+        self._tracked = [_Tracked(source, Tally(source.name)) for source in sources]
+        self._spaced = -math.inf
+        """When the next pass could begin at the earliest, by time.monotonic(), if passes for events always began at
+        least `spacing` apart. In fact, the next pass may begin up to one `spacing` earlier than that."""
+        self.first = -math.inf
+        """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at
+        the end of the pass."""
 
     @property
     def tallies(self) -> tuple[Tally, ...]:
@@ -183,12 +177,11 @@ class Wakeups:
         poll.register(interrupt.fileno(), select.POLLIN)
         closed = [tracked for tracked in self._tracked if not tracked.tally.watching]
         for tracked in (tracked for tracked in self._tracked if tracked.tally.watching):
-            try:
+            with self._watched(tracked):
                 for descriptor, events in tracked.source.polled().items():
                     poll.register(descriptor, events)
                     owners[descriptor] = tracked
-            except Exception as error:
-                self._lose(tracked, in_words(error))
+            if not tracked.tally.watching:
                 closed.append(tracked)
         seconds = min([seconds, *(tracked.retry - time.monotonic() for tracked in closed)])
         polled = poll.poll(max(0, math.ceil(seconds * 1000)))
@@ -207,28 +200,31 @@ class Wakeups:
         """
         due = []
         for tracked in sources:
-            if not tracked.tally.watching:
-                needs_pass = time.monotonic() >= tracked.retry and self._open(tracked)
-            else:
-                try:
+            needs_pass = False
+            if tracked.tally.watching:
+                with self._watched(tracked):
                     needs_pass = tracked.source.needs_pass()
-                except Exception as error:
-                    needs_pass = False
-                    self._lose(tracked, in_words(error))
+            elif time.monotonic() >= tracked.retry:
+                needs_pass = self._open(tracked)
             if needs_pass:
                 due.append(tracked.source.name)
         return due
 
     def _open(self, tracked: _Tracked) -> bool:
-        try:
+        with self._watched(tracked):
             tracked.source.open()
+            if tracked.failures:
+                log.info("event source %s works again", tracked.source.name)
+            tracked.tally.watching, tracked.opened = True, time.monotonic()
+        return tracked.tally.watching
+
+    @contextlib.contextmanager
+    def _watched(self, tracked: _Tracked) -> Iterator[None]:
+        """Lose the source after any error of the block, even one from a library: the others go on."""
+        try:
+            yield
         except Exception as error:
             self._lose(tracked, in_words(error))
-            return False
-        if tracked.failures:
-            log.info("event source %s works again", tracked.source.name)
-        tracked.tally.watching, tracked.opened = True, time.monotonic()
-        return True
 
     def _lose(self, tracked: _Tracked, why: str) -> None:
         """Close a source, and set when to open it again: first at once, then after ever longer times.
@@ -382,57 +378,33 @@ class Udev:
         """Set what is watched. `modules` has patterns (fnmatch) of the kernel modules that matter."""
         self._system, self._modules, self._make = system, modules, monitor
         self._monitor: Monitor | None = None
-        self._socket: socket.socket | None = None
-        """The monitor's socket, for what pyudev cannot do: detect an overflow, and discard events unparsed."""
 
     def open(self) -> None:
         if not self._system.exists(CONTROL):
             raise FileNotFoundError(errno.ENOENT, "udevd is not running: its socket is missing", CONTROL)
-        monitor = self._make()
-        self._monitor, self._socket = monitor, socket.socket(fileno=os.dup(monitor.fileno()))
+        self._monitor = self._make()
 
     def close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.close()
-        self._monitor = self._socket = None
+        self._monitor = None
 
     def polled(self) -> Mapping[int, int]:
         return {} if self._monitor is None else {self._monitor.fileno(): select.POLLIN}
 
     def needs_pass(self) -> bool:
-        if self._monitor is None or self._socket is None:
-            return False
+        """Do as every Source. An overflow is an error: the source is then opened again, which needs a pass."""
+        monitor = self._monitor
         for _ in range(BATCH):
-            try:
-                device = self._monitor.poll(0)
-            except OSError as error:
-                # ENOBUFS: events were lost, so a pass is needed. pyudev's error for POLLERR has no errno, but the
-                # socket has one.
-                if errno.ENOBUFS not in (error.errno, self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
-                    raise
-                break
+            device = monitor.poll(0) if monitor else None
             if device is None:
                 return False
             if matters(device, self._modules):
-                break
-        else:
-            # None of these BATCH events matters. If there are more events, the socket stays readable, so the next call
-            # comes at once.
-            return False
-        self._drain(self._socket)
-        return True
-
-    def _drain(self, receiving: socket.socket) -> None:
-        """Discard further events without the cost of parsing them: the pass will observe everything."""
-        for _ in range(100 * BATCH):
-            try:
-                receiving.recv(1, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
+                # The pass will observe everything. A new monitor has none of the events that still wait, so nothing
+                # needs to parse them.
+                self.open()
+                return True
+        # None of these BATCH events matters. If there are more, the monitor stays readable, and the next call comes at
+        # once.
+        return False
 
 
 def matters(event: Event, modules: tuple[str, ...]) -> bool:
@@ -461,9 +433,6 @@ MANY, PERIOD = 40, 60.0
 """One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass.
 MANY is enough for sixteen GPUs that come one after another, even if each causes two passes."""
 
-NONE = ""
-"""Stands for the digest of a missing report."""
-
 
 def host_sources(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
@@ -486,15 +455,13 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
 
     The source is needed because udev has no events for nodes without a sysfs device.
     """
-    patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
+    is_node = _any_of(pattern for vendor in vendors for pattern in vendor.node_names)
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
 
     def matters(directory: str, name: str) -> bool:
-        if directory == DEV:
-            return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
         # Directories below /dev hold nodes, so every name matters. All others hold daemons' sockets; clients may write
         # there, so only the existence of these directories matters.
-        return name == ANY or directory.startswith(f"{DEV}/")
+        return is_node(directory, name) if directory == DEV else name == ANY or directory.startswith(f"{DEV}/")
 
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
 
@@ -506,34 +473,31 @@ def driver_libraries(
 
     A directory that is made later is watched from the next pass on.
     """
-    patterns = tuple(pattern for vendor in vendors for pattern in vendor.library_names)
+    matters = _any_of(pattern for vendor in vendors for pattern in vendor.library_names)
 
     def where() -> tuple[str, ...]:
         return tuple(dict.fromkeys(each for vendor in vendors for each in vendor.library_directories(driver())))
-
-    def matters(_: str, name: str) -> bool:
-        return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
 
     return Directories("loader-cache", system, where, matters, FILES)
 
 
 def machined(system: System) -> Directories:
     """Return a source that watches systemd-machined's record of machines, which shows when a machine stops."""
-
-    def matters(_: str, name: str) -> bool:
-        # Ignore the link `unit:...` that each machine has too, and temporary files, which begin with a dot.
-        return name == ANY or not name.startswith(("unit:", "."))
-
-    return Directories("machined", system, lambda: (MACHINED_STATE,), matters)
+    # Ignore the link `unit:...` that each machine has too, and temporary files, which begin with a dot.
+    return Directories(
+        "machined", system, lambda: (MACHINED_STATE,), lambda _, name: not name.startswith(("unit:", "."))
+    )
 
 
 def commands(system: System) -> Directories:
     """Return a source that watches for WAKE, which `gpus forget` writes to make the service start a pass."""
+    return Directories("commands", system, lambda: (RUNTIME,), _any_of([os.path.basename(WAKE)]), FILES)
 
-    def matters(_: str, name: str) -> bool:
-        return name == ANY or f"{RUNTIME}/{name}" == WAKE
 
-    return Directories("commands", system, lambda: (RUNTIME,), matters, FILES)
+def _any_of(patterns: Iterable[str]) -> Callable[[str, str], bool]:
+    """Return a function for Directories: a name matters if it fits one of the patterns, and ANY does too."""
+    wanted = tuple(patterns)
+    return lambda _, name: name == ANY or any(fnmatchcase(name, pattern) for pattern in wanted)
 
 
 def report_directories(system: System) -> list[str]:
@@ -564,7 +528,7 @@ class NewReports:
         now, digest = self._clock(), self._digest(directory)
         # A new machine has no report yet, which does not count as a change. No pass is needed for the new machine:
         # unbounded-agent-prepare@ makes a pass at each start of a machine.
-        last_digest, last_time = self._last.get(directory, (NONE, now))
+        last_digest, last_time = self._last.get(directory, ("", now))
         self._last[directory] = digest, now
         if digest == last_digest and now - last_time < HEARTBEAT:
             return False
@@ -578,7 +542,7 @@ class NewReports:
         try:
             content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
         except FileNotFoundError:
-            return NONE
+            return ""
         except OSError as error:
             # Use the error instead of the content: a report that becomes unreadable needs a pass, which says why.
             return str(error.errno)
