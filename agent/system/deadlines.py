@@ -58,40 +58,31 @@ class _Call(Generic[T]):
         self._ended.set()
 
 
-class _Worker:
-    """A thread that runs one call after another, because starting a thread takes longer than most calls.
-
-    It is a daemon thread, so the process can exit while a call hangs.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
-        threading.Thread(target=self._work, name="bounded", daemon=True).start()
-
-    def begin(self, call: _Call[Any]) -> None:
-        self._calls.put(call)
-
-    def _work(self) -> None:
-        while True:
-            call = self._calls.get()
-            call.run()
-            # `call.end()` lets the caller continue. Before that, this worker is listed as idle, so that the caller's
-            # next call can use it.
-            _idle.append(self)
-            call.end()
-            # Without `del`, this thread would keep what the call refers to, such as a connection, until its next call.
-            del call
+_idle: list[SimpleQueue[_Call[Any]]] = []
+"""The queues of workers that wait for a call. A worker is a thread that runs one call after another, because starting a
+thread takes longer than most calls. It is a daemon thread, so the process can exit while a call hangs."""
 
 
-_idle: list[_Worker] = []
-
-
-def _worker() -> _Worker:
+def _worker() -> SimpleQueue[_Call[Any]]:
     # Another thread may take the last idle one at any time.
     try:
         return _idle.pop()
     except IndexError:
-        return _Worker()
+        calls: SimpleQueue[_Call[Any]] = SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), name="bounded", daemon=True).start()
+        return calls
+
+
+def _work(calls: SimpleQueue[_Call[Any]]) -> None:
+    while True:
+        call = calls.get()
+        call.run()
+        # `call.end()` lets the caller continue. Before that, this worker is listed as idle, so that the caller's next
+        # call can use it.
+        _idle.append(calls)
+        call.end()
+        # Without `del`, this thread would keep what the call refers to, such as a connection, until its next call.
+        del call
 
 
 _overdue: dict[str, _Call[Any]] = {}
@@ -119,7 +110,7 @@ def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool
     except RuntimeError as error:
         # The unit's limit of tasks (TasksMax=), or the host's, is reached.
         raise OSError(errno.EAGAIN, str(error), what) from error
-    worker.begin(running)
+    worker.put(running)
     if running.wait(seconds):
         return running.result()
     _overdue[what] = running

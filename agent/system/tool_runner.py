@@ -52,9 +52,9 @@ def _run(argv: tuple[str, ...], timeout: float, environment: Mapping[str, str]) 
     """
     with ExitStack() as files:
         # Output goes to memory: pipes would need threads, and stay open while a program's children run.
-        stdout, stderr, pid_file = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr", "pid"))
+        stdout, stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
         null = files.enter_context(open(os.devnull, "rb"))
-        running = _start(argv, (null, stdout, stderr, pid_file), environment)
+        running = _start(argv, null, stdout, stderr, environment)
         in_time = False
         try:
             in_time = ends_within(running.process.pid, timeout)
@@ -68,15 +68,9 @@ def _run(argv: tuple[str, ...], timeout: float, environment: Mapping[str, str]) 
 
 
 def _start(
-    argv: tuple[str, ...],
-    files: tuple[BinaryIO, BinaryIO, BinaryIO, BinaryIO],
-    environment: Mapping[str, str],
+    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, environment: Mapping[str, str]
 ) -> sh.RunningCommand:
-    """Start the program, or raise OSError.
-
-    `files` are its input, output and standard error, and the file to which the new process writes its id.
-    """
-    null, stdout, stderr, pid_file = files
+    """Start the program, or raise OSError."""
     try:
         return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
             *argv[1:],
@@ -86,7 +80,7 @@ def _start(
             _env=dict(environment),
             _cwd="/",
             _new_session=True,
-            _preexec_fn=_beginning(pid_file),
+            _preexec_fn=_beginning(),
             _ok_code=list(range(256)),
             _return_cmd=True,
             _bg=True,
@@ -96,15 +90,9 @@ def _start(
         raise FileNotFoundError(argv[0]) from error
     except sh.ForkException as error:
         raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
-    except RuntimeError as error:
-        # sh could not start a thread (the unit's TasksMax=, or the host's limit), but the program is already running.
-        pid = int(content(pid_file))
-        kill_group(pid)
-        os.waitpid(pid, 0)
-        raise OSError(errno.EAGAIN, str(error), argv[0]) from error
 
 
-def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
+def _beginning() -> Callable[[], None]:
     """Return a function that the new process calls before it becomes the program.
 
     After that call, the kernel kills the new process when the thread that made it ends.
@@ -119,7 +107,6 @@ def _beginning(pid_file: BinaryIO) -> Callable[[], None]:
         # Python ignores this signal, and programs would inherit that.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.umask(UMASK)
-        os.write(pid_file.fileno(), b"%d" % os.getpid())
 
     return begin
 

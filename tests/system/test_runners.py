@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -207,30 +206,3 @@ def test_a_program_has_no_terminal_of_ours(name: str) -> None:
     os.waitpid(child, 0)
     os.close(terminal)
     assert output.decode().strip() == "opened it: False"
-
-
-def test_no_thread_is_available_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When TasksMax= is reached, the threads that sh needs for a tool cannot start."""
-    tool_runner(("true",), 20)
-    start = threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if "for pid" in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    before = children()
-    with pytest.raises(CommandError, match="sleep 600: cannot be started: can't start new thread"):
-        run_checked(tool_runner, ("sleep", "600"), 20)
-    assert children() <= before, "the program runs on"
-
-
-def children() -> set[str]:
-    """Return the process IDs of our children."""
-    found: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
-        # A thread of an earlier test may just exit.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found |= set((task / "children").read_text().split())
-    return found

@@ -4,7 +4,7 @@ import logging
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -122,10 +122,11 @@ class GpuErrors:
         if self._log.overruns > overruns:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
         # If many log records have the same error, check and log the error once.
-        times = Counter(errors(texts))
-        for found, count in times.items():
-            if self._is_present(found.pci_address):
-                self._handle(found, count, behind)
+        found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
+        times = Counter(each for each in found if each)
+        for each, count in times.items():
+            if self._is_present(each.pci_address):
+                self._handle(each, count, behind)
 
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start of the service. `addresses` are the host's GPUs."""
@@ -160,11 +161,11 @@ class GpuErrors:
         to a driver again. So the error is recorded only if the binding is still the one that was saved with the
         position.
         """
-        self.counted(error.pci_address, error.number, count)
-        self.last[error.pci_address] = f"{error.meaning} (read at {rfc3339(time.time())})"
-        level = logging.INFO if error.from_application else logging.WARNING
-        log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address
+        self.counted(address, error.number, count)
+        self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"
+        level = logging.INFO if error.from_application else logging.WARNING
+        log.log(level, "%s: %s%s", address, error.meaning, f" ({count} times)" if count > 1 else "")
         saved = self._last_saved.bindings.get(address) if self._last_saved else None
         if not (error.lost or error.fault):
             return
@@ -227,9 +228,3 @@ class GpuErrors:
         if why != self.error:
             log.warning("cannot read the kernel log, so GPU errors go unnoticed; each pass tries again: %s", why)
         self.error = why
-
-
-def errors(texts: Iterable[str]) -> Iterator[GpuError]:
-    """Yield the GPU errors in lines of the kernel log."""
-    for text in texts:
-        yield from (error for vendor in HOST_VENDORS if (error := vendor.parse_kernel_message(text)))

@@ -91,9 +91,6 @@ def check_pages(path: str, checks: Sequence[Check]) -> dict[str, Page]:
     return {path: Page(HTTPStatus.OK, b"ok\n") if good else verbose, path + VERBOSE: verbose}
 
 
-# What the service knows after a pass: all pages and metrics are made from this.
-
-
 PASSES = 20
 """How many passes are remembered: enough for all passes after one event, and some earlier ones."""
 

@@ -39,14 +39,11 @@ from agent.system.files import System
 from agent.system.process import host_runner
 from agent.system.trust import discarded
 
-# Logs each failure, problem and condition change once, and again only if it was gone and has come back.
-
-
 log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Logs the results of passes. It remembers what it has logged."""
+    """Logs each failure, problem and condition change once, and again only if it was gone and has come back."""
 
     def __init__(self) -> None:
         self.last_failures: tuple[str, ...] = ()
@@ -114,9 +111,6 @@ class EventLog:
 def why_not_read(error: Exception) -> str:
     """Return why the configuration could not be read or used."""
     return str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why
-
-
-# Talks to systemd: sd_notify(3) datagrams, the watchdog's interval, passed sockets, priorities of journal lines.
 
 
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -201,17 +195,15 @@ def log_to(stream: TextIO) -> None:
     logger.propagate = False
 
 
-# Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait.
-#
-# SIGTERM and SIGINT also end a pass or a reload, after a grace period.
-
-
 class PassInterruptedError(BaseException):
     """The grace period after SIGTERM or SIGINT expired in a pass or reload. `except Exception` does not catch it."""
 
 
 class Signals:
-    """Handles the process's signals. Create only one object."""
+    """Handles SIGHUP, SIGTERM and SIGINT, which end the loop's wait. Create only one object.
+
+    SIGTERM and SIGINT also end a pass or a reload, after a grace period.
+    """
 
     def __init__(self, notifier: Notifier, grace: float) -> None:
         self.reload = False
@@ -295,11 +287,6 @@ Fix = Callable[[Config, Outcome], Fixes]
 """Returns the commands that fix what an outcome's conditions show."""
 
 
-def no_fixes(_config: Config, _outcome: Outcome) -> Fixes:
-    """Know no commands."""
-    return {}
-
-
 class Timing(Struct, frozen=True):
     """Intervals and limits in seconds."""
 
@@ -335,7 +322,7 @@ class Daemon:
         gpu_errors: GpuErrors,
         wakeups: Wakeups,
         local: Server,
-        fix: Fix = no_fixes,
+        fix: Fix = lambda *_: {},
     ) -> None:
         self._fix = fix
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
@@ -523,7 +510,7 @@ def run(
     make: Callable[[Loaded, Progress], Passes],
     timing: Timing | None = None,
     system: System | None = None,
-    fix: Fix = no_fixes,
+    fix: Fix = lambda *_: {},
 ) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code. Raises AgentError if it cannot start.
 

@@ -175,13 +175,11 @@ def _history(passes: Iterable[Pass]) -> Iterator[str]:
         yield _table(("Ended", "Because of", "Changes and failures"), reversed(rows))
 
 
-# Makes a JSON page for people who investigate a problem: facts, decisions and failures in brief.
-#
-# The keys may change: programs should read the metrics or `status --json`.
-
-
 def page(view: View) -> Page:
-    """Return the page. It has the facts of the last observation, even of an old one."""
+    """Return a JSON page for people who investigate a problem. It has the last facts, even old ones.
+
+    Its keys may change: programs should read the metrics or `status --json`.
+    """
     facts = view.outcome.facts if view.outcome else None
     document = {
         "version": view.version,

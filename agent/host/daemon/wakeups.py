@@ -250,12 +250,6 @@ class Wakeups:
             log.error("event source %s was not closed properly: %s", tally.name, in_words(error))
 
 
-# Watches directories for names that appear, disappear or change, with inotify(7).
-#
-# inotify_simple only wraps the system calls. pyroute2's Inotify is not used, because it has no non-blocking read,
-# treats a failed inotify_add_watch(2) as a success, and exits when events overflow.
-
-
 NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.ATTRIB
 """Events of device nodes. CLOSE_WRITE is not one of them, because any program that closes a GPU's node causes it."""
 FILES = NODES | flags.CLOSE_WRITE
@@ -270,7 +264,11 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 class Directories:
-    """An event source: directories, which may appear and disappear."""
+    """An event source: names in directories, which may appear and disappear.
+
+    pyroute2's Inotify is not used, because it has no non-blocking read, treats a failed inotify_add_watch(2) as a
+    success, and exits when events overflow.
+    """
 
     def __init__(
         self,
@@ -362,15 +360,12 @@ class Directories:
         return True
 
 
-# Watches devices and drivers. udevd sends an event after it has run the device's rules, which may make nodes.
-
-
 BATCH = 1000
 """How many events one call of `needs_pass` parses at most."""
 
 
 class Udev:
-    """An event source: libudev's monitor."""
+    """An event source: udevd's events, after it has run the device's rules, which may make nodes."""
 
     name = "udev"
 
@@ -419,9 +414,6 @@ def matters(event: Event, modules: tuple[str, ...]) -> bool:
         # Only the vendors' modules matter: the start of a Kubernetes node loads dozens of others.
         return any(fnmatchcase(event.device_path.removeprefix("/module/"), pattern) for pattern in modules)
     return True
-
-
-# Makes the event sources of a real host. Each vendor names what to watch for it.
 
 
 DEV = "/dev"
