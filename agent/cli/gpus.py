@@ -16,7 +16,7 @@ from agent.host.apply.steps import perform
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
-from agent.host.state.gpus import forget_detached, forget_fault, observe_detached, record_detached, record_tainted
+from agent.host.state.gpus import forget_detached, forget_fault, observe_gpus, record_detached, record_tainted
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, names_handoff
@@ -463,7 +463,7 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     if unknown := why_unknown(gpu, nodes):
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     with detach_lock(reconciler.system, gpu.pci_address):
-        found = gpu.pci_address in observe_detached(reconciler.system).tainted
+        found = gpu.pci_address in observe_gpus(reconciler.system).tainted
         return Removal(gpu, machines, nodes, reconciler, timing, found).run()
 
 
@@ -565,7 +565,7 @@ class Removal(Struct):
         The detachment is undone only under policy `refuse`, and only if this command made it.
         """
         address = self.gpu.pci_address
-        if address not in observe_detached(self.reconciler.system).tainted:
+        if address not in observe_gpus(self.reconciler.system).tainted:
             return
         if policy == "refuse" and not self.found:
             try:
@@ -614,7 +614,7 @@ class Removal(Struct):
 
     def _require_record(self) -> None:
         """Raises AgentError if the GPU is no longer recorded: this command must not undo what somebody else did."""
-        if self.gpu.pci_address not in observe_detached(self.reconciler.system).tainted:
+        if self.gpu.pci_address not in observe_gpus(self.reconciler.system).tainted:
             raise AgentError(f"{self.gpu.pci_address} was attached, or left the PCI bus, in the meantime")
 
     def passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:

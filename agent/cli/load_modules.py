@@ -6,7 +6,7 @@ from collections.abc import Callable
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress
 from agent.config.settings import Config
-from agent.host.state.gpus import observe_detached
+from agent.host.state.gpus import observe_gpus
 from agent.host.vendors import LOADERS
 from agent.system.devices import DeviceSource, Sysfs
 from agent.system.files import System
@@ -26,6 +26,6 @@ def load_modules(config: Config, system: System, devices: DeviceSource, report: 
     if not config.driver.load_modules:
         report(f"{KEY} is not set: loading kernel modules is left to the host")
         return
-    detached = observe_detached(system).gpus
+    detached = observe_gpus(system).detached
     for loader in LOADERS:
         loader(system, devices.pci_devices, detached, report)

@@ -11,13 +11,13 @@ import pytest
 from agent.cli.gpus import Ending, Timing, attach, detach, holders
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import forget_detached, observe_detached, record_detached
+from agent.host.state.gpus import forget_detached, observe_gpus, record_detached
 from agent.host.state.locks import pass_lock
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError, ConfigError, ObservationError
 from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
-from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
+from agent.model.paths import GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
@@ -75,7 +75,7 @@ def test_a_gpu_whose_users_cannot_be_determined_is_left_as_it_is(site: Site) -> 
         assert f"{address} was not detached: {why}" in ending.sentences[0]
         (line,) = holders(address, site.agent)
         assert line.startswith(f"{address}: {why}")
-    assert not site.host.exists(DETACHED_GPUS)
+    assert not site.host.exists(GPUS)
     site.host.rebind(FIRST, "")
     assert detach(FIRST, site.agent, FAST).done, "without a driver nothing can have it open"
 
@@ -96,7 +96,7 @@ def test_refuse_changes_nothing(site: Site) -> None:
     assert "is in use; nothing was changed" in ending.sentences[0]
     assert f"PID {HOLDER} (train), machine gpu-node (PID 77 there), pod" in ending.sentences[1]
     assert site.host.read(handoff_file(MACHINE)) == before
-    assert not site.host.exists(DETACHED_GPUS)
+    assert not site.host.exists(GPUS)
     assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
 
 
@@ -196,7 +196,7 @@ def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left
     site.meanwhile = [fail]
     with pytest.raises(type(error)):
         detach(SECOND, agent, FAST)
-    assert (SECOND in observe_detached(site.host).gpus) is left
+    assert (SECOND in observe_gpus(site.host).detached) is left
     last_message = site.messages[-1]
     assert (f"`unbounded-agent gpus attach {SECOND}`" in last_message) is left
     site.agent.reconcile()
@@ -222,7 +222,7 @@ def test_a_gpu_that_somebody_attaches_meanwhile_stays_attached(site: Site, polic
         detach(SECOND, agent, FAST)
     assert sum(" to release " in each for each in site.messages) <= 1, "one for each pass that waits"
     assert not site.meanwhile
-    assert SECOND not in observe_detached(site.host).tainted
+    assert SECOND not in observe_gpus(site.host).tainted
     site.agent.reconcile()
     assert site.granted() == (FIRST, SECOND)
     assert site.permitted()
@@ -238,7 +238,7 @@ def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> N
     site.meanwhile = [fail]
     with pytest.raises(Interrupted):
         detach(SECOND, site.agent, FAST)
-    assert SECOND in observe_detached(site.host).gpus
+    assert SECOND in observe_gpus(site.host).detached
 
 
 def test_only_one_command_detaches_a_gpu(site: Site) -> None:
@@ -453,7 +453,7 @@ def test_a_stopped_node_that_is_no_longer_configured_may_start_with_its_gpu(site
     agent = Reconciler(Config(machines={}), site.host, site.host)
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: .*unbounded-agent reset {MACHINE}"):
         detach(SECOND, agent, FAST)
-    assert not observe_detached(site.host).gpus
+    assert not observe_gpus(site.host).detached
 
 
 @pytest.mark.parametrize(
@@ -505,19 +505,19 @@ def test_holders_on_a_host_without_gpus(tmp_path: Path) -> None:
     assert holders("", reconciler(host)) == ("this host has no GPU",)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {"device": 1}}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {}}', b"\xff"])
 def test_a_damaged_note_is_discarded_and_reported(site: Site, content: bytes) -> None:
-    site.host.write(DETACHED_GPUS, content)
+    site.host.write(GPUS, content)
     outcome = site.agent.reconcile()
-    assert any(DETACHED_GPUS in problem for problem in outcome.facts.problems)
+    assert any(GPUS in problem for problem in outcome.facts.problems)
     assert site.granted() == (FIRST, SECOND)
     assert record_detached(site.host, SECOND, draining=True)
-    assert observe_detached(site.host).draining == {SECOND}
+    assert observe_gpus(site.host).draining == {SECOND}
 
 
 def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
-    site.host.failing[DETACHED_GPUS] = OSError(5, "Input/output error")
-    with pytest.raises(ObservationError, match=DETACHED_GPUS):
+    site.host.failing[GPUS] = OSError(5, "Input/output error")
+    with pytest.raises(ObservationError, match=GPUS):
         site.agent.reconcile()
 
 
@@ -526,4 +526,4 @@ def test_each_note_is_about_one_gpu(site: Site) -> None:
     assert record_detached(site.host, SECOND, draining=True)
     assert not record_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
     forget_detached(site.host, FIRST)
-    assert observe_detached(site.host).gpus == {SECOND}
+    assert observe_gpus(site.host).detached == {SECOND}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli.gpus import Ending, Timing, attach, detach
-from agent.host.state.gpus import observe_detached
+from agent.host.state.gpus import observe_gpus
 from agent.model.contract import Effect, GpuState, parse_gpu_states
 from agent.model.paths import gpu_states_file
 from tests.fakes.detach_site import Interrupted, Site
@@ -118,7 +118,7 @@ def test_an_interruption_while_it_is_only_tainted(site: Site, policy: str, left:
     agent = site.configure(allocation="dra", on_detach=policy)
     with pytest.raises(Interrupted):
         detach(SECOND, agent, FAST)
-    assert (SECOND in observe_detached(site.host).tainted) is left
+    assert (SECOND in observe_gpus(site.host).tainted) is left
     assert ("is still detached" in site.messages[-1]) is left
     agent.reconcile()
     assert state(site) == (TAINTED if left else HEALTHY)

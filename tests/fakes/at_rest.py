@@ -4,7 +4,7 @@ import os
 
 from agent.config.settings import Config
 from agent.host.reconcile import Outcome, Reconciler
-from agent.host.state.gpus import observe_detached
+from agent.host.state.gpus import observe_gpus
 from agent.model.conditions import ConditionType, Status
 from agent.model.facts import Facts, Granted, MachineFacts, parse_live
 from agent.model.goal import MachineGoal
@@ -88,8 +88,8 @@ def _check_machine(goal: MachineGoal, handoff: Handoff, facts: Facts, host: Live
     assert {path: host.numbers().get(path) for path in nodes} == nodes
     assert gpus <= {each for each in host.cards if host.is_bound(each)}
     assert {each.pci_address for each in requested} <= {"", *gpus}
-    detached = observe_detached(host)
-    assert not gpus & detached.gpus
+    detached = observe_gpus(host)
+    assert not gpus & detached.detached
     numbers = {f"{NUMBER}{major}:{minor}" for major, minor in nodes.values()}
     # While a GPU is drained, its users keep it, and the nodes that all GPUs share.
     drained = {node for node, owner in _owners(facts).items() if owner in detached.draining or owner.startswith("/")}

@@ -14,8 +14,7 @@ from agent.host.daemon.loop import EventLog
 from agent.host.state.gpus import (
     LOG_POSITION,
     LogPosition,
-    observe_detached,
-    observe_lost,
+    observe_gpus,
     observe_remembered,
     record_detached,
     record_lost,
@@ -24,10 +23,8 @@ from agent.model.conditions import ConditionType, Status
 from agent.model.facts import Remembered
 from agent.model.paths import (
     CONDITIONS,
-    DETACHED_GPUS,
-    GPU_FAULTS,
+    GPUS,
     KERNEL_LOG_READ,
-    LOST_GPUS,
     MANIFESTS,
     OWNED,
     REMEMBERED_GPUS,
@@ -74,7 +71,7 @@ def test_a_damaged_record_is_counted_logged_and_recreated(
 
 @pytest.mark.parametrize(
     "path",
-    [LOST_GPUS, GPU_FAULTS, DETACHED_GPUS, live_file(MACHINE), handed_roots_file(MACHINE), granted_file(MACHINE)],
+    [GPUS, live_file(MACHINE), handed_roots_file(MACHINE), granted_file(MACHINE)],
 )
 def test_damage_that_stays_is_logged_and_counted_once(
     gpu_host: Host, path: str, caplog: pytest.LogCaptureFixture
@@ -104,18 +101,18 @@ def test_a_directory_in_a_records_place_is_moved_aside(gpu_host: Host, path: str
 
 
 def test_a_directory_in_the_place_of_the_gpus_record_is_moved_aside(gpu_host: Host) -> None:
-    for path in (LOST_GPUS, KERNEL_LOG_READ, DETACHED_GPUS):
+    for path in (GPUS, KERNEL_LOG_READ):
         gpu_host.write(f"{path}/content", b"")
     gpu_host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00")
     gpu_host.symlink("/sys/devices/pci0000:00/driver", "../../bus/pci/drivers/nvidia")
-    assert (observe_lost(gpu_host), LOG_POSITION.read(KERNEL_LOG_READ, gpu_host)) == ({}, None)
-    assert not observe_detached(gpu_host).gpus
+    assert (observe_gpus(gpu_host).lost, LOG_POSITION.read(KERNEL_LOG_READ, gpu_host)) == ({}, None)
+    assert not observe_gpus(gpu_host).detached
     assert record_lost(gpu_host, GPU, "gone")
     LOG_POSITION.write(KERNEL_LOG_READ, LogPosition(sequence=1, bindings={}), gpu_host)
     assert record_detached(gpu_host, GPU, draining=False)
-    assert observe_lost(gpu_host)
+    assert observe_gpus(gpu_host).lost
     assert LOG_POSITION.read(KERNEL_LOG_READ, gpu_host)
-    assert observe_detached(gpu_host).gpus
+    assert observe_gpus(gpu_host).detached
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096])

@@ -20,7 +20,7 @@ from agent.host.observe.machine import (
     unseen_machine,
     with_properties,
 )
-from agent.host.state.gpus import observe_detached, observe_faults, observe_lost, observe_remembered
+from agent.host.state.gpus import GpuNotes, observe_gpus, observe_remembered
 from agent.host.state.records import MARK, OWNED_FILES, is_ours
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import FileIdentity
@@ -367,21 +367,20 @@ class Memory(Struct, frozen=True):
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
 
-    Raises ObservationError if one of these three records cannot be read: the record of detached GPUs, the record of
-    lost GPUs, or the record of GPUs with a fatal error.
+    Raises ObservationError if the record of detached, lost and failed GPUs cannot be read.
     """
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)
     # Include machines that are no longer configured but still have the agent's settings.
     names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
-    detached = observe_detached(system)
+    notes = observe_gpus(system)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
     nodes = [name for name, settings in config.machines.items() if settings.node]
     services_units = {service: units[service] for service in services}
-    sources = _sources(config, system, devices, memory, services_units, detached.gpus)
+    sources = _sources(config, system, devices, memory, services_units, notes)
     template = observe_template(system)
     template_problem = "" if isinstance(template, tuple) else template.why
     staged = observe_staged(system)
@@ -389,7 +388,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     ignored = (each for name in names for each in ignored_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
-    problems = (template_problem, discarded, *memory.loader_cache.skipped(), detached.problem, damage, *ignored)
+    problems = (template_problem, discarded, *memory.loader_cache.skipped(), notes.problem, damage, *ignored)
     return Facts(
         architecture=sources.architecture,
         systemd_version=observe_version(system),
@@ -408,8 +407,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         time_records=time_records,
         staged_problems=staged.problems,
         remembered=remembered,
-        draining=detached.draining,
-        gpus=GpuFacts(observe_faults(system), detached.tainted, observe_placements(config, vendors, system)),
+        draining=notes.draining,
+        gpus=GpuFacts(notes.faults, notes.tainted, observe_placements(config, vendors, system)),
         mount_sources=observe_sources(config, system),
         nspawn_sources=observe_nspawn_sources(config, system),
         problems=tuple(filter(None, problems)),
@@ -427,9 +426,9 @@ def _sources(
     devices: DeviceSource,
     memory: Memory,
     units: Mapping[str, Unit],
-    detached: frozenset[str],
+    notes: GpuNotes,
 ) -> Sources:
-    """Return the sources of the vendors' facts. Raises ObservationError if the record of lost GPUs cannot be read."""
+    """Return the sources of the vendors' facts."""
     return Sources(
         system=system,
         architecture=system.architecture(),
@@ -440,8 +439,8 @@ def _sources(
         machines=config.machines,
         units={name: unit.state for name, unit in units.items()},
         started=lambda name: observe_start(units[name], system),
-        lost=observe_lost(system),
-        detached=detached,
+        lost=notes.lost,
+        detached=notes.detached,
         file_cache=memory.file_cache,
     )
 

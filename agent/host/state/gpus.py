@@ -1,130 +1,200 @@
-"""Keeps the record of detached GPUs.
+"""Keeps what is known of single GPUs until they leave the PCI bus: detached, lost, or failed.
 
-A GPU stays in the record until the GPU is removed from the PCI bus, or attached again. The record is in /run, so that a
-reboot of the host clears it: by then, other devices may be plugged in. To keep a GPU from machines permanently, use the
-configuration.
+One file in /run has it all, so that a reboot of the host clears it: by then, other devices may be plugged in. To keep a
+GPU from machines permanently, use the configuration. The kernel log shows only the event of a loss or an error: without
+the record, the service would not know of it after a restart.
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.host.state.locks import locked
 from agent.host.state.records import Record, first_intact
 from agent.model.errors import DocumentError, ObservationError
 from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen, parse_remembered
-from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, GPU_FAULTS_LOCK, LOST_GPUS, PCI_DEVICES, REMEMBERED_GPUS
+from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
-from agent.system.trust import count, read_seen
+from agent.system.trust import count, discard, read_seen
+
+LOCK_WAIT = 5.0
+"""Seconds to wait for another writer, which needs milliseconds."""
 
 
-class _Note(Struct, frozen=True, omit_defaults=True):
-    """One GPU in the record. `evict` and `since` are those of Tainted."""
+class Taint(Tainted, frozen=True, omit_defaults=True):
+    """A GPU that no new pod may get."""
+
+    detached: bool = False
+    """False if the GPU is only tainted so far: machines still have it."""
+    draining: bool = False
+    """The GPU is detached, but processes may still use it until the last of them has exited."""
+
+
+class GpuNote(Struct, frozen=True, omit_defaults=True):
+    """What is recorded of one GPU."""
 
     device: int
-    """What `_device` returned when the GPU was recorded."""
-    draining: bool
-    """The GPU is detached, but processes may still use it until the last of them has exited."""
-    granted: bool = False
-    """The GPU is only tainted so far: machines still have it."""
-    evict: bool = False
-    since: float = 0.0
+    """What `_device` returned: a device that is plugged in later at this address has nothing to do with the note."""
+    binding: int | None = None
+    """What `binding` returned when `lost` or `fault` was recorded. Both count until the driver is unbound."""
+    lost: str = ""
+    """What the kernel log said about the loss."""
+    fault: GpuFault | None = None
+    """The last fatal error. If the GPU was reset without unbinding the driver, `gpus attach` removes it."""
+    taint: Taint | None = None
 
 
-# The file is world-readable, because `plan` and `status` work as any user.
-_RECORD = Record(dict[str, _Note])
+class GpuNotes(Struct, frozen=True):
+    """What is recorded, by PCI address."""
 
-
-class Detached(Struct, frozen=True):
-    """What the record says, by PCI address."""
-
-    gpus: frozenset[str] = frozenset()
-    """Detached GPUs."""
-    draining: frozenset[str] = frozenset()
-    """Detached GPUs that processes may still use until the last of these processes has exited."""
-    tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """All GPUs that no new pod may get: those in `gpus`, and those that are only tainted so far."""
+    notes: Mapping[str, GpuNote] = field(default_factory=dict)
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
+    @property
+    def tainted(self) -> Mapping[str, Taint]:
+        """All GPUs that no new pod may get, detached or not."""
+        return {address: note.taint for address, note in self.notes.items() if note.taint}
 
-def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. A damaged record is discarded: then there are none, and `problem` says why.
+    @property
+    def detached(self) -> frozenset[str]:
+        return frozenset(address for address, taint in self.tainted.items() if taint.detached)
 
-    Raises ObservationError if the record cannot be read now. It is then unknown which GPUs are detached, and a detached
-    GPU must not be granted.
+    @property
+    def draining(self) -> frozenset[str]:
+        """Detached GPUs that processes may still use until the last of these processes has exited."""
+        return frozenset(address for address, taint in self.tainted.items() if taint.draining)
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        return {address: note.lost for address, note in self.notes.items() if note.lost}
+
+    @property
+    def faults(self) -> Mapping[str, GpuFault]:
+        return {address: note.fault for address, note in self.notes.items() if note.fault}
+
+
+# The file is world-readable, because `plan` and `status` work as any user.
+_RECORD = Record(dict[str, GpuNote])
+
+
+def observe_gpus(system: System) -> GpuNotes:
+    """Return the record. A damaged record is discarded: then it is empty, and `problem` says why.
+
+    Raises ObservationError if the record cannot be read now: a detached GPU must not be granted, and a failed one must
+    not count as healthy.
     """
+    found = _RECORD.read_seen(GPUS, system)
+    if isinstance(found, Broken):
+        count(GPUS, system)
+        advice = "run `unbounded-agent gpus detach` again for each detached GPU, and look in `dmesg` for failed ones"
+        return GpuNotes(problem=f"{found.why}; discarding the record of GPUs: {advice}")
     try:
-        notes = _read_record(system)
+        return GpuNotes(_current(found, system))
     except OSError as error:
-        raise ObservationError(f"{DETACHED_GPUS}: {error.strerror or error}") from error
-    if isinstance(notes, Broken):
-        count(DETACHED_GPUS, system)
-        what = f"{notes.why}; discarding the record of detached GPUs"
-        return Detached(problem=f"{what}: run `unbounded-agent gpus detach` again for each of them")
-    detached = {address: note for address, note in notes.items() if not note.granted}
-    return Detached(
-        frozenset(detached),
-        frozenset(address for address, note in detached.items() if note.draining),
-        {address: Tainted(note.evict, note.since) for address, note in notes.items()},
-    )
+        raise ObservationError(f"{GPUS}: {error.strerror or error}") from error
 
 
 def record_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached, if it exists. Return whether it exists. Raises OSError.
+    """Record the GPU as detached, if it exists. Return whether it exists. Raises OSError, or an AgentError.
 
-    The caller must hold the pass lock.
+    The caller must hold the pass lock. If the GPU is tainted already, since when and whether pods are evicted stay.
     """
-    return _record(system, address, draining=draining)
+
+    def detached(note: GpuNote) -> GpuNote:
+        taint = note.taint or Taint(False, time.time())
+        return replace(note, taint=replace(taint, detached=True, draining=draining))
+
+    _change(system, address, detached)
+    return _device(system, address) is not None
 
 
 def record_tainted(system: System, address: str, *, evict: bool) -> bool:
-    """Record that no new pod may get the GPU, although machines still have it. Otherwise like `record_detached`."""
-    return _record(system, address, draining=False, granted=True, evict=evict)
+    """Record that no new pod may get the GPU, although machines still have it. Otherwise like `record_detached`.
 
-
-def _record(system: System, address: str, *, draining: bool, granted: bool = False, evict: bool | None = None) -> bool:
-    """Record the GPU with these values, if it exists. Return whether it exists.
-
-    `granted` means that the GPU is only to be tainted: machines keep it. If the GPU is in the record already, `since`
-    stays, and so does `evict` unless it is given: `gpus detach` may first taint a GPU, and detach it later.
-
-    A GPU that is recorded as detached already stays detached even with `granted`, because somebody may pull it out at
-    any time. In that case, its recorded `draining` stays too, because processes may still use the GPU.
+    A GPU that is detached already stays detached, because somebody may pull it out at any time, and its `draining`
+    stays, because processes may still use it.
     """
-    device, notes = _device(system, address), _usable_record(system)
-    if device is not None:
-        before = notes.get(address) or _Note(device, draining, granted, since=time.time())
-        still_granted, draining = granted and before.granted, before.draining if granted else draining
-        note = _Note(device, draining, still_granted, before.evict if evict is None else evict, before.since)
-        _RECORD.write(DETACHED_GPUS, {**notes, address: note}, system)
-    return device is not None
+
+    def tainted(note: GpuNote) -> GpuNote:
+        return replace(note, taint=replace(note.taint or Taint(evict, time.time()), evict=evict))
+
+    _change(system, address, tainted)
+    return _device(system, address) is not None
 
 
 def forget_detached(system: System, address: str) -> None:
-    """Remove the GPU from the record. Raises OSError. The caller must hold the pass lock."""
-    others = {each: note for each, note in _usable_record(system).items() if each != address}
-    _RECORD.write(DETACHED_GPUS, others, system)
+    """Record that the GPU is no longer detached or tainted. Otherwise like `record_detached`."""
+    _change(system, address, lambda note: replace(note, taint=None))
 
 
-def _usable_record(system: System) -> Mapping[str, _Note]:
-    """Return the record; empty if it is damaged. Raises OSError."""
-    notes = _read_record(system)
-    return {} if isinstance(notes, Broken) else notes
+def record_lost(system: System, address: str, why: str) -> bool:
+    """Record a lost GPU, and return True. Raises OSError, or an AgentError.
+
+    If the GPU has no driver, only return False: another condition reports a missing driver.
+    """
+    bound = binding(system, address)
+    if bound is not None:
+        _change(system, address, lambda note: replace(note, lost=why, binding=bound))
+    return bound is not None
 
 
-def _read_record(system: System) -> Mapping[str, _Note] | Broken:
-    """Return the record without GPUs that have left the PCI bus. Raises OSError if it cannot be read."""
-    found = _RECORD.read_seen(DETACHED_GPUS, system)
-    if isinstance(found, Absent):
-        return {}
-    if isinstance(found, Broken):
-        return found
+def record_fault(system: System, address: str, fault: GpuFault) -> bool:
+    """Record a fatal error, unless it is recorded already or the GPU has no driver.
+
+    Return whether the record changed. Raises OSError, or an AgentError.
+    """
+    bound = binding(system, address)
+
+    def failed(note: GpuNote) -> GpuNote:
+        # If only the meaning of the error is new, record the error again: where a reset was enough before, a reboot may
+        # be needed now.
+        if note.fault and (note.fault.reason, note.fault.meaning) == (fault.reason, fault.meaning):
+            return note
+        return replace(note, fault=fault, binding=bound)
+
+    return bound is not None and _change(system, address, failed)
+
+
+def forget_fault(system: System, address: str) -> bool:
+    """Forget the GPU's last fatal error, and return whether there was one. Raises what `record_fault` raises."""
+    return _change(system, address, lambda note: replace(note, fault=None))
+
+
+def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) -> bool:
+    """Change what is recorded of a GPU, if it exists. Return whether that is new. Raises OSError, or an AgentError."""
+    # The service records errors also during a pass, so it needs another lock than the pass lock.
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        device, found = _device(system, address), _RECORD.read_seen(GPUS, system)
+        if isinstance(found, Broken):
+            discard(GPUS, found.why, system)
+        notes = _current(found, system)
+        if device is None:
+            return False
+        before = notes.get(address, GpuNote(device))
+        after = change(before)
+        if after == before and not isinstance(found, Broken):
+            return False
+        _RECORD.write(GPUS, {**notes, address: after}, system)
+        return after != before
+
+
+def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNote]:
+    """Return what still counts. A damaged record counts as empty: otherwise no pass would be possible while it exists.
+
+    Raises OSError if one of the GPUs cannot be observed, or ObservationError if the record could not be read.
+    """
     if isinstance(found, Unseen):
-        raise OSError(found.why)
-    return {address: note for address, note in found.items() if _device(system, address) == note.device}
+        raise ObservationError(found.why)
+    if isinstance(found, Absent | Broken):
+        return {}
+    present = {address: note for address, note in found.items() if _device(system, address) == note.device}
+    for address, note in present.items():
+        if note.binding is not None and binding(system, address) != note.binding:
+            present[address] = replace(note, binding=None, lost="", fault=None)
+    return {address: note for address, note in present.items() if note.lost or note.fault or note.taint}
 
 
 def _device(system: System, address: str) -> int | None:
@@ -137,15 +207,18 @@ def _device(system: System, address: str) -> int | None:
     return system.link_inode(f"{PCI_DEVICES}/{address}")
 
 
-# Keeps in /run which GPUs the kernel log reported lost, and how far the log was read.
-#
-# The log shows only the event, so without the record the service would not know of the loss after a restart.
+def binding(system: System, address: str) -> int | None:
+    """Return the inode number of a device's sysfs link `driver`; None if no driver is bound to the device.
+
+    Each time that a driver is bound to the device, the number changes, as that of `_device`.
+    """
+    return system.link_inode(f"{PCI_DEVICES}/{address}/driver")
 
 
-class _Lost(Struct, frozen=True):
-    why: str
-    binding: int
-    """What the function `binding` returned when the loss was recorded."""
+def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
+    """Return the results of `binding` by PCI address, for devices that are bound to a driver."""
+    found = {address: binding(system, address) for address in addresses}
+    return {address: bound for address, bound in found.items() if bound is not None}
 
 
 class LogPosition(Struct, frozen=True):
@@ -157,121 +230,10 @@ class LogPosition(Struct, frozen=True):
     """Results of `binding` by PCI address, for GPUs that are bound to a driver."""
 
 
-_LOST = Record(dict[str, _Lost])
 LOG_POSITION = Record(LogPosition)
 """The format of the record KERNEL_LOG_READ."""
-
-
-def observe_lost(system: System) -> Mapping[str, str]:
-    """Return what the log said about lost GPUs, by PCI address.
-
-    GPUs whose driver was unbound since then are left out. Raises ObservationError if the record cannot be read.
-    """
-    return {address: lost.why for address, lost in _recorded(system).items()}
-
-
-def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU, and return True.
-
-    If the GPU has no driver, only return False: another condition reports a missing driver. Raises OSError, or
-    ObservationError if the record cannot be read.
-    """
-    bound = binding(system, address)
-    if bound is None:
-        return False
-    _LOST.write(LOST_GPUS, {**_recorded(system), address: _Lost(why=why, binding=bound)}, system)
-    return True
-
-
-def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
-    """Return the results of `binding` by PCI address, for devices that are bound to a driver."""
-    found = {address: binding(system, address) for address in addresses}
-    return {address: bound for address, bound in found.items() if bound is not None}
-
-
-def _recorded(system: System) -> dict[str, _Lost]:
-    # A damaged record counts as empty: the loss may still show in the conditions about device nodes, driver and pods.
-    found = _LOST.read_known(LOST_GPUS, system) or {}
-    return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
-
-
-def binding(system: System, address: str) -> int | None:
-    """Return the inode number of a device's sysfs link `driver`; None if no driver is bound to the device.
-
-    Each time that a driver is bound to the device, the number changes.
-
-    kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
-    """
-    return system.link_inode(f"{PCI_DEVICES}/{address}/driver")
-
-
-# Keeps in /run which GPUs had a fatal error in the kernel log.
-#
-# An error counts until the GPU's driver is unbound: the GPU leaves the bus, or the driver is unloaded. If a GPU was
-# reset without either, `gpus attach` removes it from the record. A reboot of the host clears the whole record.
-
-
-LOCK_WAIT = 5.0
-"""Seconds to wait for another writer, which needs milliseconds."""
-
-
-class _Fault(GpuFault, frozen=True):
-    binding: int
-    """What agent.host.state.gpus.binding returned when the error was recorded."""
-
-
-_GPU_FAULTS_RECORD = Record(dict[str, _Fault])
-
-
-def observe_faults(system: System) -> Mapping[str, GpuFault]:
-    """Return the last fatal error by PCI address. GPUs whose driver was unbound since then are left out.
-
-    Raises ObservationError if the record cannot be read: a failed GPU must not count as healthy.
-    """
-    return {
-        address: GpuFault(each.reason, each.meaning, each.since)
-        for address, each in _gpu_faults_recorded(system).items()
-    }
-
-
-def record_fault(system: System, address: str, fault: GpuFault) -> bool:
-    """Record a fatal error, unless it is recorded already or the GPU has no driver.
-
-    Return whether the record changed. Raises OSError, or AgentError if another process keeps the lock or the record
-    cannot be read.
-    """
-    with _lock(system):
-        bound, recorded = binding(system, address), _gpu_faults_recorded(system)
-        # If only the meaning of the error is new, record the error again: where a reset was enough before, a reboot may
-        # be needed now.
-        known = recorded.get(address)
-        if bound is None or (known and (known.reason, known.meaning) == (fault.reason, fault.meaning)):
-            return False
-        new = _Fault(fault.reason, fault.meaning, fault.since, bound)
-        _GPU_FAULTS_RECORD.write(GPU_FAULTS, {**recorded, address: new}, system)
-        return True
-
-
-def forget_fault(system: System, address: str) -> bool:
-    """Remove a GPU from the record, and return whether it was there. Raises what `record_fault` raises."""
-    with _lock(system):
-        recorded = _gpu_faults_recorded(system)
-        if address not in recorded:
-            return False
-        _GPU_FAULTS_RECORD.write(
-            GPU_FAULTS, {each: fault for each, fault in recorded.items() if each != address}, system
-        )
-        return True
-
-
-def _lock(system: System) -> AbstractContextManager[None]:
-    return locked(system, GPU_FAULTS_LOCK, LOCK_WAIT, "the record of GPUs' fatal errors is in use")
-
-
-def _gpu_faults_recorded(system: System) -> dict[str, _Fault]:
-    # A damaged record counts as empty: otherwise no pass would be possible as long as the damaged file exists.
-    found = _GPU_FAULTS_RECORD.read_known(GPU_FAULTS, system) or {}
-    return {address: each for address, each in found.items() if binding(system, address) == each.binding}
+GRANTED = Record(Granted, 1)
+"""The format of the record of the last grant that was published to a machine."""
 
 
 # Reads the record of the GPUs that machines were last granted, from the first intact copy of two.
@@ -304,9 +266,3 @@ def _copy(path: str, system: System) -> Seen[Remembered]:
     if isinstance(found, Broken):
         count(path, system)
     return found
-
-
-# Format of the record of the last grant that was published to a machine. Pure.
-
-
-GRANTED = Record(Granted, 1)

@@ -16,7 +16,6 @@ from agent.model.json_document import NAME_SHOWN
 from agent.model.paths import (
     AGES,
     CONDITIONS,
-    DETACHED_GPUS,
     MACHINES_STATE,
     MANIFESTS,
     OWNED,
@@ -369,7 +368,7 @@ def has_started(machine: str, system: System) -> bool:
 # Removes what earlier runs left: temporary files of killed writers, and a machine's old report.
 
 
-HOST_FILES = (AGES, CONDITIONS, DETACHED_GPUS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
+HOST_FILES = (AGES, CONDITIONS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
 """Files that are written only under the pass lock, which the caller of `clear_remains` holds. Other files, such as the
 record of what the service read in the kernel log, are left out, because somebody may be writing them at this moment.
 The next writer of such a file removes its leftovers."""

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from agent.config.settings import MachineSettings
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.reconcile import Outcome
-from agent.host.state.gpus import observe_faults, observe_lost, record_lost
+from agent.host.state.gpus import observe_gpus, record_lost
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
-from agent.model.paths import GPU_FAULTS, KERNEL_LOG_READ, LOST_GPUS
+from agent.model.paths import GPUS, KERNEL_LOG_READ
 from agent.system.devices import BURST, KernelLog, open_kernel_log, parse_record
 from agent.vendors.host_vendor import GpuError
 from agent.vendors.nvidia.conditions import nvidia_conditions
@@ -272,10 +272,10 @@ def test_a_fatal_error_is_recorded_once_and_causes_a_pass(
     for expected in (fatal, fatal and number == 79):
         kernel_log.write(f"NVRM: Xid (PCI:0000:02:00): {number}, x")
         assert found.read() is expected
-    faults = observe_faults(gpu_host)
+    faults = observe_gpus(gpu_host).faults
     assert {address: each.reason for address, each in faults.items()} == ({SECOND: f"Xid{number}"} if fatal else {})
     bind(gpu_host, SECOND)
-    assert observe_faults(gpu_host) == {}
+    assert observe_gpus(gpu_host).faults == {}
 
 
 RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"
@@ -309,7 +309,7 @@ def test_a_verdict_that_gets_worse_replaces_the_one_before(
     for before, after, news in ((none, reset, True), (reset, reboot, True), (reboot, none, False)):
         kernel_log.write(RECOVERY.format(before, after))
         assert found.read() is news
-    assert "reboot the host" in observe_faults(gpu_host)[SECOND].meaning
+    assert "reboot the host" in observe_gpus(gpu_host).faults[SECOND].meaning
 
 
 def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(
@@ -319,7 +319,7 @@ def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(
     kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
     bind(gpu_host, SECOND)
     assert follow().read() is False
-    assert observe_faults(gpu_host) == {}
+    assert observe_gpus(gpu_host).faults == {}
 
 
 def test_a_failing_log_is_reported_once_and_opened_again(
@@ -375,7 +375,7 @@ def test_messages_while_the_service_was_down_are_not_missed(
     after = follow()
     assert after.read() is True
     assert counts == {(SECOND, 31): 1, (FIRST, 79): 1}
-    assert list(observe_lost(gpu_host)) == [FIRST]
+    assert list(observe_gpus(gpu_host).lost) == [FIRST]
 
 
 def test_an_unchanged_note_is_not_written_again(
@@ -449,7 +449,7 @@ def test_a_fatal_error_is_recorded_once_there_is_space(
     """The kernel does not repeat it, and until it is recorded, pods get the GPU."""
     listen_for_a_while(follow, kernel_log)
     found, position = follow(), gpu_host.read(KERNEL_LOG_READ)
-    gpu_host.full = [LOST_GPUS, GPU_FAULTS]
+    gpu_host.full = [GPUS]
     kernel_log.write(OFF_THE_BUS)
     assert [found.read(), found.read()] == [False, False]
     assert len([each for each in caplog.messages if "cannot record the fault" in each]) == 1
@@ -460,7 +460,7 @@ def test_a_fatal_error_is_recorded_once_there_is_space(
         bind(gpu_host, FIRST)
     assert [found.read(), found.read()] == [not rebound, False]
     expected = [] if rebound else [FIRST]
-    assert (list(observe_lost(gpu_host)), list(observe_faults(gpu_host))) == (expected, expected)
+    assert (list(observe_gpus(gpu_host).lost), list(observe_gpus(gpu_host).faults)) == (expected, expected)
     found.save_position([FIRST, SECOND])
     assert gpu_host.read(KERNEL_LOG_READ) != position
 
@@ -469,7 +469,7 @@ def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
 ) -> None:
     found = follow()
-    gpu_host.full = [GPU_FAULTS]
+    gpu_host.full = [GPUS]
     kernel_log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
     assert not found.needs_pass()
     since = time.time()
@@ -477,8 +477,8 @@ def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(
     kernel_log.write(RECOVERY.format("0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"))
     assert found.needs_pass()
     found.read()
-    assert "reboot the host" in observe_faults(gpu_host)[SECOND].meaning
-    assert observe_faults(gpu_host)[SECOND].since >= since
+    assert "reboot the host" in observe_gpus(gpu_host).faults[SECOND].meaning
+    assert observe_gpus(gpu_host).faults[SECOND].since >= since
 
 
 def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
@@ -489,7 +489,7 @@ def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
     bind(gpu_host, FIRST)
     after = follow()
     assert after.read() is False
-    assert (counts[FIRST, 79], observe_lost(gpu_host)) == (1, {})
+    assert (counts[FIRST, 79], observe_gpus(gpu_host).lost) == (1, {})
     kernel_log.write(OFF_THE_BUS)
     assert after.read() is True, "it is up to date by now"
 
@@ -503,10 +503,10 @@ def test_after_a_quiet_first_run_nothing_is_missed(
     assert not found.read()
     found.save_position([FIRST, SECOND])
     found.close()
-    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    assert (counts, observe_gpus(gpu_host).lost) == ({}, {})
     kernel_log.write(OFF_THE_BUS)
     assert follow().read()
-    assert list(observe_lost(gpu_host)) == [FIRST]
+    assert list(observe_gpus(gpu_host).lost) == [FIRST]
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
@@ -529,7 +529,7 @@ def test_messages_before_the_first_run_are_skipped(
         found.close()
         found = follow()
     assert not found.read()
-    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    assert (counts, observe_gpus(gpu_host).lost) == ({}, {})
     kernel_log.write(OFF_THE_BUS)
     assert found.read()
 
@@ -553,7 +553,7 @@ def test_a_pass_while_catching_up_does_not_make_old_errors_new(
         found = follow()
     kernel_log.write(OFF_THE_BUS)
     assert not found.read()
-    assert observe_lost(gpu_host) == {}
+    assert observe_gpus(gpu_host).lost == {}
     found.save_position([FIRST, SECOND])
     found.close()
     kernel_log.write(OFF_THE_BUS)
@@ -632,7 +632,7 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
 def test_a_damaged_note_of_lost_gpus_is_ignored(gpu_host: Host) -> None:
     bind(gpu_host, FIRST)
     assert record_lost(gpu_host, FIRST, "gone")
-    assert observe_lost(gpu_host) == {FIRST: "gone"}
-    gpu_host.file(LOST_GPUS, b"{")
-    assert observe_lost(gpu_host) == {}
+    assert observe_gpus(gpu_host).lost == {FIRST: "gone"}
+    gpu_host.file(GPUS, b"{")
+    assert observe_gpus(gpu_host).lost == {}
     assert record_lost(gpu_host, FIRST, "gone"), "it is written anew"

@@ -10,9 +10,8 @@ from agent.host.state.gpus import (
     GRANTED,
     LOG_POSITION,
     LogPosition,
-    observe_detached,
-    observe_faults,
-    observe_lost,
+    forget_detached,
+    observe_gpus,
     record_detached,
     record_fault,
     record_lost,
@@ -20,8 +19,8 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.records import OWNED_FILES, Owned, parse_handed, parse_manifest, render_handed, render_manifest
 from agent.model.errors import DocumentError
-from agent.model.facts import GpuFault, Granted, Library, StagedRoot, Tainted
-from agent.model.paths import DETACHED_GPUS, GPU_FAULTS, LOST_GPUS
+from agent.model.facts import GpuFault, Granted, Library, StagedRoot
+from agent.model.paths import GPUS
 from tests.fakes.host import Host
 
 GPU, OTHER = "0000:01:00.0", "0000:02:00.0"
@@ -94,56 +93,68 @@ def test_the_files_of_driver_roots_grants_and_owned_files() -> None:
     assert (LOG_POSITION.render(position), LOG_POSITION.parse("", POSITION)) == (POSITION, position)
 
 
-def test_the_files_of_lost_and_faulty_gpus(host: Host) -> None:
+def test_the_file_of_gpus_has_only_keys_that_matter(host: Host) -> None:
     fault = GpuFault("Xid79", "it fell off the bus", 1000.0)
     assert record_fault(host, GPU, fault)
     assert record_lost(host, GPU, "gone")
-    binding = host.link_inode(f"/sys/bus/pci/devices/{GPU}/driver")
-    written = {"reason": "Xid79", "meaning": "it fell off the bus", "since": 1000.0, "binding": binding}
-    assert host.read(GPU_FAULTS) == json.dumps({GPU: written}, indent=1).encode() + b"\n"
-    assert host.read(LOST_GPUS) == json.dumps({GPU: {"why": "gone", "binding": binding}}, indent=1).encode() + b"\n"
-    host.write(GPU_FAULTS, json.dumps({GPU: {**written, "unheard": 1}}).encode())
-    host.write(LOST_GPUS, json.dumps({GPU: {"why": "gone", "binding": binding, "unheard": 1}}).encode())
-    assert observe_faults(host) == {GPU: fault}
-    assert observe_lost(host) == {GPU: "gone"}
-
-
-def test_the_file_of_detached_gpus_has_only_keys_that_matter(host: Host) -> None:
-    """Releases before `granted` and `evict` refuse these keys, and read the file unless a GPU is only tainted."""
     assert record_detached(host, GPU, draining=True)
     assert record_tainted(host, OTHER, evict=True)
-    written = json.loads(host.read(DETACHED_GPUS))
-    since, later = written[GPU].pop("since"), written[OTHER].pop("since")
+    path = f"/sys/bus/pci/devices/{GPU}"
     devices = [host.link_inode(f"/sys/bus/pci/devices/{address}") for address in (GPU, OTHER)]
+    written = json.loads(host.read(GPUS))
+    since, later = written[GPU]["taint"].pop("since"), written[OTHER]["taint"].pop("since")
     assert written == {
-        GPU: {"device": devices[0], "draining": True},
-        OTHER: {"device": devices[1], "draining": False, "granted": True, "evict": True},
+        GPU: {
+            "device": devices[0],
+            "binding": host.link_inode(f"{path}/driver"),
+            "lost": "gone",
+            "fault": {"reason": "Xid79", "meaning": "it fell off the bus", "since": 1000.0},
+            "taint": {"evict": False, "detached": True, "draining": True},
+        },
+        OTHER: {"device": devices[1], "taint": {"evict": True}},
     }
-    found = observe_detached(host)
-    assert found.gpus == found.draining == {GPU}
-    assert found.tainted == {GPU: Tainted(False, since), OTHER: Tainted(True, later)}
+    found = observe_gpus(host)
+    assert (found.faults, found.lost) == ({GPU: fault}, {GPU: "gone"})
+    assert found.detached == found.draining == {GPU}
+    assert {address: (each.evict, each.since) for address, each in found.tainted.items()} == {
+        GPU: (False, since),
+        OTHER: (True, later),
+    }
     assert record_detached(host, OTHER, draining=False)
-    assert observe_detached(host).tainted == found.tainted, "it was tainted before, to evict pods"
+    again = observe_gpus(host).tainted[OTHER]
+    assert (again.evict, again.since) == (True, later), "it was tainted before, to evict pods"
+
+
+def test_each_part_of_a_note_ends_by_itself(host: Host) -> None:
+    assert record_fault(host, GPU, GpuFault("Xid79", "it fell off the bus", 1000.0))
+    assert record_lost(host, GPU, "gone")
+    assert record_detached(host, GPU, draining=False)
+    driver = Path(f"{host.root}/sys/devices/pci0000:00/{GPU}/driver")
+    again = driver.with_name("bound-again")
+    again.symlink_to("../../../bus/pci/drivers/nvidia")
+    again.rename(driver)
+    found = observe_gpus(host)
+    assert not found.faults
+    assert not found.lost, "the driver was bound again"
+    assert found.detached == {GPU}
+    forget_detached(host, GPU)
+    assert observe_gpus(host).notes == {}
 
 
 def test_a_detached_gpu_that_is_tainted_again_keeps_its_users(host: Host) -> None:
     """If `gpus detach` is repeated, its first pass must not withdraw the GPU from those that still use it."""
     assert record_detached(host, GPU, draining=True)
     assert record_tainted(host, GPU, evict=False)
-    assert observe_detached(host).gpus == observe_detached(host).draining == {GPU}
+    assert observe_gpus(host).detached == observe_gpus(host).draining == {GPU}
     assert record_detached(host, GPU, draining=False)
-    assert observe_detached(host).draining == set()
+    assert observe_gpus(host).draining == set()
 
 
-def test_older_files_of_detached_gpus_are_read_and_unknown_keys_are_ignored(host: Host) -> None:
-    device = host.link_inode(f"/sys/bus/pci/devices/{GPU}")
-    note = {"device": device, "draining": False}
-    host.write(DETACHED_GPUS, json.dumps({GPU: note}).encode())
-    assert observe_detached(host).tainted == {GPU: Tainted(False, 0.0)}
-    host.write(DETACHED_GPUS, json.dumps({GPU: {**note, "granted": False, "evict": False, "since": 5}}).encode())
-    assert observe_detached(host).tainted == {GPU: Tainted(False, 5.0)}
-    host.write(DETACHED_GPUS, json.dumps({GPU: {**note, "of_a_later_release": 1}}).encode())
-    assert observe_detached(host).gpus == {GPU}, "a rollback must not give a GPU back that is about to be pulled"
+def test_unknown_keys_of_the_file_of_gpus_are_ignored(host: Host) -> None:
+    assert record_detached(host, GPU, draining=False)
+    written = json.loads(host.read(GPUS))
+    host.write(GPUS, json.dumps({GPU: {**written[GPU], "of_a_later_release": 1}}).encode())
+    assert observe_gpus(host).detached == {GPU}, "a rollback must not give a GPU back that is about to be pulled"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from agent.host.apply.steps import publish_documents
 from agent.host.state.gpus import (
     forget_detached,
     forget_fault,
-    observe_faults,
+    observe_gpus,
     record_detached,
     record_fault,
     record_lost,
@@ -21,7 +21,7 @@ from agent.host.state.gpus import (
 from agent.model.contract import Effect, GpuState, GpuStatus, parse_gpu_states
 from agent.model.errors import ObservationError
 from agent.model.facts import GpuFault, Unseen
-from agent.model.paths import GPU_FAULTS, LOST_GPUS, gpu_states_file, handoff_file
+from agent.model.paths import GPUS, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -105,14 +105,13 @@ def test_an_error_of_a_gpu_without_a_driver_is_not_recorded(host: Host) -> None:
     assert not record_fault(host, "0000:09:00.0", XID48)
 
 
-@pytest.mark.parametrize("path", [GPU_FAULTS, LOST_GPUS])
-def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host, path: str) -> None:
+def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) -> None:
     """Otherwise, pods would get the failed GPU, and the next error would replace the record."""
     record_fault(host, FIRST, XID48)
     record_lost(host, FIRST, "gone")
     before = states(host)
-    host.failing[path] = OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
-    with pytest.raises(ObservationError, match=f"{path}: Too many open files"):
+    host.failing[GPUS] = OSError(errno.EMFILE, os.strerror(errno.EMFILE), GPUS)
+    with pytest.raises(ObservationError, match=f"{GPUS}: Too many open files"):
         states(host)
     assert parse_gpu_states(host.read(FILE)) == before
 
@@ -122,7 +121,7 @@ def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host, 
 
     with pytest.raises(ObservationError):
         record_more()
-    del host.failing[path]
+    del host.failing[GPUS]
     assert states(host)[FIRST] == before[FIRST]
 
 
@@ -152,13 +151,13 @@ def test_an_error_at_the_moment_of_an_attachment_is_kept(host: Host, monkeypatch
     monkeypatch.setattr(os, "rename", rename_later)
     assert forget_fault(host, FIRST)
     service.join()
-    assert observe_faults(host) == {SECOND: XID48}
+    assert observe_gpus(host).faults == {SECOND: XID48}
 
 
 def test_a_damaged_record_counts_as_empty(host: Host) -> None:
     record_fault(host, FIRST, XID48)
-    host.file(GPU_FAULTS, "{")
-    assert observe_faults(host) == {}
+    host.file(GPUS, "{")
+    assert observe_gpus(host).faults == {}
     assert record_fault(host, FIRST, XID48)
 
 
