@@ -7,21 +7,21 @@ import contextlib
 import json
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent import __version__
-from agent.machine import foreign_specs, notes
+from agent.machine import foreign_specs
 from agent.machine.containerd import containerd_state
 from agent.machine.devices import live_numbers
-from agent.machine.foreign_specs import Foreign, ForeignSpec
+from agent.machine.foreign_specs import Foreign
 from agent.machine.notes import ERROR_SHOWN, Context, Failure, record_repair, remove_remains
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true
 from agent.model.contract import AllocatableDevice, AllocatableVendor, render_allocatable
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
-from agent.model.handoff import GrantedDevice, Repair, Request, with_remark
+from agent.model.handoff import Repair, Request, with_remark
 from agent.model.json_document import json_for_yaml, parse_json
 from agent.model.paths import (
     ALLOCATABLE,
@@ -36,11 +36,12 @@ from agent.system.files import UNUSABLE, System
 from agent.system.journal import INFO, WARNING, say
 from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, Verdict, looked_up
 
-# A CDI specification with its verdict, and the GPUs that do not count as missing in it.
-
-
 SHOWN = 10
-"""How many parts the message names, because its length is limited; the others are counted."""
+"""How many parts, or pods, a message names, because its length is limited; the others are counted."""
+KIND = ConditionType.CDI_SPEC_CURRENT
+UNPARTITIONED_FOR = 600.0
+"""Seconds for which a GPU that is usable only in partitions, but has none, does not count as missing. The time is
+limited, because no event shows that the GPU has become usable without partitions."""
 
 
 class Candidate(NamedTuple):
@@ -59,7 +60,7 @@ class Candidate(NamedTuple):
         return not self.verdict.problems and not self.verdict.missing
 
 
-def published_candidate(
+def _published_candidate(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> Candidate | None:
     """Return the published specification; None if it is missing or malformed, not a regular file, or too large.
@@ -76,55 +77,65 @@ def published_candidate(
         if error.errno not in UNUSABLE:
             raise
         return None
-    return Candidate(text, verdict_of(system, vendor, spec, request, live))
+    return Candidate(text, vendor.verify(spec, request, *looked_up(system, spec, live)))
 
 
-def make_output_directory(system: System, directory: str) -> None:
-    """Make a generator's directory, and remove from it what a generator would follow, or hang on.
-
-    Regular files stay: a generator that was started early may be writing one.
-    """
-    system.make_directory(directory)
-    for name in system.entries(directory):
-        path = f"{directory}/{name}"
-        if system.read_link(path) is not None or not system.is_file(path):
-            system.remove_tree(path)
-
-
-def verdict_of(
-    system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
-) -> Verdict:
-    return vendor.verify(spec, request, *looked_up(system, spec, live))
-
-
-def in_words(spec_path: str, generator: str, left_out: Sequence[str]) -> str:
-    """Return a sentence on what is left out of a specification."""
-    return (
-        f"EditsLeftOut: this agent does not know all that {generator} writes, and has left out of {spec_path}: "
-        f"{first_of(left_out, SHOWN)}"
-    )
-
-
-def excuse_noted_unpartitioned(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return `current`. Until the noted time, GPUs that are noted as unpartitioned do not count as missing in it.
-
-    A note for other inputs is ignored.
-    """
-    until, gpus = noted.get("until"), noted.get("unpartitioned")
-    if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
-        return current
-    return excuse_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
-
-
-def excuse_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+def _excused(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+    """Return the candidate, in which these GPUs without a partition do not count as missing."""
     missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
     return Candidate(candidate.text, candidate.verdict._replace(missing_gpus=missing), tuple(gpus))
 
 
-KIND = ConditionType.CDI_SPEC_CURRENT
-UNPARTITIONED_FOR = 600.0
-"""Seconds for which a GPU that is usable only in partitions, but has none, does not count as missing. The time is
-limited, because no event shows that the GPU has become usable without partitions."""
+def _generated(context: Context, directory: str, generate: Callable[[], Generated]) -> tuple[object, Generated]:
+    """Return a new specification that this machine's containerd accepts, and the generator's result with all remarks.
+
+    Raises AgentError or OSError.
+    """
+    # Imported here: most runs generate nothing.
+    from agent.machine.containerd import adapt_to_containerd
+    from agent.vendors.cdi import normalised
+
+    system = context.system
+    system.make_directory(directory)
+    for name in system.entries(directory):
+        # A generator would follow a link, and hang on a FIFO. Regular files stay: a generator that was started early
+        # may be writing one.
+        path = f"{directory}/{name}"
+        if system.read_link(path) is not None or not system.is_file(path):
+            system.remove_tree(path)
+    try:
+        made = generate()
+    finally:
+        for name in system.entries(directory):
+            system.remove_tree(f"{directory}/{name}")
+    spec, adapted = adapt_to_containerd(context, normalised(made.spec))
+    return spec, made._replace(remarks=(*made.remarks, *adapted))
+
+
+def _write(context: Context, path: str, text: bytes) -> None:
+    context.owned.claim(path)
+    # The name of the temporary file, which is in the same directory, does not end in .yaml or .json. So runtimes do not
+    # read it. If they did, devices that are in both files would be unusable.
+    context.system.write_quickly(path, text)
+    context.unsynced.append(path)
+
+
+def _inputs_digest(
+    context: Context, asked: object, files: Iterable[str], live: Mapping[str, DeviceNumber], optional: Iterable[str]
+) -> str:
+    """Return a digest of everything that a specification depends on. `asked` says what the host asks for."""
+    system = context.system
+    identities = {path: system.identity(path) for path in files if path and system.is_file(path)}
+    present = [path for path in optional if system.exists(path)]
+    # The versions of the agent and of containerd decide what the specification may contain.
+    return json_digest([__version__, asked, identities, live, present, containerd_state(context)])
+
+
+def _left_out_in_words(spec_path: str, generator: str, left_out: Sequence[str]) -> str:
+    return (
+        f"EditsLeftOut: this agent does not know all that {generator} writes, and has left out of {spec_path}: "
+        f"{first_of(left_out, SHOWN)}"
+    )
 
 
 class Published(NamedTuple):
@@ -142,7 +153,7 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, a
     or with `at_once`.
     """
     if at_once:
-        notes.forget(context, _failure_note(vendor))
+        context.notes.save(f"spec-failed-{vendor.name}", {})
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
         if removed:
@@ -150,7 +161,8 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, a
         message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
         return Published(not_applicable(KIND, message))
     if not context.owned.make_way(vendor.spec_path):
-        return Published(_left_unchanged(vendor.spec_path))
+        what = f"{vendor.spec_path} exists and was not written by the agent, so it was left unchanged"
+        return Published(false(KIND, Reason.FOREIGN_FILE, f"{what}: move it away if nothing needs it"))
     foreign = foreign_specs.find_foreign(context, vendor)
     published = _publish(context, vendor, request, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
@@ -189,24 +201,24 @@ def spec_changed_at(context: Context, vendor: MachineVendor) -> int:
 def _publish(context: Context, vendor: MachineVendor, request: Request, foreign: Foreign) -> Published:
     system, notes = context.system, context.notes
     live = live_numbers(system, request.devices)
-    current = published_candidate(system, vendor, request, live)
+    current = _published_candidate(system, vendor, request, live)
     if vendor.driver_files and not request.driver_root:
         # The generator is not run: to it, an empty --driver-root= would mean the machine's own root.
-        return _kept(
-            current, Reason.NO_DRIVER_ROOT, "GPUs are granted, but no driver files: see DriverRootStaged on the host"
-        )
-    inputs = _inputs_digest(context, vendor, request, live)
+        message = "GPUs are granted, but no driver files: see DriverRootStaged on the host"
+        return _kept(current, Reason.NO_DRIVER_ROOT, message)
+    files, optional = (*vendor.tools, *vendor.inputs), vendor.optional_paths(request)
+    inputs = _inputs_digest(context, context.generation, files, live, optional)
     noted = notes.load(f"spec-{vendor.name}")
-    current = excuse_noted_unpartitioned(current, noted, inputs)
-    if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, sha256(current.text)):
-        condition = true(KIND, Reason.VERIFIED, str(noted.get("message")))
-        return Published(condition._replace(reason=str(noted.get("reason"))), current.verdict.devices)
-    # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted. If a
-    # specification with these devices would be refused again, it need not be generated again.
-    if noted.get("inputs") == inputs and (
-        refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
-    ):
-        return Published(refused)
+    if noted.get("inputs") == inputs:
+        if current and time.monotonic() < noted.get("until", 0.0):
+            current = _excused(current, noted["unpartitioned"])
+        if current and current.good and noted.get("digest") == sha256(current.text):
+            condition = true(KIND, Reason.VERIFIED, str(noted.get("message")))
+            return Published(condition._replace(reason=str(noted.get("reason"))), current.verdict.devices)
+        # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted.
+        # If a specification with these devices would be refused again, it need not be generated again.
+        if refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign):
+            return Published(refused)
     if failed := _failure(context, vendor, inputs, current).noted():
         devices = current.verdict.devices if current and not current.verdict.problems else ()
         gpus = tuple(map(str, failed.get("gpus", ())))
@@ -216,10 +228,10 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         published = _attempt(context, vendor, request, foreign, current, inputs)
     except (AgentError, OSError) as error:
         # The specification was generated, but it, or a note about it, could not be written.
-        published = _kept(published_candidate(system, vendor, request, live), Reason.FAILED, str(error))
+        published = _kept(_published_candidate(system, vendor, request, live), Reason.FAILED, str(error))
     condition = published.condition
     if condition.status is Status.FALSE and condition.reason != Reason.NAMES_COLLIDE:
-        found = published_candidate(system, vendor, request, live)
+        found = _published_candidate(system, vendor, request, live)
         _failure(context, vendor, inputs, found).save(
             reason=condition.reason, message=condition.message, gpus=condition.gpus
         )
@@ -228,11 +240,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
 
 def _failure(context: Context, vendor: MachineVendor, inputs: str, current: Candidate | None) -> Failure:
     found = (sha256(current.text), current.verdict.problems) if current else ()
-    return Failure.of(context, _failure_note(vendor), inputs, found)
-
-
-def _failure_note(vendor: MachineVendor) -> str:
-    return f"spec-failed-{vendor.name}"
+    return Failure.of(context, f"spec-failed-{vendor.name}", inputs, found)
 
 
 def _attempt(
@@ -245,32 +253,30 @@ def _attempt(
 ) -> Published:
     """Generate a specification, and publish it if it may replace the current one."""
     system, notes, live = context.system, context.notes, live_numbers(context.system, request.devices)
+    directory, generator = spec_directory(vendor.name), _generator_name(vendor)
     noted = notes.load(f"spec-{vendor.name}")
     try:
-        new, remarks, left_out = _generate(context, vendor, request, live)
+        spec, made = _generated(context, directory, lambda: vendor.generate(system, request, directory, live))
+        # The verified data is published, not the generator's text, which another parser may read differently.
+        verdict = vendor.verify(spec, request, *looked_up(system, spec, live))
+        new = _excused(Candidate(json_for_yaml(spec, sort_keys=True), verdict), made.unpartitioned)
     except (AgentError, OSError) as error:
         return _kept(current, Reason.GENERATION_FAILED, f"{error}; see also DevicesAllowed and LibrariesLinked")
+    left_out = (_left_out_in_words(vendor.spec_path, generator, made.left_out),) if made.left_out else ()
     if new.verdict.problems or (current and not _may_replace(new.verdict, current.verdict)):
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
-        why = "; ".join((*faults, *left_out, *remarks))
-        return _kept(
-            current,
-            Reason.SPEC_REFUSED,
-            f"the new CDI specification from {_generator_name(vendor)} failed the check: {why}",
-        )
+        why = "; ".join((*faults, *left_out, *made.remarks))
+        message = f"the new CDI specification from {generator} failed the check: {why}"
+        return _kept(current, Reason.SPEC_REFUSED, message)
     if refused := foreign_specs.refusal(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
     if not current or current.text != new.text:
-        context.owned.claim(vendor.spec_path)
-        # The name of the temporary file, which is in the same directory, does not end in .yaml or .json. So runtimes do
-        # not read it. If they did, devices that are in both files would be unusable.
-        system.write_quickly(vendor.spec_path, new.text)
-        context.unsynced.append(vendor.spec_path)
+        _write(context, vendor.spec_path, new.text)
         is_as_published = current is not None and noted.get("digest") == sha256(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
             record_repair(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
-    condition = _condition(vendor, new.verdict, remarks, left_out)
+    condition = _condition(vendor, new.verdict, made.remarks, left_out)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": sha256(new.text), "message": condition.message}
         noted["reason"] = condition.reason
@@ -316,55 +322,12 @@ def _may_replace(new: Verdict, current: Verdict) -> bool:
     return bool(current.problems) or new.missing <= current.missing
 
 
-def _generate(
-    context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
-) -> tuple[Candidate, tuple[str, ...], tuple[str, ...]]:
-    """Return a new specification, remarks on it, and a sentence on what is left out. Raises AgentError or OSError.
-
-    If nothing is left out, there is no sentence.
-    """
-    system = context.system
-    directory = spec_directory(vendor.name)
-    make_output_directory(system, directory)
-    # Imported here: most runs generate nothing.
-    from agent.machine.containerd import adapt_to_containerd
-    from agent.vendors.cdi import normalised
-
-    generated = vendor.generate(system, request, directory, live)
-    for name in system.entries(directory):
-        system.remove_tree(f"{directory}/{name}")
-    spec, adapted = adapt_to_containerd(context, normalised(generated.spec))
-    left_out = (in_words(vendor.spec_path, vendor.tools[0], generated.left_out),) if generated.left_out else ()
-    # The verified data is published, not the generator's text, which another parser may read differently.
-    clean = json_for_yaml(spec, sort_keys=True)
-    verdict = verdict_of(system, vendor, spec, request, live)
-    candidate = excuse_unpartitioned(Candidate(clean, verdict), generated.unpartitioned)
-    return candidate, (*generated.remarks, *adapted), left_out
-
-
-def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
-    """Return a digest of everything that the specification depends on."""
-    system, paths = context.system, (*vendor.tools, *vendor.inputs)
-    identities = {path: system.identity(path) for path in paths if path and system.is_file(path)}
-    numbers = {path: number._asdict() for path, number in live.items()}
-    present = [path for path in vendor.optional_paths(request) if system.exists(path)]
-    # The versions of the agent and of containerd decide what the specification may contain.
-    return json_digest([__version__, context.generation, identities, numbers, present, containerd_state(context)])
-
-
 def _generator_name(vendor: MachineVendor) -> str:
     return vendor.tools[0] if vendor.tools else "this agent"
 
 
-def _left_unchanged(path: str) -> Condition:
-    what = f"{path} exists and was not written by the agent, so it was left unchanged"
-    return false(KIND, Reason.FOREIGN_FILE, f"{what}: move it away if nothing needs it")
-
-
-# Publishes which devices pods may get through claims: those in verified CDI specifications.
-#
-# A document (ALLOCATABLE) lists these devices. agent.dra reads the document, and offers no other devices. The document
-# exists only while the host's settings ask for Dynamic Resource Allocation.
+# Claims: the document ALLOCATABLE lists the devices of verified specifications; agent.dra offers no others. It exists
+# only while the host's settings ask for Dynamic Resource Allocation.
 
 
 def allocatable_vendor(
@@ -399,11 +362,7 @@ def publish_allocatable(context: Context, vendors: Iterable[AllocatableVendor]) 
     context.system.write(ALLOCATABLE, content, 0o600)
 
 
-# Publishes the additional CDI specifications that a vendor's generator makes: one for each requested mode.
-#
-# Each mode has a file of its own. These specifications are treated like that of the GPUs: generated in another
-# directory, verified, published by a rename, and generated again when an input changes.
-
+# Modes of a vendor's generator. For each requested one, a further specification is published like that of the GPUs.
 
 MODE_LIMIT = 8.0
 """Seconds to generate the specification of one mode. No mode does anything slow."""
@@ -440,8 +399,10 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     A failure is only a remark, because Ready is about GPUs, and pods get the GPUs from another specification.
     """
     modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
-    owned, publisher = context.owned, _Publisher(context, vendor)
-    served, without_devices, failed = [], [], []
+    owned, deadline = context.owned, time.monotonic() + LIMIT
+    served, without_devices, failed, left_out = [], [], [], []
+    # A remark on several modes is made only once.
+    remarks: dict[str, None] = {}
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
@@ -459,174 +420,139 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 # Pods must not get devices that are no longer granted.
                 owned.remove(path)
                 without_devices.append(name)
-            else:
-                served.append(publisher.settle(mode))
+                continue
+            noted, condition = _settle_mode(context, vendor, mode, deadline)
+            remarks |= dict.fromkeys(noted["remarks"])
+            if noted["left_out"]:
+                left_out.append(_left_out_in_words(path, modes.tools[0], noted["left_out"]))
+            if condition.status is not Status.TRUE:
+                raise AgentError(condition.message)
+            served.append(condition.message)
         # Any exception, because the content of files or a tool's output must not keep the report from being written.
         except Exception as error:
-            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}{publisher.keep(mode)}")
-    parts = [
-        *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
-        *served,
-        *publisher.remarks,
-        *publisher.left_out,
-        *([f"no devices for mode {', '.join(without_devices)}"] if without_devices else []),
-    ]
-    return "".join(f"; {part}" for part in parts), bool(publisher.left_out)
+            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}{_keep_mode(context, mode)}")
+    not_served = [f"ModeNotServed: {'; '.join(failed)}"] if failed else []
+    without = [f"no devices for mode {', '.join(without_devices)}"] if without_devices else []
+    parts = (*not_served, *served, *remarks, *left_out, *without)
+    return "".join(f"; {part}" for part in parts), bool(left_out)
 
 
-class _Publisher:
-    """Publishes the specifications of modes one after another."""
+def _settle_mode(
+    context: Context, vendor: MachineVendor, mode: _Mode, deadline: float
+) -> tuple[dict[str, Any], Condition]:
+    """Bring the mode's specification up to date. Return the note about it, and CDISpecCurrent for this mode alone.
 
-    def __init__(self, context: Context, vendor: MachineVendor) -> None:
-        self._context, self._vendor = context, vendor
-        self._system, self._notes, self._owned = context.system, context.notes, context.owned
-        self._deadline = time.monotonic() + LIMIT
-        self._foreign_specs: tuple[ForeignSpec, ...] | None = None
-        self.remarks: dict[str, None] = {}
-        """Remarks on the modes, in order. A remark on several modes is made only once. The values have no meaning."""
-        self.left_out: list[str] = []
-        """Sentences on what is left out of the specifications."""
+    Raises AgentError or OSError; the caller must then call `_keep_mode`.
+    """
+    if not context.owned.make_way(mode.spec_path):
+        raise AgentError(
+            f"{mode.spec_path} exists and was not written by the agent, so it was left unchanged",
+            "move it away if nothing needs it",
+        )
+    foreign = foreign_specs.with_same_kind(foreign_specs.foreign_specs(context, vendor), mode)
+    noted = _current_mode(context, mode) or _publish_mode(context, mode, foreign, deadline)
+    condition = true(KIND, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
+    return noted, foreign_specs.with_foreign(condition, noted["devices"], foreign, mode)
 
-    def settle(self, mode: _Mode) -> str:
-        """Bring the mode's specification up to date, and return a sentence on what pods can request.
 
-        Raises AgentError or OSError; the caller must then call `keep`.
-        """
-        if not self._owned.make_way(mode.spec_path):
-            raise AgentError(
-                f"{mode.spec_path} exists and was not written by the agent, so it was left unchanged",
-                "move it away if nothing needs it",
-            )
-        if self._foreign_specs is None:
-            self._foreign_specs = foreign_specs.foreign_specs(self._context, self._vendor)
-        foreign = foreign_specs.with_same_kind(self._foreign_specs, mode)
-        noted = self._current(mode) or self._publish(mode, foreign)
-        self.remarks |= dict.fromkeys(noted["remarks"])
-        if left_out := noted.get("left_out"):
-            self.left_out.append(in_words(mode.spec_path, mode.generator.tools[0], left_out))
-        condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
-        condition = foreign_specs.with_foreign(condition, noted["devices"], foreign, mode)
-        if condition.status is not Status.TRUE:
-            raise AgentError(condition.message)
-        return condition.message
+def _keep_mode(context: Context, mode: _Mode) -> str:
+    """Remove withdrawn nodes from the published specification, because no new specification could be published.
 
-    def keep(self, mode: _Mode) -> str:
-        """Remove withdrawn nodes from the published specification, because no new specification could be published.
+    If no granted device is left in the file, or if the file cannot be edited, the file is removed. Returns what was
+    done, as the end of a message; empty if the file is up to date, missing, or not the agent's. Raises nothing.
+    """
+    owned, path = context.owned, mode.spec_path
+    try:
+        if not owned.has(path) or not context.system.exists(path) or _current_mode(context, mode):
+            return ""
+        if _remove_withdrawn_nodes(context.system, mode):
+            return "; the published CDI specification is out of date"
+        owned.remove(path)
+        return f"; removed {path}, which had no granted device left or could not be edited"
+    # Any exception, as in publish_modes. The failed publication, for which this was called, is always reported.
+    except Exception as error:
+        return f"; {path} may be out of date, and was not removed: {one_line(str(error))[:ERROR_SHOWN]}"
 
-        If no granted device is left in the file, or if the file cannot be edited, the file is removed. Returns what was
-        done, as the end of a message; empty if the file is up to date, missing, or not the agent's. Raises nothing.
-        """
-        try:
-            if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
-                return ""
-            if self._remove_withdrawn_nodes(mode):
-                return "; the published CDI specification is out of date"
-            self._owned.remove(mode.spec_path)
-            return f"; removed {mode.spec_path}, which had no granted device left or could not be edited"
-        # Any exception, as in publish_modes. The failed publication, for which this was called, is always reported.
-        except Exception as error:
-            return f"; {mode.spec_path} may be out of date, and was not removed: {one_line(str(error))[:ERROR_SHOWN]}"
 
-    def _remove_withdrawn_nodes(self, mode: _Mode) -> bool:
-        """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
-        from agent.vendors.cdi import normalised
+def _remove_withdrawn_nodes(system: System, mode: _Mode) -> bool:
+    """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
+    from agent.vendors.cdi import normalised
 
-        try:
-            text = self._system.read_untrusted(mode.spec_path)[0]
-            spec = mode.generator.narrowed(json.loads(text), mode.request)
-            if spec is not None and json_for_yaml(normalised(spec), sort_keys=True) != text:
-                self._system.write(mode.spec_path, json_for_yaml(normalised(spec), sort_keys=True))
-        except (OSError, ValueError, RecursionError):
-            # The file is malformed, or the disk is full. The file can still be removed.
-            return False
-        return spec is not None
+    try:
+        text = system.read_untrusted(mode.spec_path)[0]
+        spec = mode.generator.narrowed(json.loads(text), mode.request)
+        if spec is not None and (narrowed := json_for_yaml(normalised(spec), sort_keys=True)) != text:
+            system.write(mode.spec_path, narrowed)
+    except (OSError, ValueError, RecursionError):
+        # The file is malformed, or the disk is full. The file can still be removed.
+        return False
+    return spec is not None
 
-    def _current(self, mode: _Mode) -> dict[str, Any]:
-        """Return the note about the published specification.
 
-        The result is empty if there is no published specification, or if the specification or an input has changed.
-        """
-        noted = self._notes.load(mode.note)
-        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _modes_inputs_digest(self._context, mode):
-            return {}
-        return noted if noted.get("digest") == sha256(self._system.read_untrusted(mode.spec_path)[0]) else {}
+def _mode_inputs(context: Context, mode: _Mode) -> str:
+    live, optional = live_numbers(context.system, mode.request.devices), mode.generator.optional_paths(mode.name)
+    return _inputs_digest(context, mode.request, mode.generator.tools, live, optional)
 
-    def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
-        """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
-        noted, inputs = self._notes.load(mode.note), _modes_inputs_digest(self._context, mode)
-        if noted.get("inputs") == inputs:
-            # An earlier run generated a specification from the same inputs, and noted its devices. If a specification
-            # with these devices would be refused, it need not be generated again.
-            self._raise_if_refused(mode, noted["devices"], foreign)
-        limit = min(MODE_LIMIT, self._deadline - time.monotonic())
-        if limit < SHORTEST:
-            raise AgentError(
-                f"not generated yet: too little was left of the {LIMIT:.0f} s for all modes",
-                "the next run generates it",
-            )
-        failure = Failure.of(self._context, f"{mode.note}-failed", inputs)
-        if failed := failure.noted():
-            raise AgentError(str(failed["message"]))
-        with failure.saved():
-            spec, made = self._generate(mode, limit)
-        devices = [each["name"] for each in spec["devices"]]
-        noted = {"inputs": inputs, "devices": devices}
-        noted |= {"remarks": list(made.remarks), "left_out": list(made.left_out)}
-        # Noted before the check, so that a refused specification is not generated again each minute.
-        self._notes.save(mode.note, noted)
-        self._raise_if_refused(mode, devices, foreign)
-        text = json_for_yaml(spec, sort_keys=True)
-        with failure.saved():
-            self._owned.claim(mode.spec_path)
-            self._system.write_quickly(mode.spec_path, text)
-        self._context.unsynced.append(mode.spec_path)
-        noted["digest"] = sha256(text)
-        self._notes.save(mode.note, noted)
-        return noted
 
-    def _raise_if_refused(self, mode: _Mode, devices: Iterable[str], foreign: Foreign) -> None:
-        if refused := foreign_specs.refusal(self._system, mode, devices, foreign):
+def _current_mode(context: Context, mode: _Mode) -> dict[str, Any]:
+    """Return the note about the published specification; empty if there is none, or if it or an input has changed."""
+    noted, system = context.notes.load(mode.note), context.system
+    if not system.exists(mode.spec_path) or noted.get("inputs") != _mode_inputs(context, mode):
+        return {}
+    return noted if noted.get("digest") == sha256(system.read_untrusted(mode.spec_path)[0]) else {}
+
+
+def _publish_mode(context: Context, mode: _Mode, foreign: Foreign, deadline: float) -> dict[str, Any]:
+    """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
+    system, notes = context.system, context.notes
+    noted, inputs = notes.load(mode.note), _mode_inputs(context, mode)
+
+    def raise_if_refused() -> None:
+        if refused := foreign_specs.refusal(system, mode, noted["devices"], foreign):
             raise AgentError(refused.message)
 
-    def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], Generated]:
-        """Return a verified specification, and the generator's result with all remarks.
-
-        Raises AgentError or OSError.
-        """
-        # Imported here: most runs generate nothing.
-        from agent.machine.containerd import adapt_to_containerd
-        from agent.vendors.cdi import normalised
-
-        directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
-        make_output_directory(self._system, directory)
-        try:
-            live = live_numbers(self._system, mode.request.devices)
-            made = mode.generator.generate(self._system, mode.name, mode.request, directory, limit, live)
-        finally:
-            for name in self._system.entries(directory):
-                self._system.remove_tree(f"{directory}/{name}")
-        spec, remarks = adapt_to_containerd(self._context, normalised(made.spec))
-        live = live_numbers(self._system, mode.request.devices)
-        problems = mode.generator.verify(mode.name, spec, mode.request, *looked_up(self._system, spec, live))
-        if problems or not isinstance(spec, dict):
-            raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
-        return spec, made._replace(remarks=(*made.remarks, *remarks))
-
-
-def _modes_inputs_digest(context: Context, mode: _Mode) -> str:
-    """Return a digest of everything that the specification depends on."""
-    system = context.system
-    tools = {path: system.identity(path) for path in mode.generator.tools if system.is_file(path)}
-    live = live_numbers(system, mode.request.devices)
-    present = [path for path in mode.generator.optional_paths(mode.name) if system.exists(path)]
-    # The versions of the agent and of containerd decide what the specification may contain.
-    return json_digest([__version__, mode.request, tools, live, present, containerd_state(context)])
+    if noted.get("inputs") == inputs:
+        # An earlier run generated a specification from the same inputs, and noted its devices. If a specification with
+        # these devices would be refused, it need not be generated again.
+        raise_if_refused()
+    limit = min(MODE_LIMIT, deadline - time.monotonic())
+    if limit < SHORTEST:
+        raise AgentError(
+            f"not generated yet: too little was left of the {LIMIT:.0f} s for all modes", "the next run generates it"
+        )
+    failure = Failure.of(context, f"{mode.note}-failed", inputs)
+    if failed := failure.noted():
+        raise AgentError(str(failed["message"]))
+    with failure.saved():
+        spec, made = _generate_mode(context, mode, limit)
+    noted = {"inputs": inputs, "devices": [each["name"] for each in spec["devices"]]}
+    noted |= {"remarks": list(made.remarks), "left_out": list(made.left_out)}
+    # Noted before the check, so that a refused specification is not generated again each minute.
+    notes.save(mode.note, noted)
+    raise_if_refused()
+    text = json_for_yaml(spec, sort_keys=True)
+    with failure.saved():
+        _write(context, mode.spec_path, text)
+    noted["digest"] = sha256(text)
+    notes.save(mode.note, noted)
+    return noted
 
 
-# Finds outdated pods: their containers have driver roots or device numbers that are no longer those of the handoff.
-#
-# The agent only names these pods: they keep what they were created with until their owner recreates them.
+def _generate_mode(context: Context, mode: _Mode, limit: float) -> tuple[dict[str, Any], Generated]:
+    """Return a verified specification, and the generator's result. Raises AgentError or OSError."""
+    system, generator, request = context.system, mode.generator, mode.request
+    directory, live = spec_directory(f"{request.vendor}-{mode.name}"), live_numbers(system, request.devices)
+    spec, made = _generated(
+        context, directory, lambda: generator.generate(system, mode.name, request, directory, limit, live)
+    )
+    live = live_numbers(system, request.devices)
+    problems = generator.verify(mode.name, spec, request, *looked_up(system, spec, live))
+    if problems or not isinstance(spec, dict):
+        raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
+    return spec, made
 
+
+# Pods that keep outdated driver roots or device numbers until their owner recreates them. The agent only names them.
 
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
 """containerd's bundles of the CRI's running containers: `<container id>/config.json` is the OCI specification.
@@ -637,8 +563,6 @@ NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandb
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
 LONGEST_INDEX = 9
 """Digits of the largest index of a driver root."""
-SHOWN_PODS = 10
-"""How many pods the message names, because its length is limited; the others are counted."""
 
 
 def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
@@ -650,43 +574,33 @@ def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[
     if not pods:
         return conditions
     described = [f"{quoted(pod)} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())]
-    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN_PODS)}"
+    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
     return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
 
 def outdated_pods(context: Context) -> dict[str, set[str]]:
     """Return descriptions of the driver roots and device numbers that are outdated, by the pod's `namespace/name`."""
-    requests, versions = context.handoff.requests, _driver_versions(context)
+    requests = context.handoff.requests
+    # The versions of all driver roots that handoffs have named since the machine's boot.
+    versions = context.notes.load("driver-versions")
+    versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
+    context.notes.save("driver-versions", versions)
     granted = {device.path: device for request in requests for device in request.devices}
     current = {request.driver_root for request in requests}
     pods: dict[str, set[str]] = {}
     for container in _containers(context).values():
         outdated = {_describe_root(root, versions) for root in container.get("roots", ()) if root not in current}
-        outdated |= set(_changed_numbers(container.get("devices", {}), granted))
+        for path, (major, minor) in container.get("devices", {}).items():
+            if path in granted and (major, minor) != (granted[path].major, granted[path].minor):
+                outdated.add(f"{path} as {major}:{minor}")
         if outdated:
             pods.setdefault(container["pod"], set()).update(outdated)
     return pods
 
 
-def _driver_versions(context: Context) -> dict[str, Any]:
-    """Return the driver versions of all driver roots that handoffs have named since the machine's boot, by path."""
-    versions, requests = context.notes.load("driver-versions"), context.handoff.requests
-    versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
-    context.notes.save("driver-versions", versions)
-    return versions
-
-
 def _describe_root(root: str, versions: Mapping[str, Any]) -> str:
     version = f" with driver {versions[root]}" if root in versions else ""
     return f"driver root {root.rpartition('/')[2]}{version}"
-
-
-def _changed_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, GrantedDevice]) -> list[str]:
-    return [
-        f"{path} as {number[0]}:{number[1]}"
-        for path, number in devices.items()
-        if path in granted and number != [granted[path].major, granted[path].minor]
-    ]
 
 
 def _containers(context: Context) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Checks whether containerd runs with its current configuration and serves the kubelet, and restarts it if needed."""
+"""Configures containerd, reads the result back, and checks whether it runs with that and serves the kubelet."""
 
 import contextlib
 import errno
@@ -36,39 +36,23 @@ from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
 
-# Notes what other steps need of containerd's effective configuration, so that they need not read it back.
-
-
 EFFECTIVE_NOTE = "containerd-effective"
-LIMIT = 32
-"""The largest number of directories that are noted."""
+"""Name of the note with what other steps need of the effective configuration: its directories of CDI specifications, of
+which later ones take precedence, and its socket."""
+DIRECTORIES_NOTED = 32
 
 
-def note_effective(notes: Notes, effective: Table) -> None:
-    """Note the directories of CDI specifications and the socket. An error does not matter: they are read back again."""
+def _note_effective(notes: Notes, effective: Table) -> None:
     listed = cri_of(effective).get("cdi_spec_dirs")
+    directories = [str(each) for each in listed[:DIRECTORIES_NOTED]] if isinstance(listed, list) else []
     # Version 4 of the format has the socket in a table of its own (serviceMigrate in containerd's config.go).
     server = at(effective, "plugins", "io.containerd.server.v1.grpc") or at(effective, "grpc")
+    # Without the note, the configuration is read back again.
     with contextlib.suppress(OSError):
-        notes.save(
-            EFFECTIVE_NOTE,
-            {
-                "directories": [str(each) for each in listed[:LIMIT]] if isinstance(listed, list) else [],
-                "address": str(server.get("address", "")),
-            },
-        )
+        notes.save(EFFECTIVE_NOTE, {"directories": directories, "address": str(server.get("address", ""))})
 
 
-def effective_is_noted(notes: Notes) -> bool:
-    return bool(notes.load(EFFECTIVE_NOTE))
-
-
-def noted_directories(notes: Notes) -> tuple[str, ...]:
-    """Return the directories in containerd's order, in which later ones take precedence; none if they are unknown."""
-    return tuple(notes.load(EFFECTIVE_NOTE).get("directories", ()))
-
-
-def noted_address(notes: Notes) -> str:
+def _noted_address(notes: Notes) -> str:
     """Return the path of containerd's socket; empty if it is unknown."""
     return str(notes.load(EFFECTIVE_NOTE).get("address", ""))
 
@@ -99,32 +83,19 @@ CRI_PLUGINS = ("type==io.containerd.grpc.v1,id==cri", "type==io.containerd.cri.v
 """Filters of `ctr plugins ls` for the plugin that serves the kubelet, and for those that it needs (containerd 2)."""
 
 
-def note_change(notes: Notes, *, written: bool) -> None:
+def _note_change(notes: Notes, *, written: bool) -> None:
     """Note that containerd's configuration has changed or, if `written` is False, is about to change.
 
     From then on, containerd is up to date only if it started after the noted time, or if it already runs with the same
-    effective configuration. The digest of that configuration is added once it is known (`note_result`).
+    effective configuration. That is added to the note once it is known; the time stays.
     """
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": "" if written else None})
 
 
-def note_result(notes: Notes, effective: str) -> None:
-    """Add the digest of the effective configuration to the note CHANGED.
-
-    The noted time stays, because every containerd that started after that time has this configuration.
-    """
-    notes.save(CHANGED, {**notes.load(CHANGED), "effective": effective})
-
-
-def change_was_interrupted(notes: Notes) -> bool:
+def _change_was_interrupted(notes: Notes) -> bool:
     """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
     changed = notes.load(CHANGED)
     return bool(changed) and not changed.get("effective")
-
-
-def writing_was_interrupted(notes: Notes) -> bool:
-    """Return whether a run began to change the configuration, and may have been killed before its last write."""
-    return notes.load(CHANGED).get("effective", "") is None
 
 
 def check_active(context: Context, configured: Condition) -> Condition:
@@ -151,8 +122,9 @@ def check_active(context: Context, configured: Condition) -> Condition:
     # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
     running = unit.get("ActiveState") == "active" or unit.get("SubState") == "start-post"
     command_line = _command_line(context.system, unit.get("MainPID", "0")) if running else b""
-    config_path = _normal(argument(command_line, "config"))
-    if config_path not in ("", MAIN):
+    config_path = argument(command_line, "config")
+    # normpath keeps two slashes at the start.
+    if config_path and posixpath.normpath(config_path).replace("//", "/") != MAIN:
         return false(
             ACTIVE,
             Reason.OTHER_CONFIGURATION,
@@ -164,30 +136,27 @@ def check_active(context: Context, configured: Condition) -> Condition:
     if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
         notes.save(LOADED, loaded)
         address = argument(command_line, "address")
-        return context.once.get("cri", lambda: _check_cri(context.system, address or noted_address(notes)))
+        return context.once.get("cri", lambda: _check_cri(context.system, address or _noted_address(notes)))
     if running:
         return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
     return _not_running(unit, has_run=bool(notes.load(LOADED)))
 
 
 def _not_running(unit: Mapping[str, str], *, has_run: bool) -> Condition:
-    """Return RuntimeActive for a containerd that does not run.
-
-    `unit` has its unit's properties. `has_run` says whether it has run since the machine's boot.
-    """
+    """Return RuntimeActive for a containerd that does not run. `has_run` says whether it has since the boot."""
     state = unit.get("ActiveState", "unknown")
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
-    if state == "inactive":
-        masked = unit.get("LoadState") == "masked"
-        start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
-        # If it is being restarted, this run comes between its stop and its start, which is queued then.
-        if has_run and not unit.get("Job"):
-            return false(ACTIVE, Reason.STOPPED, f"{UNIT} was stopped: run {start} in the machine")
-        # While the machine boots, that is normal: this run comes before containerd's start.
-        advice = f"if the machine has booted, run {start} in the machine"
-        return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {'masked' if masked else state}: {advice}")
-    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
+    if state != "inactive":
+        return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
+    masked = unit.get("LoadState") == "masked"
+    start = f"`systemctl {'unmask' if masked else 'start'} {UNIT}`" + (" and start it" if masked else "")
+    # If it is being restarted, this run comes between its stop and its start, which is queued then.
+    if has_run and not unit.get("Job"):
+        return false(ACTIVE, Reason.STOPPED, f"{UNIT} was stopped: run {start} in the machine")
+    # While the machine boots, that is normal: this run comes before containerd's start.
+    advice = f"if the machine has booted, run {start} in the machine"
+    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {'masked' if masked else state}: {advice}")
 
 
 def _check_cri(system: System, address: str) -> Condition:
@@ -234,10 +203,7 @@ def plugin_errors(output: str) -> dict[str, str]:
 
 
 def _command_line(system: System, process: str) -> bytes:
-    """Return the command line of containerd's process; empty if it cannot be read.
-
-    The unit's ExecStart= does not always show it: it may have variables, or name a script that executes containerd.
-    """
+    # The unit's ExecStart= does not always show it: it may have variables, or name a script that executes containerd.
     try:
         return system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
     except OSError:
@@ -258,11 +224,6 @@ def argument(command_line: bytes, name: str) -> str:
     return value
 
 
-def _normal(path: str) -> str:
-    # normpath keeps two slashes at the start.
-    return posixpath.normpath(path).replace("//", "/") if path else ""
-
-
 def unit_properties(context: Context) -> dict[str, str]:
     """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
 
@@ -277,33 +238,21 @@ def unit_properties(context: Context) -> dict[str, str]:
 
 
 def containerd_state(context: Context) -> list[object]:
-    """Return everything that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
+    """Return all that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     # The note is about a process whose program file was replaced. While that process runs, specifications must suit the
     # old program, which rejects additionalGids. After the process has ended, they may have additionalGids.
-    ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
-    return [program and program_identity(system, program), ended]
+    ended = bool(noted) and _identity(system, str(noted.get("running"))) != noted.get("identity")
+    return [program and _identity(system, program), ended]
 
 
-def program_identity(system: System, path: str) -> list[object] | None:
-    """Return a program's identity as a list, as notes have it; None if the program cannot be inspected."""
+def _identity(system: System, path: str) -> list[object] | None:
     try:
         return list(system.identity(path))
     except OSError:
         # For a process that has just exited, the kernel may return EACCES.
         return None
-
-
-def restart(system: System) -> None:
-    """Restart containerd. This must be the last step of a run. Raises CommandError."""
-    # containerd is ordered after this service, so its start waits until this run ends. Without --no-block, systemctl
-    # would wait for that start. containerd's stop does not wait (job_compare in systemd's job.c), so there is no CRI
-    # from now until this run ends.
-    system.run("systemctl", "--no-block", "try-restart", UNIT)
-
-
-# Reads and writes containerd's configuration files.
 
 
 DUMP_MIGRATES = (2, 0, 6)
@@ -453,97 +402,25 @@ def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
         system.write(path, content, mode)
 
 
-# Writes the agent's part of containerd's configuration, reads it back, and undoes the change if it is wrong.
-
-
 RESTORED = "restored"
 """Stands for the digest of the effective configuration in the note about the change of a killed run, after a later run
 has restored the files that it found."""
 
 
-class PlannedChange(NamedTuple):
-    """The new contents of the main file and the drop-in, and what the result is compared with."""
+class _Change(NamedTuple):
+    """The change that makes containerd load the agent's tables, and what the result is compared with."""
 
-    main: bytes | None
-    """The new main file; None if it stays as it is."""
-    drop_in: bytes | None
-    """The new drop-in; None if it stays as it is."""
-    baseline: Table
-    """containerd's effective configuration without the drop-in."""
-    loaded_later: tuple[str, ...]
-    """Files that containerd loads after the drop-in."""
+    files: dict[str, bytes | None]
+    """New contents in the order of writing; None removes a file. Files that stay as they are are not in it."""
+    before: dict[str, bytes | None]
+    """The contents of MAIN, the drop-in and its former paths; None for a file that does not exist."""
+    configuration: Configuration
     document: Table
     """The content of the drop-in."""
     version: tuple[int, ...]
     """The version of the containerd that reads the files."""
     pattern: str
     """The main file's import that covers the drop-in."""
-    mixture: str
-    """Why containerd does not read its files as they are written; empty if it does."""
-
-
-class DropInPaths(NamedTuple):
-    """Paths of the agent's part of containerd's configuration."""
-
-    drop_in: str
-    former: tuple[str, ...]
-    """Earlier paths of the drop-in, where it must be removed."""
-
-
-def write_and_read_back(
-    context: Context,
-    vendor: MachineVendor,
-    paths: DropInPaths,
-    planned: PlannedChange,
-    before: dict[str, bytes | None],
-    digest_inputs: Callable[[], str],
-) -> tuple[str, str]:
-    """Write the files that differ, and read back the result.
-
-    Return what is wrong with the result (empty if it is right), and the digest of what the result depends on.
-    `digest_inputs` computes this digest. It is called before the result is read back, so that the next run notices if
-    somebody changes the files after the call.
-
-    `before` has the contents of MAIN, the drop-in and its former paths; None for a file that does not exist. If the
-    result is wrong or unknown, the files are restored. If the result is wrong and restoring cannot help, because the
-    drop-in that this run found is faulty too, it is emptied if containerd may not even start with it. Raises AgentError
-    or OSError if the result is unknown, for example because of a full disk or a time limit.
-    """
-    notes, drop_in = context.notes, paths.drop_in
-    written = {
-        path: content for path, content in ((drop_in, planned.drop_in), (MAIN, planned.main)) if content is not None
-    }
-    # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of the
-    # files.
-    changes: dict[str, bytes | None] = {**written, **{path: None for path in paths.former if before[path] is not None}}
-    noted, unchecked = notes.load(CHANGED), change_was_interrupted(notes)
-    try:
-        result = _attempt(context, vendor, drop_in, planned, changes, digest_inputs)
-    except (AgentError, OSError):
-        _restore(context, changes, before, noted)
-        raise
-    if result.faults:
-        _restore(context, changes, before, noted)
-        done = [f"restored {', '.join(changes)}"] if changes else []
-        suspect = before[drop_in] is not None and (unchecked or result.refused)
-        if suspect and (not written or _is_refused(context, planned.version)):
-            # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
-            # change, or containerd has changed since that check. containerd works without the drop-in (`baseline`), but
-            # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a
-            # file that is imported by its path is missing.
-            put(context.system, {drop_in: HEADER.encode()})
-            notes.save(CHANGED, {})
-            done.append(f"emptied {drop_in}")
-        elif unchecked:
-            # Otherwise, each later run would try again.
-            note_result(notes, RESTORED)
-        return "; ".join([f"the drop-in does not work: {result.faults}", *done]), result.inputs
-    if change_was_interrupted(notes):
-        # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
-        note_result(notes, result.effective)
-    for path in paths.former:
-        context.owned.remove(path)
-    return "", result.inputs
 
 
 class _Result(NamedTuple):
@@ -559,46 +436,82 @@ class _Result(NamedTuple):
     """The digest of the effective configuration; empty if containerd printed none."""
 
 
-def _attempt(
-    context: Context,
-    vendor: MachineVendor,
-    drop_in: str,
-    planned: PlannedChange,
-    changes: dict[str, bytes | None],
-    digest_inputs: Callable[[], str],
+def _write_and_read_back(
+    context: Context, vendor: MachineVendor, change: _Change, digest_inputs: Callable[[], str]
 ) -> _Result:
-    """Make the changes, and read back the result. Raises AgentError or OSError if the result is unknown."""
-    inputs = ""
+    """Write the files that differ, and return the result.
+
+    `digest_inputs` returns the digest of what the result depends on. It is called before the result is read back, so
+    that the next run notices if somebody changes the files after the call.
+
+    If the result is wrong or unknown, the files are restored. If it is wrong and restoring cannot help, because the
+    drop-in that this run found is faulty too, the drop-in is emptied if containerd may not even start with it. Raises
+    AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
+    """
+    notes, drop_in = context.notes, change.configuration.drop_in
+    noted, unchecked = notes.load(CHANGED), _change_was_interrupted(notes)
     try:
-        if changes or writing_was_interrupted(context.notes):
-            context.owned.claim(drop_in)
+        result = _attempt(context, vendor, change, digest_inputs)
+    except (AgentError, OSError):
+        _restore(context, change, noted)
+        raise
+    if not result.faults:
+        if _change_was_interrupted(notes):
+            # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
+            notes.save(CHANGED, {**notes.load(CHANGED), "effective": result.effective})
+        return result
+    _restore(context, change, noted)
+    done = [f"restored {', '.join(change.files)}"] if change.files else []
+    suspect = change.before[drop_in] is not None and (unchecked or result.refused)
+    written = any(content is not None for content in change.files.values())
+    if suspect and (not written or _is_refused(context, change.version)):
+        # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
+        # change, or containerd has changed since that check. containerd works without the drop-in (the baseline), but
+        # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a file
+        # that is imported by its path is missing.
+        put(context.system, {drop_in: HEADER.encode()})
+        notes.save(CHANGED, {})
+        done.append(f"emptied {drop_in}")
+    elif unchecked:
+        # Otherwise, each later run would try again.
+        notes.save(CHANGED, {**notes.load(CHANGED), "effective": RESTORED})
+    return result._replace(faults="; ".join([f"the drop-in does not work: {result.faults}", *done]))
+
+
+def _attempt(context: Context, vendor: MachineVendor, change: _Change, digest_inputs: Callable[[], str]) -> _Result:
+    """Make the changes, and read back the result. Raises AgentError or OSError if the result is unknown."""
+    notes, configuration, inputs = context.notes, change.configuration, ""
+    try:
+        # An earlier run may have been killed before its last write.
+        if change.files or notes.load(CHANGED).get("effective", "") is None:
+            context.owned.claim(configuration.drop_in)
             # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
-            note_change(context.notes, written=False)
-            put(context.system, changes)
+            _note_change(notes, written=False)
+            put(context.system, change.files)
             # Noted again, with the present time: a containerd that started before the last write may have read only
             # some of the new files.
-            note_change(context.notes, written=True)
+            _note_change(notes, written=True)
         inputs = digest_inputs()
-        resulting = effective_config(context.system, MAIN, planned.version)
+        resulting = effective_config(context.system, MAIN, change.version)
     except (ExitCodeError, DocumentError) as error:
         return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
-    note_effective(context.notes, resulting)
+    _note_effective(notes, resulting)
     default = context.handoff.default_runtime
-    faults = "; ".join(
-        containerd_tables.problems(planned.baseline, resulting, planned.document, vendor.handler, default=default)
-    )
-    if faults and planned.loaded_later:
-        faults += f"; loaded after {drop_in}, and may override it: {', '.join(planned.loaded_later)}"
-    if faults and planned.mixture:
-        faults += f"; {planned.mixture}"
+    found = containerd_tables.problems(configuration.dump, resulting, change.document, vendor.handler, default=default)
+    faults = "; ".join(found)
+    if faults and configuration.loaded_later:
+        later = ", ".join(configuration.loaded_later)
+        faults += f"; loaded after {configuration.drop_in}, and may override it: {later}"
+    if faults and (mixture := configuration.mixture(change.version)):
+        faults += f"; {mixture}"
     # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
-    effective = digest(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
+    effective = sha256(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
     return _Result(inputs, faults, effective=effective)
 
 
-def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
+def _restore(context: Context, change: _Change, noted: dict[str, Any]) -> None:
     """Undo the changes in reverse order, and restore the note about the last change."""
-    put(context.system, {path: before[path] for path in reversed(tuple(changes))})
+    put(context.system, {path: change.before[path] for path in reversed(change.files)})
     context.notes.save(CHANGED, noted)
 
 
@@ -613,12 +526,8 @@ def _is_refused(context: Context, version: tuple[int, ...]) -> bool:
     return False
 
 
-def digest(content: bytes | None) -> str:
-    """Return a digest of the content; empty if there is no file."""
+def _digest(content: bytes | None) -> str:
     return "" if content is None else sha256(content)
-
-
-# Finds the files that containerd's main configuration file imports.
 
 
 SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
@@ -645,7 +554,17 @@ def loaded_files(system: System, main: bytes, drop_in: str) -> dict[str, bytes]:
     return loaded
 
 
-def new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
+def _load(system: System, path: str) -> bytes:
+    # The agent lists all imported files in a TOML file of its own (`_baseline`), and TOML can only have names in UTF-8.
+    if any("\udc80" <= character <= "\udcff" for character in path):
+        raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
+    content = read_optional(system, path)
+    if content is None:
+        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
+    return content
+
+
+def _new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
     """Return the pattern by which the main file is to import the drop-in. Raises DocumentError or OSError.
 
     The pattern is IMPORT if IMPORT covers the drop-in, and matches only the agent's drop-ins and files that containerd
@@ -672,17 +591,6 @@ def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
     return patterns
 
 
-def _load(system: System, path: str) -> bytes:
-    # The agent lists all imported files in a TOML file of its own (`_baseline` in agent.machine.containerd),
-    # and TOML can only have names in UTF-8.
-    if any("\udc80" <= character <= "\udcff" for character in path):
-        raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
-    content = read_optional(system, path)
-    if content is None:
-        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
-    return content
-
-
 def _glob(system: System, pattern: str) -> list[str]:
     """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
     paths = [""]
@@ -694,9 +602,6 @@ def _glob(system: System, pattern: str) -> list[str]:
             f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
         ]
     return [path for path in paths if system.exists(path)]
-
-
-# Configures containerd, and reads back the resulting configuration.
 
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
@@ -732,88 +637,73 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
 
     Raises AgentError or OSError.
     """
-    system, notes = context.system, context.notes
-    handler, paths = vendor.handler, _drop_in_paths(context, vendor)
-    drop_in, name = paths.drop_in, _note(vendor)
-    program = system.find_program("containerd")
-    if other := _other_runtime(context, program):
-        hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
-        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
-    if program is None:
-        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
-    if handler and not system.exists(handler.binary):
-        return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
-    if not context.owned.make_way(drop_in):
-        return false(
-            CONFIGURED,
-            Reason.FOREIGN_FILE,
-            f"{drop_in} exists and was not written by the agent, so it was left unchanged: move it away",
-        )
+    system, notes, handler = context.system, context.notes, vendor.handler
+    drop_in = context.handoff.containerd_drop_in or containerd_tables.drop_in_path(handler)
+    # Vendors without a runtime share one note.
+    name = f"containerd-{vendor.name if handler else 'cdi'}"
+    program = system.find_program("containerd") or ""
+    if obstacle := _obstacle(context, handler, program, drop_in):
+        return obstacle
     if handler:
         _edit_runtime_config(context, vendor)
     noted = notes.load(name)
     # If nothing that the result depends on has changed, no program is started.
     state = _inputs_digest(context, program, vendor, drop_in)
-    known = noted.get("problem") or effective_is_noted(notes)
-    if noted.get("state") == state and not change_was_interrupted(notes) and known:
+    known = noted.get("problem") or notes.load(EFFECTIVE_NOTE)
+    if noted.get("state") == state and not _change_was_interrupted(notes) and known:
         return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
-    # Imported here: most runs do not need containerd's version.
-
-    if handler is None and not paths.former and _enabled_without_drop_in(context, drop_in, program):
+    former = _former_drop_ins(context, vendor, drop_in)
+    if handler is None and not former and _enabled_without_drop_in(context, drop_in, program):
         notes.save(name, {"state": state, "by_others": True})
         return CDI_ENABLED
     version = containerd_version(context, program)
-    before = {path: read_optional(system, path) for path in (MAIN, drop_in, *paths.former)}
-    planned = _planned_change(context, version, vendor, paths, before)
-    faults, inputs = write_and_read_back(
-        context, vendor, paths, planned, before, lambda: _inputs_digest(context, program, vendor, drop_in)
-    )
-    if not faults and (problem := _changed_by_others(noted, digest(before[drop_in]), planned, drop_in)):
+    change = _planned_change(context, version, vendor, drop_in, former, str(noted.get("import", "")))
+    result = _write_and_read_back(context, vendor, change, lambda: _inputs_digest(context, program, vendor, drop_in))
+    if result.faults:
+        # The drop-in was restored or emptied.
+        kept = {"state": state, "problem": result.faults, "drop_in": _digest(read_optional(system, drop_in))}
+        notes.save(name, {**kept, "path": drop_in})
+        return _condition(result.faults, drop_in)
+    for path in former:
+        context.owned.remove(path)
+    if problem := _changed_by_others(noted, change):
         record_repair(notes, Repair.CONTAINERD, problem)
-    # After a fault, `write_and_read_back` has restored or emptied the drop-in, so its content must be read again.
-    content = read_optional(system, drop_in) if faults else planned.drop_in or before[drop_in]
-    result = {"state": state if faults else inputs, "problem": faults, "drop_in": digest(content), "path": drop_in}
-    notes.save(name, result if faults else {**result, "import": planned.pattern})
-    return _condition(faults, drop_in)
+    content = change.files.get(drop_in, change.before[drop_in])
+    kept = {"state": result.inputs, "problem": "", "drop_in": _digest(content), "path": drop_in}
+    notes.save(name, {**kept, "import": change.pattern})
+    return _condition("", drop_in)
 
 
-def _other_runtime(context: Context, program: str | None) -> str:
-    """Return which program has another runtime than this containerd; empty if none has, or if none is known."""
-    system, own = context.system, noted_address(context.notes)
+def _obstacle(context: Context, handler: RuntimeHandler | None, program: str, drop_in: str) -> Condition | None:
+    """Return RuntimeConfigured if this machine lacks something without which there is nothing to configure."""
+    system = context.system
+    own = _noted_address(context.notes)
     sockets = [path for path in OTHER_RUNTIMES if path != own and system.exists(path)]
-    if program and not sockets:
-        return ""
-    # Imported here: few machines have another runtime.
-    from agent.system.kubelet_identity import other_runtime, program_with_kubelet
+    if sockets or not program:
+        # Imported here: few machines have another runtime.
+        from agent.system.kubelet_identity import other_runtime, program_with_kubelet
 
-    return other_runtime(system, sockets) or ("" if program else program_with_kubelet(system))
+        if other := other_runtime(system, sockets) or ("" if program else program_with_kubelet(system)):
+            hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
+            return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
+    if not program:
+        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
+    if handler and not system.exists(handler.binary):
+        return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
+    if not context.owned.make_way(drop_in):
+        message = f"{drop_in} exists and was not written by the agent, so it was left unchanged: move it away"
+        return false(CONFIGURED, Reason.FOREIGN_FILE, message)
+    return None
 
 
-def _note(vendor: MachineVendor) -> str:
-    """Return the name of the note about a vendor's part of the configuration. Vendors without a runtime share one."""
-    return f"containerd-{vendor.name if vendor.handler else 'cdi'}"
-
-
-def _drop_in_paths(context: Context, vendor: MachineVendor) -> DropInPaths:
-    """Return the path of the drop-in, and the former paths where it must be removed.
+def _former_drop_ins(context: Context, vendor: MachineVendor, drop_in: str) -> tuple[str, ...]:
+    """Return earlier paths of the drop-in, where it must be removed.
 
     If only CDI is needed, the drop-ins for vendors' runtimes stay, because their removal would restart containerd.
     """
-    drop_in = context.handoff.containerd_drop_in or containerd_tables.drop_in_path(vendor.handler)
-    kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
+    kept = {drop_in} if vendor.handler else {drop_in, *map(containerd_tables.drop_in_path, _handlers())}
     own = (path for path in context.owned.paths if path.endswith(containerd_tables.SUFFIXES))
-    return DropInPaths(drop_in, tuple(path for path in own if path not in kept))
-
-
-def _vendor_drop_ins() -> list[str]:
-    """Return the default paths of the drop-ins for vendors' runtimes."""
-    return [containerd_tables.drop_in_path(handler) for handler in _handlers()]
-
-
-def _names_a_runtime(system: System, drop_in: str) -> bool:
-    """Return whether the drop-in is for a vendor's runtime, judged by its content: its path may be a configured one."""
-    content = read_optional(system, drop_in) or b""
-    return any(handler.binary.encode() in content for handler in _handlers())
+    return tuple(path for path in own if path not in kept)
 
 
 def _handlers() -> list[RuntimeHandler]:
@@ -830,19 +720,25 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
     vendor's last GPU is withdrawn. containerd loads that drop-in after the one for CDI alone, so containerd 1.x ignores
     the table in the one for CDI alone.
     """
-    system = context.system
-    for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
-    if not system.exists(MAIN) or (system.exists(drop_in) and not for_vendor):
+    system, own = context.system, read_optional(context.system, drop_in)
+    # The drop-in at a configured path may be a vendor's too, which its content shows.
+    for_vendor = any(
+        context.owned.has(containerd_tables.drop_in_path(each)) or each.binary.encode() in (own or b"")
+        for each in _handlers()
+    )
+    if not system.exists(MAIN) or (own is not None and not for_vendor):
         return False
-
+    version: tuple[int, ...] = ()
     try:
-        version = known_version(context, program)
+        # A custom build may report no version.
+        with contextlib.suppress(DocumentError):
+            version = containerd_version(context, program)
         effective = effective_config(system, MAIN, version)
-        note_effective(context.notes, effective)
-        return not list(containerd_tables.cdi_problems(effective))
     except (ExitCodeError, DocumentError):
         # The following steps report what is wrong.
         return False
+    _note_effective(context.notes, effective)
+    return not list(containerd_tables.cdi_problems(effective))
 
 
 def _condition(problem: str, drop_in: str) -> Condition:
@@ -852,13 +748,15 @@ def _condition(problem: str, drop_in: str) -> Condition:
     return true(CONFIGURED, Reason.READ_BACK, message)
 
 
-def _changed_by_others(noted: Mapping[str, Any], found_digest: str, planned: PlannedChange, drop_in: str) -> str:
+def _changed_by_others(noted: Mapping[str, Any], change: _Change) -> str:
     """Return what somebody changed in the agent's part of the configuration since it was noted; empty if nothing."""
+    drop_in = change.configuration.drop_in
+    found = _digest(change.before[drop_in])
     if not noted.get("drop_in") or noted.get("path") != drop_in:
         return ""
-    if planned.drop_in is not None and found_digest != noted["drop_in"]:
-        return f"somebody {'changed' if found_digest else 'removed'} {drop_in}"
-    return f"somebody removed the import of {drop_in} from {MAIN}" if planned.main is not None else ""
+    if drop_in in change.files and found != noted["drop_in"]:
+        return f"somebody {'changed' if found else 'removed'} {drop_in}"
+    return f"somebody removed the import of {drop_in} from {MAIN}" if MAIN in change.files else ""
 
 
 def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
@@ -887,34 +785,34 @@ def _planned_change(
     context: Context,
     version: tuple[int, ...],
     vendor: MachineVendor,
-    paths: DropInPaths,
-    before: dict[str, bytes | None],
-) -> PlannedChange:
-    """Return the change that makes containerd load the agent's tables. Raises AgentError or OSError."""
-    system, drop_in = context.system, paths.drop_in
+    drop_in: str,
+    former: tuple[str, ...],
+    noted_import: str,
+) -> _Change:
+    """Return the change that makes containerd load the agent's tables. Raises AgentError or OSError.
+
+    `former` has earlier paths of the drop-in, and `noted_import` is the import that an earlier run found or made.
+    """
+    system = context.system
+    before = {path: read_optional(system, path) for path in (MAIN, drop_in, *former)}
     text = before[MAIN] or b""
     main = parse(MAIN, text)
     if not main:
         # The main file is missing, or has only comments, which are kept.
         text = render_toml({"version": new_version(version)}) + text
-    pattern = next(
-        (each for each in containerd_tables.imports(MAIN, main) if containerd_tables.covers(each, drop_in)), ""
-    )
+    pattern = next((each for each in imports(MAIN, main) if covers(each, drop_in)), "")
     if not pattern:
         # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
         # pattern is used again if it covers the drop-in.
-        former: str = context.notes.load(_note(vendor)).get("import", "")
-        known = "*" in former and containerd_tables.covers(former, drop_in)
-        pattern = former if known else new_import(system, text, drop_in, paths.former)
+        known = "*" in noted_import and covers(noted_import, drop_in)
+        pattern = noted_import if known else _new_import(system, text, drop_in, former)
         text = with_import(text, pattern)
-    main = parse(MAIN, text)
-    contents = loaded_files(system, text, drop_in)
-    all_loaded = {path: parse(path, content) for path, content in contents.items()}
+    loaded = {path: parse(path, content) for path, content in loaded_files(system, text, drop_in).items()}
     # Without the former drop-ins, which will be removed.
-    order = [path for path in all_loaded if path not in paths.former]
-    loaded_later = tuple(order[order.index(drop_in) + 1 :])
-    loaded = {path: all_loaded[path] for path in order if path != drop_in}
-    configuration = Configuration(main, loaded, {}, loaded_later, drop_in)
+    order = [path for path in loaded if path not in former]
+    later = tuple(order[order.index(drop_in) + 1 :])
+    others = {path: loaded[path] for path in order if path != drop_in}
+    configuration = Configuration(parse(MAIN, text), others, {}, later, drop_in)
     configuration = configuration._replace(dump=_baseline(system, configuration, version))
     document = containerd_tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
     try:
@@ -922,16 +820,12 @@ def _planned_change(
     except AgentError:
         # The drop-in is no longer TOML.
         same = False
-    return PlannedChange(
-        main=None if text == before[MAIN] else text,
-        drop_in=None if same else render_toml(document, HEADER),
-        baseline=configuration.dump,
-        loaded_later=loaded_later,
-        document=document,
-        version=version,
-        pattern=pattern,
-        mixture=configuration.mixture(version),
-    )
+    files: dict[str, bytes | None] = {} if same else {drop_in: render_toml(document, HEADER)}
+    if text != before[MAIN]:
+        files[MAIN] = text
+    # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of them.
+    files |= {path: None for path in former if before[path] is not None}
+    return _Change(files, before, configuration, document, version, pattern)
 
 
 def _baseline(system: System, configuration: Configuration, version: tuple[int, ...]) -> Table:
@@ -966,10 +860,7 @@ def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_i
     return sha256(b"".join(parts))
 
 
-# Finds containerd's version, and adapts CDI specifications to it.
-
-
-NOTE = "containerd-version"
+VERSION_NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
 """The first containerd with version 0.7 of CDI's library. An older containerd ignores every specification with the key
 additionalGids, which version 0.7.0 of the format added."""
@@ -982,20 +873,12 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     booted, or if no version was found. Raises CommandError, DocumentError or OSError.
     """
     system, notes = context.system, context.notes
-    identity, noted = list(system.identity(program)), notes.load(NOTE)
+    identity, noted = list(system.identity(program)), notes.load(VERSION_NOTE)
     if noted.get("program") == identity and isinstance(noted.get("version"), list):
         return tuple(noted["version"])
     version = parse_version(system.run("containerd", "--version"))
-    notes.save(NOTE, {"program": identity, "version": list(version)})
+    notes.save(VERSION_NOTE, {"program": identity, "version": list(version)})
     return version
-
-
-def known_version(context: Context, program: str) -> tuple[int, ...]:
-    """Return containerd's version; () for a custom build that reports none. Raises CommandError or OSError."""
-    try:
-        return containerd_version(context, program)
-    except DocumentError:
-        return ()
 
 
 def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
@@ -1003,7 +886,7 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 
     Raises CommandError or OSError.
     """
-    # Imported here: agent.machine.containerd needs only the version.
+    # Imported here: most runs generate nothing.
     from agent.vendors.cdi import without_groups
 
     groupless = without_groups(spec)
@@ -1045,8 +928,8 @@ def _running_without_groups(context: Context, program: str) -> str:
     process = unit_properties(context).get("MainPID", "0")
     # This link leads to the running program, even if its file was removed (proc(5)).
     running = f"/proc/{process}/exe"
-    identity = program_identity(system, running)
-    if identity is None or identity == program_identity(system, program):
+    identity = _identity(system, running)
+    if identity is None or identity == _identity(system, program):
         return ""
     if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
         # The process may be another program, such as a shell that waits for containerd. It must not be run.

@@ -24,6 +24,7 @@ from agent.system.files import System
 from agent.system.journal import WARNING, say
 from agent.system.processes import Held, Number, find_holders
 
+KIND = ConditionType.DEVICES_ALLOWED
 OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
 """The time limit, in seconds, for opening all nodes together is NODE_LIMIT for each node, but at least OPEN_LIMIT and
 at most LONGEST. LONGEST leaves time to report before the unit's own limit. Without a persistence daemon, the first open
@@ -94,7 +95,7 @@ def check_devices(context: Context, request: Request) -> Condition:
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
     notes.save(name, {"published": published, "nodes": nodes} if nodes else {})
     if not request.devices:
-        return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
+        return not_applicable(KIND, "no device is granted to this machine")
     return _condition(wrong, codes, {device.path: device.pci_address for device in request.devices})
 
 
@@ -108,12 +109,9 @@ def with_hidden_driver(system: System, condition: Condition, paths: Collection[s
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
         return condition
-    return true(
-        condition.type,
-        Reason.DRIVER_HIDDEN,
-        f"{condition.message}; this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by "
-        "the operating system; the machine's next start fixes that",
-    )
+    why = f"this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by the operating system"
+    message = f"{condition.message}; {why}; the machine's next start fixes that"
+    return true(KIND, Reason.DRIVER_HIDDEN, message)
 
 
 def withdraw_nodes(
@@ -130,17 +128,12 @@ def withdraw_nodes(
         return _withdraw_nodes(context, request, newest)
     # Any exception: the report must be written even if, for example, /run is full.
     except Exception as error:
-        return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
-
-
-def not_withdrawn(why: str) -> Condition:
-    return false(ConditionType.DEVICES_ALLOWED, Reason.NOT_WITHDRAWN, why)
+        return (), false(KIND, Reason.NOT_WITHDRAWN, f"cannot withdraw nodes that are no longer granted: {error}")
 
 
 def _withdraw_nodes(
     context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
-    """Do what `withdraw_nodes` says. Raises OSError if the nodes cannot be noted."""
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     newest_requests = newest.requests if newest else ()
@@ -168,7 +161,7 @@ def _withdraw_nodes(
     notes.save(name, granted)
     if not failures:
         return removed, None
-    return removed, not_withdrawn(f"no longer granted, but not removed: {'; '.join(failures)}")
+    return removed, false(KIND, Reason.NOT_WITHDRAWN, f"no longer granted, but not removed: {'; '.join(failures)}")
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
@@ -262,7 +255,7 @@ def _condition(wrong: Mapping[str, str], codes: Mapping[str, int], gpus: Mapping
     """Return DevicesAllowed. `gpus` maps each node to its GPU, or to an empty text if all GPUs share the node."""
     failed = [(path, code, *OPEN_ERRORS.get(code, OTHER_ERROR)) for path, code in sorted(codes.items()) if code]
     if not wrong and not failed:
-        return true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, f"all {len(codes)} granted device nodes open")
+        return true(KIND, Reason.OPENED, f"all {len(codes)} granted device nodes open")
     # WrongNode comes first, because it makes the host bind nodes.
     reason = Reason.WRONG_NODE if wrong else failed[0][2]
     sentences = list(wrong.values())
@@ -272,31 +265,29 @@ def _condition(wrong: Mapping[str, str], codes: Mapping[str, int], gpus: Mapping
     ]
     concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
     limited = concerned if all(concerned) else ()
-    return false(ConditionType.DEVICES_ALLOWED, reason, "; ".join(sentences), limited)
+    return false(KIND, reason, "; ".join(sentences), limited)
 
 
-# Makes the links /dev/char/MAJOR:MINOR to the granted nodes.
-#
-# On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
-# releases of runc use the links to find a device's path, and so does systemd for the scopes of containers. The command
-# `nvidia-ctk system create-dev-char-symlinks` and the GPU Operator's validator make the same links.
+# The links that udev makes on a host. In a machine no udevd runs. nspawn makes only the links to its own nodes, and
+# binding a node does not make its links.
 
-
+# Older releases of runc use /dev/char/MAJOR:MINOR to find a device's path, and so does systemd for the scopes of
+# containers. The command `nvidia-ctk system create-dev-char-symlinks` and the GPU Operator's validator make these too.
 DIRECTORY = "/dev/char"
 
 
 def link_nodes(context: Context, request: Request) -> None:
-    """Make missing links, and remove the agent's links to nodes that are no longer granted.
+    """Make missing links in /dev/char, and remove the agent's links to nodes that are no longer granted.
 
     Raises OSError if the note about these links cannot be read. Other errors are only logged.
     """
-    system, notes = context.system, context.notes
-    name = f"char-links-{request.vendor}"
+    system, notes, name = context.system, context.notes, f"char-links-{request.vendor}"
     noted: dict[str, str] = notes.load(name)
-    numbers = live_numbers(system, request.devices)
+    if not (request.devices or noted):
+        return
     wanted = {
         f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)
-        for path, number in numbers.items()
+        for path, number in live_numbers(system, request.devices).items()
     }
     try:
         for link, target in noted.items():
@@ -313,13 +304,11 @@ def link_nodes(context: Context, request: Request) -> None:
         say(WARNING, f"cannot create links in {DIRECTORY}: {error}")
 
 
-# Makes the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes from its PCI address.
-#
-# On a host, udev makes these links. In a machine no udevd runs, and binding a node does not make its link.
-
-
 def link_dri_nodes(context: Context, request: Request) -> None:
-    """Make the links to the granted nodes, and remove the agent's links to other nodes. Raises OSError."""
+    """Make the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes from its PCI address.
+
+    Remove the agent's links to other nodes. Raises OSError.
+    """
     system, notes = context.system, context.notes
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
@@ -344,7 +333,7 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     notes.save(name, own)
 
 
-# Finds what the machine still has although the handoff no longer names it: nodes, and vendors' files and notes.
+# What the machine still has although the handoff no longer names it: nodes, and vendors' files and notes.
 
 
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
@@ -371,7 +360,7 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
         if withdrawn - known:
             _note(context, OTHER_DEVICES, withdrawn - known)
     except OSError as error:
-        return (not_withdrawn(f"cannot tell what is mounted in /dev: {error}"),)
+        return (false(KIND, Reason.NOT_WITHDRAWN, f"cannot tell what is mounted in /dev: {error}"),)
     return ()
 
 
@@ -414,18 +403,15 @@ def may_have_content(notes: Notes, name: str) -> bool:
 
 
 def _may_own(owned: Owned, path: str) -> bool:
-    """Return whether the agent wrote the file at this path; True if that is unknown."""
     try:
         return owned.has(path)
     except AgentError:
         return True
 
 
-# Finds processes that still have a withdrawn node open.
-#
-# An open descriptor stays usable after the node is removed and the permission is withdrawn. The host half cannot
-# search: its service may not inspect processes. A command on the host could, but when a GPU is lost, nobody runs one.
-
+# Processes that still have a withdrawn node open: an open descriptor stays usable after the node is removed and the
+# permission is withdrawn. The host half cannot search, because its service may not inspect processes. A command on the
+# host could, but when a GPU is lost, nobody runs one.
 
 SHOWN = 10
 """How many processes the message names, because its length is limited; the others are counted."""
@@ -463,7 +449,7 @@ def name_left_open(
     # Nodes are forgotten even if some processes cannot be inspected, because that may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
     notes.save(SEARCHES, {"failed": 0})
-    return with_remark(conditions, ConditionType.DEVICES_ALLOWED, _remark(held, notes.load("containers")))
+    return with_remark(conditions, KIND, _remark(held, notes.load("containers")))
 
 
 def _remark(held: Held, containers: Mapping[str, object]) -> str:
@@ -471,7 +457,9 @@ def _remark(held: Held, containers: Mapping[str, object]) -> str:
     unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
     if not held.holders:
         return f"; {unseen}, and may still have nodes open that are no longer granted" if unseen else ""
-    described = [each.describe(pod=_pod(containers, each.container)) for each in held.holders]
+    known = [containers.get(each.container) for each in held.holders]
+    pods = [str(each.get("pod", "")) if isinstance(each, dict) else "" for each in known]
+    described = [each.describe(pod=pod) for each, pod in zip(held.holders, pods, strict=True)]
     shown = first_of(described, SHOWN, "; ")
     what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {shown}"
     return f"{what}; {unseen}" if unseen else what
@@ -488,19 +476,8 @@ def _by_number(noted: Mapping[str, object]) -> dict[Number, str]:
     return numbers
 
 
-def _pod(containers: Mapping[str, object], container: str) -> str:
-    """Return the pod of a container, as agent.machine.cdi noted it; empty if unknown."""
-    known = containers.get(container)
-    return str(known.get("pod", "")) if isinstance(known, dict) else ""
-
-
-# Settles non-GPU devices: their nodes, and the links to them. Nodes are checked, but never opened.
-#
-# Opening a watchdog would start it, and the host would reboot soon after. Opening other devices may have side effects
-# too.
-
-
-KIND = ConditionType.DEVICES_ALLOWED
+# Non-GPU devices. Nodes are checked, but never opened: opening a watchdog would start it, and the host would soon
+# reboot. Opening other devices may have side effects too.
 
 
 def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
@@ -511,8 +488,8 @@ def settle_others(context: Context, request: Request, newest: Handoff | None) ->
     try:
         unmount_removed(context.system, (device.path for device in request.devices))
         link_nodes(context, request)
-        _, not_withdrawn = withdraw_nodes(context, request, newest)
-        return (_present(context.system, request), *((not_withdrawn,) if not_withdrawn else ()))
+        _, failure = withdraw_nodes(context, request, newest)
+        return (_present(context.system, request), *((failure,) if failure else ()))
     except (AgentError, OSError) as error:
         return (false(KIND, Reason.FAILED, str(error)),)
 

@@ -14,10 +14,10 @@ import errno
 import posixpath
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from agent.machine.containerd import noted_directories
+from agent.machine.containerd import EFFECTIVE_NOTE
 from agent.machine.notes import Context, next_attempt
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false
 from agent.model.errors import AgentError, CommandError
@@ -104,8 +104,6 @@ class Foreign(NamedTuple):
 def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
     """Return what other programs' specifications offer of the vendor's kind.
 
-    Runs `nvidia-ctk`, or the tool of another vendor, to check files that are new or have changed.
-
     The remarks name invalid files, and enabled units that may write a rival specification.
     """
     specs = foreign_specs(context, vendor)
@@ -130,7 +128,14 @@ def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
 
 
 def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
-    """Return all specifications that the agent did not write. Runs the vendor's tool for each new or changed file."""
+    """Return all specifications that the agent did not write, as they were when a step first asked for them.
+
+    Runs the vendor's tool for each new or changed file.
+    """
+    return context.once.get(f"foreign-specs-{vendor.name}", lambda: _foreign_specs(context, vendor))
+
+
+def _foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
     name = f"foreign-specs-{vendor.name}"
     reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
     try:
@@ -149,7 +154,7 @@ def _directories(context: Context) -> dict[str, bool]:
     system, own = context.system, CDI_DIRECTORIES[0]
     found = dict.fromkeys(CDI_DIRECTORIES, False)
     places = {_place(system, each) for each in CDI_DIRECTORIES}
-    noted = noted_directories(context.notes)
+    noted = tuple(context.notes.load(EFFECTIVE_NOTE).get("directories", ()))
     # From the last one, which counts if a directory is listed twice, perhaps through a link.
     for index, directory in reversed(tuple(enumerate(noted))):
         if directory.startswith("/") and (place := _place(system, directory)) not in places:
@@ -193,26 +198,22 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
         return false(condition.type, Reason.RUNTIME_BLOCKED, f"{first_of(foreign.blocking, SHOWN, '; ')}; remove it")
     own_names = [f"{own.spec_kind}={name}" for name in devices]
     for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
-        shared_names = [name for name in own_names if name in paths_by_name]
-        if shared_names:
-            paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared_names))
-            return _collision(reason, shared_names, paths, own)
+        if shared := [name for name in own_names if name in paths_by_name]:
+            paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared))
+            names, where = first_of(shared, SHOWN), first_quoted(paths, SHOWN)
+            why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
+            if reason is Reason.SHADOWED:
+                why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
+            return false(condition.type, reason, f"{why}; {_removal(own, paths)}")
+    by_path: dict[str, list[str]] = {}
+    for name, path in {**foreign.same_directory, **foreign.preferred}.items():
+        by_path.setdefault(path, []).append(name)
     further = [
         f"{quoted(path)} has further devices of this kind: {first_quoted(names, SHOWN)}"
-        for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
+        for path, names in by_path.items()
     ]
     shown = [first_of(further, SHOWN, "; ")] if further else []
     return condition._replace(message=printable("; ".join([condition.message, *shown, *foreign.remarks])))
-
-
-def _collision(reason: Reason, shared_names: Sequence[str], paths: tuple[str, ...], own: OwnSpec) -> Condition:
-    """Return the condition for devices that both the agent's published specification and other files define. Pure."""
-    names, where = first_of(shared_names, SHOWN), first_quoted(paths, SHOWN)
-    if reason is Reason.SHADOWED:
-        why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
-    else:
-        why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
-    return false(ConditionType.CDI_SPEC_CURRENT, reason, f"{why}; {_removal(own, paths)}")
 
 
 def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
@@ -346,11 +347,9 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
     ]
     if not enabled:
         return ()
-    return (
-        f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled and would write {vendor.rival_spec}, "
-        f"which would take precedence: "
-        f"{_advice(vendor)}",
-    )
+    what = f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled"
+    effect = f"would write {vendor.rival_spec}, which would take precedence"
+    return (f"{what} and {effect}: {_advice(vendor)}",)
 
 
 def _advice(own: OwnSpec) -> str:
@@ -361,10 +360,3 @@ def _advice(own: OwnSpec) -> str:
     # there.
     units = " ".join(own.rival_units)
     return f"in the machine, `systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"
-
-
-def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name, path in paths.items():
-        names.setdefault(path, []).append(name)
-    return names

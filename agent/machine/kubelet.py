@@ -34,7 +34,7 @@ from agent.model.paths import DRA_STATUS, NODE_FILES
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
 from agent.system.journal import Ages
-from agent.vendors.machine_vendor import MachineVendor, Marker
+from agent.vendors.machine_vendor import MachineVendor
 
 PLUGINS = "/var/lib/kubelet/device-plugins"
 """The kubelet's directory for device plugins, which is not configurable (DevicePluginPath of k8s.io/kubelet)."""
@@ -51,9 +51,14 @@ NAME_SHOWN = 120
 NAMES_SHOWN = 16
 """How many names a message shows."""
 FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
-"""Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet."""
-
+"""Reasons that a restart of the plugin fixes."""
 KIND = ConditionType.GPUS_ADVERTISED
+NO_KUBELET = unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+KUBELET_DOWN = unknown(
+    KIND,
+    Reason.KUBELET_DOWN,
+    f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
+)
 
 
 class Plugin(NamedTuple):
@@ -77,22 +82,23 @@ class Plugin(NamedTuple):
 def check_advertised(
     context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]
 ) -> Condition:
-    """Return GPUsAdvertised. `published` has the names of the devices in the CDI specification. Raises OSError."""
-    condition = _by_kubelet(context, vendor, request, published)
-    if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
-        return condition
-    # Imported here: few plugins make a specification of their own.
+    """Return GPUsAdvertised, after a restart of the device plugin if that is configured and needed. Raises OSError.
 
-    return with_plugin_spec(context.system, vendor, request, condition)
+    `published` has the names of the devices in the CDI specification.
+    """
+    condition = _by_kubelet(context, vendor, request, published)
+    if condition.status is Status.TRUE and vendor.plugin_spec and request.gpus:
+        condition = _with_plugin_spec(context.system, vendor, request, condition)
+    if not context.handoff.restart_device_plugin or condition.reason not in FIXED_BY_RESTART:
+        return condition
+    return condition._replace(message=f"{condition.message}; {_restart(context, vendor)}")
 
 
 def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
     """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
     system = context.system
     if not system.is_directory(PLUGINS):
-        if not request.gpus:
-            return not_applicable(KIND, "no GPU is granted to this machine")
-        return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+        return NO_KUBELET if request.gpus else not_applicable(KIND, "no GPU is granted to this machine")
     try:
         with noted_ages(context.notes) as ages:
             plugin = _read_plugin(system, vendor, ages)
@@ -101,11 +107,7 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
         return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
     in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
     if system.listening_process(KUBELET_SOCKET) is None:
-        return unknown(
-            KIND,
-            Reason.KUBELET_DOWN,
-            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
-        )
+        return KUBELET_DOWN
     if not request.gpus and not any((plugin.registered or {}).values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
     not_running = _not_running(vendor, plugin)
@@ -132,11 +134,7 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
     return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
 
 
-def _gives_gpus(vendor: MachineVendor, resource: str) -> bool:
-    return gives_gpus(resource, vendor.resource_prefix, vendor.harmless_resources)
-
-
-def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
+def _plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
     """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
     names = fnmatch.filter(system.some_entries(PLUGINS, NAMES_READ), vendor.plugin_sockets)[:SOCKETS]
     return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
@@ -144,7 +142,7 @@ def plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | Non
 
 def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
     """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
-    sockets = plugin_sockets(system, vendor)
+    sockets = _plugin_sockets(system, vendor)
     serving = {path: process for path, process in sockets.items() if process is not None}
     dead = tuple(path for path, process in sockets.items() if process is None)
     try:
@@ -156,7 +154,11 @@ def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
         return Plugin(serving, dead)
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
-    by_resource = {name: ids for name, ids in registered.items() if _gives_gpus(vendor, name)}
+    by_resource = {
+        name: ids
+        for name, ids in registered.items()
+        if gives_gpus(name, vendor.resource_prefix, vendor.harmless_resources)
+    }
     # The times are converted by `ages` before they are compared: the wall clock may have been set between two of them.
     begun = [(ages.changed_at(path, mtime_ns / 1e9), mtime_ns) for path, mtime_ns in times.items()]
     begun_at, newest = max(begun, default=(-math.inf, 0))
@@ -201,17 +203,16 @@ def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
         why = f"its socket in {PLUGINS} is gone"
         if plugin.dead:
-            why = f"no connection is accepted at {in_words(plugin.dead)}"
+            why = f"no connection is accepted at {_in_words(plugin.dead)}"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
     if plugin.dead:
         # Each resource has its own socket: one that is served says nothing about the others.
-        why = f"no connection is accepted at {in_words(plugin.dead)}, only at {in_words(plugin.serving)}"
-        return false(
-            KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
-        )
+        why = f"no connection is accepted at {_in_words(plugin.dead)}, only at {_in_words(plugin.serving)}"
+        advice += "; remove a socket that no plugin uses any longer"
+        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}")
     if not plugin.up_to_date:
         message = (
-            f"the device plugin serves {in_words(plugin.serving)}, but the kubelet has no list of devices from it yet"
+            f"the device plugin serves {_in_words(plugin.serving)}, but the kubelet has no list of devices from it yet"
         )
         return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
     return None
@@ -241,11 +242,11 @@ def _compare(
         )
     missing, stale = in_spec - gpus, gpus - in_spec
     if missing and foreign:
-        message = f"the device plugin advertises ids of an unknown form ({in_words(foreign)})"
-        why = f"it is unknown whether they stand for {in_words(missing)}: check Allocatable in `kubectl describe node`"
+        message = f"the device plugin advertises ids of an unknown form ({_in_words(foreign)})"
+        why = f"it is unknown whether they stand for {_in_words(missing)}: check Allocatable in `kubectl describe node`"
         return unknown(KIND, Reason.UNKNOWN_IDS, f"{message}; {why}")
-    parts = [f"not advertised, although granted: {in_words(missing)}"] if missing else []
-    parts += [f"advertised, but not (or no longer) in the CDI specification: {in_words(stale)}"] if stale else []
+    parts = [f"not advertised, although granted: {_in_words(missing)}"] if missing else []
+    parts += [f"advertised, but not (or no longer) in the CDI specification: {_in_words(stale)}"] if stale else []
     message = f"{'; '.join(parts)}; see the log of the device plugin, and restart its pod"
     # If a plugin no longer advertises a GPU that it once advertised, it considers that GPU unhealthy. Such a GPU must
     # not cause a restart: a restarted plugin would offer the unhealthy GPU to pods again.
@@ -269,34 +270,26 @@ def used_plugins(conditions: list[Condition]) -> list[Condition]:
     return used if conditions[0].type is KIND and used else conditions
 
 
-def in_words(names: Iterable[str]) -> str:
+def _in_words(names: Iterable[str]) -> str:
     """Return names of GPUs, devices or sockets, sorted, as a message shows them."""
     return first_quoted(sorted(names), NAMES_SHOWN, NAME_SHOWN)
 
 
-# Checks whether a device plugin's own CDI specification is still right. The agent never edits that file.
-#
-# If the plugin is configured with a CDI strategy, pods get the devices of its specification, not of the agent's.
-
+# The device plugin's own CDI specification, if it is configured with a CDI strategy: pods then get the devices of that
+# one, not of the agent's. The agent never edits that file.
 
 SHOWN = 3
 """How many problems a message names. After a driver upgrade, there is one problem for each of the driver's files."""
 
 
-def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
-    """Return the condition GPUsAdvertised, adjusted to the plugin's own specification.
-
-    `advertised` is GPUsAdvertised before that. If its status is True, and the plugin's own specification is out of
-    date, the condition becomes False. If its status is not True, it is returned unchanged. Raises OSError.
-    """
-    if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
-        return advertised
+def _with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
+    """Return GPUsAdvertised, which was True, with the remark or the fault of the plugin's own specification."""
     try:
         # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
         content = system.read_untrusted(vendor.plugin_spec)[0]
     except FileNotFoundError:
         return advertised
-    problems = _problems(system, vendor, request, content)
+    problems = _spec_problems(system, vendor, request, content)
     if not problems:
         return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
     message = (
@@ -304,10 +297,10 @@ def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, ad
         f"{first_of(problems, SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file if the "
         "plugin no longer uses a CDI strategy"
     )
-    return false(advertised.type, Reason.PLUGIN_SPEC_OUTDATED, message)
+    return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, message)
 
 
-def _problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
+def _spec_problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
     try:
         spec = parse_json(content)
     except ValueError as error:
@@ -320,11 +313,8 @@ def _problems(system: System, vendor: MachineVendor, request: Request, content: 
     return vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)
 
 
-# Restarts the container of a vendor's device plugin through the CRI, if `restart_device_plugin` is set.
-#
-# The container is stopped, and the kubelet starts it again, as it does with every container of a DaemonSet. Other
-# containers are not affected. The next run sees the result.
-
+# If `restart_device_plugin` is set, the plugin's container is stopped through the CRI, and the kubelet starts it again,
+# as it does with every container of a DaemonSet. Other containers are not affected. The next run sees the result.
 
 ENDPOINT = "unix:///run/containerd/containerd.sock"
 GRACE = 10
@@ -342,11 +332,6 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 """The part of a cgroup's path that names a container: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
 
 
-def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
-    """Restart the plugin if possible, and return `needed` with the result added. Raises OSError."""
-    return needed._replace(message=f"{needed.message}; {_restart(context, vendor)}")
-
-
 def _restart(context: Context, vendor: MachineVendor) -> str:
     """Restart the plugin if it may be restarted now, and return a sentence about the result.
 
@@ -360,20 +345,18 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < RESTART_INTERVAL:
-        return (
-            f"it was restarted less than {RESTART_INTERVAL:.0f} s ago; a later run restarts it if that is still needed"
-        )
+        since = f"it was restarted less than {RESTART_INTERVAL:.0f} s ago"
+        return f"{since}; a later run restarts it if that is still needed"
     # A socket with several names may be another plugin's: any pod that may write in the directory can make a hard link.
     processes = {
         process
-        for path, process in plugin_sockets(system, vendor).items()
+        for path, process in _plugin_sockets(system, vendor).items()
         if process is not None and system.link_count(path) == 1
     }
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
         return "it is not restarted, because it is not running in a pod's container"
-    program = system.find_program("crictl")
-    if program is None:
+    if (crictl := system.find_program("crictl")) is None:
         return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
     what = f"container {', '.join(each[:SHOWN_ID] for each in containers)} was stopped through the CRI to restart it"
     sentence = (
@@ -382,19 +365,15 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     # Noted before the restart: if it could not be noted afterwards, each run would restart the plugin again.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
     try:
-        _stop(system, program, containers)
+        # A transient unit stops the containers. It is not waited for: a plugin may take some time to exit.
+        properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
+        unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
+        stop = (crictl, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
+        system.run(*unit, *stop, *containers, timeout=20)
     except CommandError as error:
         notes.save(name, noted)
         return f"it cannot be restarted: {error}"
     return sentence
-
-
-def _stop(system: System, program: str, containers: Iterable[str]) -> None:
-    """Make a transient unit stop the containers, and do not wait for it: a plugin may take some time to exit."""
-    properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
-    unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
-    crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
-    system.run(*unit, *crictl, *containers, timeout=20)
 
 
 def _container(system: System, process: int) -> str:
@@ -412,14 +391,10 @@ def _container(system: System, process: int) -> str:
     return ""
 
 
-# Publishes the devices that pods may get by claims, and checks whether agent.dra offers them: GPUsAdvertised.
-#
-# agent.dra is a separate service (unbounded-agent-dra.service), because it talks to the kubelet and the API server, and
-# the GPU setup never waits for these. This module only reads its status.
+# Dynamic Resource Allocation: agent.dra offers the GPUs. It is a separate service, because it talks to the kubelet and
+# the API server, and the GPU setup never waits for these. Here, its status is only read.
 
-
-OFFERED_KIND = ConditionType.GPUS_ADVERTISED
-OFFERED_UNIT = "unbounded-agent-dra"
+DRA_UNIT = "unbounded-agent-dra"
 
 
 def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
@@ -428,28 +403,20 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
     granted = {gpu for request in context.handoff.requests for gpu in request.gpus}
     allocatable = {device.pci_address for vendor in vendors for device in vendor.devices}
     if not granted:
-        return not_applicable(OFFERED_KIND, "no GPU is granted to this machine")
+        return not_applicable(KIND, "no GPU is granted to this machine")
     status = _status(context.system, context.notes)
     if isinstance(status, Condition):
         return status
     offered = {gpu for offer in status.offers for gpu in offer.gpus}
-    return _offered_compare(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
+    return _compare_offers(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
 
 
 def _status(system: System, notes: Notes) -> DraStatus | Condition:
-    """Return the status that agent.dra reports if agent.dra works; otherwise return the condition GPUsAdvertised.
-
-    The condition is returned if the kubelet does not run or has not accepted agent.dra, if agent.dra has reported
-    nothing readable lately, or if agent.dra reports that it can offer nothing at all.
-    """
+    """Return what agent.dra reports; GPUsAdvertised if that says nothing about offers."""
     if not system.is_directory(PLUGINS):
-        return unknown(OFFERED_KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+        return NO_KUBELET
     if system.listening_process(KUBELET_SOCKET) is None:
-        return unknown(
-            OFFERED_KIND,
-            Reason.KUBELET_DOWN,
-            f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
-        )
+        return KUBELET_DOWN
     try:
         status = parse_dra_status(system.read(DRA_STATUS, DRA_STATUS_SIZE_LIMIT))
     except FileNotFoundError:
@@ -461,70 +428,53 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
     if age > DRA_STATUS_SILENT_AFTER:
         return _silent(f"has reported nothing since {rfc3339(status.at)}")
     if status.reason:
-        return Condition(OFFERED_KIND, Status.FALSE, status.reason, status.message)
+        return Condition(KIND, Status.FALSE, status.reason, status.message)
     if not status.registered:
-        message = f"the kubelet has not accepted {OFFERED_UNIT}.service as a driver yet, so no pod can start with a GPU"
+        message = f"the kubelet has not accepted {DRA_UNIT}.service as a driver yet, so no pod can start with a GPU"
         why = status.message or "if that lasts, see the logs of both"
-        return false(OFFERED_KIND, Reason.NOT_REGISTERED, f"{message}; {why}")
+        return false(KIND, Reason.NOT_REGISTERED, f"{message}; {why}")
     return status
 
 
 def _silent(what: str) -> Condition:
     effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
-    return false(
-        OFFERED_KIND,
-        Reason.DRA_DRIVER_DOWN,
-        f"{OFFERED_UNIT}.service {what}; {effect}; see `systemctl status {OFFERED_UNIT}` in the machine",
-    )
+    advice = f"see `systemctl status {DRA_UNIT}` in the machine"
+    return false(KIND, Reason.DRA_DRIVER_DOWN, f"{DRA_UNIT}.service {what}; {effect}; {advice}")
 
 
-def _offered_compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
-    """Return GPUsAdvertised.
-
-    It is True only if agent.dra reports no fault of an offer, at least one GPU is allocatable, every allocatable GPU is
-    offered, and every offered GPU is granted. All sets have PCI addresses. `allocatable` has the GPUs that CDI
-    specifications name.
-    """
+def _compare_offers(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
+    """Return GPUsAdvertised. All sets have PCI addresses. `allocatable` has the GPUs that CDI specifications name."""
     for offer in status.offers:
         if offer.reason:
-            return Condition(OFFERED_KIND, Status.FALSE, offer.reason, offer.message)
+            return Condition(KIND, Status.FALSE, offer.reason, offer.message)
     if not allocatable:
-        return unknown(
-            OFFERED_KIND, Reason.NOT_PUBLISHED, "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
-        )
+        message = "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
+        return unknown(KIND, Reason.NOT_PUBLISHED, message)
     tainted = sorted(name for offer in status.offers for name in offer.tainted)
     where = f"the ResourceSlices of node {status.node}"
+    advice = f"if that lasts, see `journalctl -u {DRA_UNIT}` in the machine"
     if missing := allocatable - offered:
-        message = f"not in {where} yet, although ready for pods: {in_words(missing)}"
-        return false(
-            OFFERED_KIND,
-            Reason.GPUS_MISSING,
-            f"{message}; if that lasts, see `journalctl -u {OFFERED_UNIT}` in the machine",
-        )
+        message = f"not in {where} yet, although ready for pods: {_in_words(missing)}; {advice}"
+        return false(KIND, Reason.GPUS_MISSING, message)
     if stale := offered - granted:
-        message = f"in {where}, but not (or no longer) granted: {in_words(stale)}"
-        return false(
-            OFFERED_KIND,
-            Reason.STALE_GPUS,
-            f"{message}; if that lasts, see `journalctl -u {OFFERED_UNIT}` in the machine",
-        )
-    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {in_words(tainted)}"] if tainted else []
+        message = f"in {where}, but not (or no longer) granted: {_in_words(stale)}; {advice}"
+        return false(KIND, Reason.STALE_GPUS, message)
+    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_in_words(tainted)}"] if tainted else []
     if without := granted - allocatable:
-        remarks.append(f"without {in_words(without)}, which no CDI specification names: see CDISpecCurrent")
+        remarks.append(f"without {_in_words(without)}, which no CDI specification names: see CDISpecCurrent")
     remarks += [status.message] if status.message else []
     count = sum(len(offer.devices) for offer in status.offers)
-    return true(OFFERED_KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
+    return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
 
 
-# Makes and removes validation markers: files that tell the vendor's pods what works in this machine.
+# Validation markers: files that tell the vendor's pods what works in this machine.
 
-
-VALIDATION_MARKERS_KIND = ConditionType.VALIDATION_MARKERS_SET
-NOTE = "validation-markers"
+MARKERS = ConditionType.VALIDATION_MARKERS_SET
+MARKERS_NOTE = "validation-markers"
 """Name of the note that has content if there may be markers of the agent."""
 FIRST_LINE = "# Written by unbounded-agent, which removes this file if it is no longer true.\n"
 """By this line the agent recognises its own markers. A shell that reads a marker takes the line for a comment."""
-LIMIT = 4096
+MARKER_LIMIT = 4096
 """Bytes of the largest marker that is read. A larger one is not the agent's."""
 
 
@@ -539,59 +489,60 @@ def settle_markers(
     tuple is returned. If the vendor has no markers, an empty tuple is returned too.
     """
     configured = context.handoff.validation_markers
-    if not (configured or may_have_content(context.notes, NOTE)) or not vendor.markers:
+    if not (configured or may_have_content(context.notes, MARKERS_NOTE)) or not vendor.markers:
         return ()
-    condition = attempt(VALIDATION_MARKERS_KIND, lambda: _settle(context, vendor, request, conditions))
+    condition = attempt(MARKERS, lambda: _settle_markers(context, vendor, request, conditions))
     return (condition,) if configured else ()
 
 
-def _settle(context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]) -> Condition:
+def _settle_markers(
+    context: Context, vendor: MachineVendor, request: Request, conditions: tuple[Condition, ...]
+) -> Condition:
     system, wanted = context.system, context.handoff.validation_markers and bool(request.gpus)
     if wanted:
         # Noted before the first write, so that a marker of a killed run is removed later.
-        context.notes.save(NOTE, {"made": True})
-    foreign = [each.path for each in vendor.markers if not _may_write(system, each.path)]
-    doubts: dict[ConditionType, Condition] = {}
+        context.notes.save(MARKERS_NOTE, {"made": True})
+    foreign, doubts = list[str](), dict[ConditionType, Condition]()
     for marker in vendor.markers:
-        needed = (each for each in conditions if each.type in marker.proof and not _spares_some(each, request))
+        # The fault of only some GPUs refutes nothing.
+        needed = (
+            each
+            for each in conditions
+            if each.type in marker.proof and not (each.gpus and set(each.gpus) < set(request.gpus))
+        )
         doubtful = {each.type: each for each in needed if each.status != Status.TRUE}
         doubts |= doubtful
-        if marker.path not in foreign:
-            if not wanted or any(each.status is Status.FALSE for each in doubtful.values()):
-                system.remove(marker.path)
-            elif not doubtful:
-                _write_marker(system, marker)
+        present, content = _marker_content(system, marker.path), (FIRST_LINE + marker.content).encode()
+        if present is not None and not present.startswith(FIRST_LINE.encode()):
+            foreign.append(marker.path)
+        elif not wanted or any(each.status is Status.FALSE for each in doubtful.values()):
+            system.remove(marker.path)
+        elif not doubtful and present != content:
+            system.write(marker.path, content)
     if not wanted:
         # If markers are not configured, settle_markers drops this condition.
-        context.notes.save(NOTE, {})
-        return not_applicable(VALIDATION_MARKERS_KIND, "no GPU is granted to this machine")
-    return _condition(vendor.markers, foreign, tuple(doubts.values()))
+        context.notes.save(MARKERS_NOTE, {})
+        return not_applicable(MARKERS, "no GPU is granted to this machine")
+    if foreign:
+        advice = (
+            "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove the file"
+        )
+        return false(MARKERS, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: made by another program; {advice}")
+    if refuted := [each.type for each in doubts.values() if each.status is Status.FALSE]:
+        message = f"a file is missing while a condition that it stands for is False: {', '.join(refuted)}"
+        return false(MARKERS, Reason.NOT_PROVEN, message)
+    if doubts:
+        return unknown(MARKERS, Reason.NOT_PROVEN, f"waiting for {', '.join(doubts)}")
+    return true(MARKERS, Reason.SET, f"{' and '.join(each.path for each in vendor.markers)} exist")
 
 
-def _spares_some(condition: Condition, request: Request) -> bool:
-    """Return whether the condition's fault concerns only some of the GPUs."""
-    return bool(condition.gpus) and set(condition.gpus) < set(request.gpus)
-
-
-def _write_marker(system: System, marker: Marker) -> None:
-    content = (FIRST_LINE + marker.content).encode()
-    if _content(system, marker.path) != content:
-        system.write(marker.path, content)
-
-
-def _may_write(system: System, path: str) -> bool:
-    """Return whether the agent may write this file: True if no file is there, or if the agent wrote the file."""
-    content = _content(system, path)
-    return content is None or content.startswith(FIRST_LINE.encode())
-
-
-def _content(system: System, path: str) -> bytes | None:
+def _marker_content(system: System, path: str) -> bytes | None:
     """Return the content; None if there is no file. Raises OSError.
 
-    The content is empty for what cannot be the agent's: a directory, a link, a file larger than LIMIT.
+    The content is empty for what cannot be the agent's: a directory, a link, a file larger than MARKER_LIMIT.
     """
     try:
-        return system.read_untrusted(path, LIMIT)[0]
+        return system.read_untrusted(path, MARKER_LIMIT)[0]
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -600,30 +551,7 @@ def _content(system: System, path: str) -> bytes | None:
         raise
 
 
-def _condition(markers: tuple[Marker, ...], foreign: list[str], doubts: tuple[Condition, ...]) -> Condition:
-    names = " and ".join(each.path for each in markers)
-    if foreign:
-        advice = (
-            "if that is the GPU Operator's validator, unset validation_markers on the host; otherwise remove the file"
-        )
-        return false(
-            VALIDATION_MARKERS_KIND, Reason.FOREIGN_FILE, f"{' and '.join(foreign)}: made by another program; {advice}"
-        )
-    if refuted := [each.type for each in doubts if each.status is Status.FALSE]:
-        return false(
-            VALIDATION_MARKERS_KIND,
-            Reason.NOT_PROVEN,
-            f"a file is missing while a condition that it stands for is False: {', '.join(refuted)}",
-        )
-    if doubts:
-        return unknown(
-            VALIDATION_MARKERS_KIND, Reason.NOT_PROVEN, f"waiting for {', '.join(each.type for each in doubts)}"
-        )
-    return true(VALIDATION_MARKERS_KIND, Reason.SET, f"{names} exist")
-
-
-# Finds the files that `up` put into this machine and that have changed since.
-
+# The files that `up` put into this machine.
 
 CHANGED_FILES_NOTE = "node-files"
 DELAY = 45.0
@@ -633,12 +561,14 @@ runs of the timer, so the timer's next run compares."""
 
 
 def changed_files(context: Context) -> tuple[str, ...]:
-    """Return the paths of changed files, sorted. The list itself counts as changed if it cannot be used.
+    """Return the paths of the files that `up` put into this machine and that have changed since. Raises OSError.
 
-    Nothing is compared in the first DELAY seconds after a boot. A file is read again only if its identity has changed.
-    Raises OSError.
+    They are sorted. The list itself counts as changed if it cannot be used. Nothing is compared in the first DELAY
+    seconds after a boot. A file is read again only if its identity has changed.
     """
     system, notes = context.system, context.notes
+    if not system.exists(NODE_FILES):
+        return ()
     first_run, before = time.monotonic(), dict[str, Any]()
     match notes.load(CHANGED_FILES_NOTE):
         case {"first_run": float(first_run), "compared": dict(before)}:

@@ -414,12 +414,6 @@ def _publication(context: Context, name: str) -> list[int]:
     return [identity.inode, identity.mtime_ns]
 
 
-def forget(context: Context, note: str) -> None:
-    """Forget a failure, so that the next attempt does not wait. Raises OSError."""
-    if context.notes.load(note):
-        context.notes.save(note, {})
-
-
 # Logs and counts repairs: changes that somebody made in the machine, and that the agent has undone.
 
 

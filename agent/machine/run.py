@@ -6,22 +6,33 @@ To settle a handoff, or a part of it, is to change the machine so that it matche
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from agent import __version__
-from agent.machine.cdi import Published, name_outdated, publish_spec, remove_stale_specs
-from agent.machine.containerd import check_active, configure_runtime, restart
+from agent.machine.cdi import (
+    Published,
+    allocatable_vendor,
+    name_outdated,
+    publish_modes,
+    publish_spec,
+    remove_stale_specs,
+)
+from agent.machine.containerd import UNIT, check_active, configure_runtime
 from agent.machine.devices import (
     WITHDRAWN,
     check_devices,
+    link_dri_nodes,
+    link_nodes,
     may_have_content,
+    name_left_open,
     note_unknown_nodes,
+    settle_others,
     unmount_removed,
     with_hidden_driver,
     withdraw_nodes,
     withdrawn_requests,
 )
-from agent.machine.kubelet import FIXED_BY_RESTART, check_advertised, settle_markers, used_plugins
+from agent.machine.kubelet import changed_files, check_advertised, settle_markers, settle_offer, used_plugins
 from agent.machine.libraries import link_libraries
 from agent.machine.notes import (
     LONGEST,
@@ -37,6 +48,7 @@ from agent.machine.notes import (
 )
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, unknown, worst
+from agent.model.contract import AllocatableVendor
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, ApplyError, DocumentError
 from agent.model.handoff import (
@@ -58,7 +70,6 @@ from agent.model.paths import (
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
-    NODE_FILES,
     REPORT_NAME,
 )
 from agent.model.text import json_digest
@@ -67,12 +78,6 @@ from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
 from agent.system.process import Runner
 from agent.vendors.machine_vendor import MachineVendor
 
-# Settles one request of the handoff: devices, libraries, CDI specification and containerd's configuration.
-
-
-if TYPE_CHECKING:
-    from agent.model.contract import AllocatableVendor
-
 
 class Outcome(NamedTuple):
     """The result of settling one request, or all requests."""
@@ -80,7 +85,7 @@ class Outcome(NamedTuple):
     conditions: tuple[Condition, ...]
     devices: tuple[str, ...] = ()
     """Names of the CDI devices that pods can request."""
-    allocatable: "AllocatableVendor | None" = None
+    allocatable: AllocatableVendor | None = None
     """Only in the result of one request for GPUs: the devices that claims can have; None without Dynamic Resource
     Allocation."""
     fabric: tuple[FabricAnswer, ...] = ()
@@ -93,9 +98,6 @@ def settle_request(context: Context, request: Request, read_newest: Callable[[],
     `read_newest` returns the current handoff, which may be newer than that of the request; None if it cannot be read.
     """
     if request.vendor == OTHER_DEVICES:
-        # Imported here: few machines are granted other devices.
-        from agent.machine.devices import settle_others
-
         return Outcome(settle_others(context, request, read_newest()))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
@@ -123,8 +125,6 @@ def _settle_gpus(
 
     spec_condition, modes_remark, left_out = attempt(ConditionType.CDI_SPEC_CURRENT, publish), "", False
     if request.cdi_modes:
-        from agent.machine.cdi import publish_modes
-
         modes_remark, left_out = publish_modes(context, vendor, request)
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
@@ -137,16 +137,19 @@ def _settle_gpus(
     if left_out and spec_condition.reason == Reason.VERIFIED:
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
-    conditions: tuple[Condition, ...]
-    conditions = (linked, configured, active.result(), devices.result(), spec_condition)
-    conditions += _advertised(context, vendor, request, published)
+    conditions: tuple[Condition, ...] = (linked, configured, active.result(), devices.result(), spec_condition)
+    allocatable = None
+    if context.handoff.allocation == DRA:
+        allocatable = allocatable_vendor(context, vendor, request, published.devices, spec_condition)
+    else:
+        kind = ConditionType.GPUS_ADVERTISED
+        conditions += (attempt(kind, lambda: check_advertised(context, vendor, request, published.devices)),)
     conditions += settle_markers(context, vendor, request, conditions)
     names = published.devices
     if len(context.handoff.requests) > 1:
         # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
     conditions += (not_withdrawn,) if not_withdrawn else ()
-    allocatable = _allocatable(context, vendor, request, published.devices, spec_condition)
     return Outcome(conditions, names, allocatable, fabric.result())
 
 
@@ -209,39 +212,8 @@ def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: boo
     return now, now
 
 
-def _allocatable(
-    context: Context, vendor: MachineVendor, request: Request, names: tuple[str, ...], spec_condition: Condition
-) -> "AllocatableVendor | None":
-    if context.handoff.allocation != DRA:
-        return None
-    from agent.machine.cdi import allocatable_vendor
-
-    return allocatable_vendor(context, vendor, request, names, spec_condition)
-
-
-def _advertised(
-    context: Context, vendor: MachineVendor, request: Request, published: Published
-) -> tuple[Condition, ...]:
-    """Return GPUsAdvertised, after a restart of the device plugin if that is configured and needed.
-
-    Return nothing if the node itself offers its GPUs.
-    """
-    if context.handoff.allocation == DRA:
-        return ()
-    kind = ConditionType.GPUS_ADVERTISED
-    condition = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
-    if not context.handoff.restart_device_plugin or condition.reason not in FIXED_BY_RESTART:
-        return (condition,)
-    # Imported only if a restart is configured and needed.
-    from agent.machine.kubelet import restart_plugin
-
-    return (attempt(kind, lambda: restart_plugin(context, vendor, condition)),)
-
-
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        from agent.machine.devices import link_dri_nodes  # Here, because few machines need it.
-
         link_dri_nodes(context, request)
         # `link_libraries` is not called: as this request has no driver root, it would take the links to another
         # vendor's libraries for stale ones, and remove them.
@@ -253,11 +225,7 @@ def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condi
     # Unmount nodes that the host has removed, and do that before the check. Once the check's condition reports nodes
     # with wrong numbers, the host binds new nodes at once, and these must not be unmounted.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
-    if request.devices or context.notes.load(f"char-links-{vendor.name}"):
-        # Imported only if there are nodes, or links from an earlier run.
-        from agent.machine.devices import link_nodes
-
-        link_nodes(context, request)
+    link_nodes(context, request)
     condition = check_devices(context, request)
     return with_hidden_driver(context.system, condition, vendor.kernel_paths)
 
@@ -298,26 +266,19 @@ def run(system: System) -> int:
         failed = str(error)
         raise
     finally:
-        # containerd is restarted only after all rounds: once it has stopped, it starts again only when this run ends
-        # (see `restart`), and until then no pod can start. It is restarted even if no report could be written, because
-        # pods need the new configuration all the same.
+        # containerd is restarted only after all rounds, and even if no report could be written, because pods need the
+        # new configuration all the same. It is ordered after this service, so once it has stopped, it starts again only
+        # when this run ends, and until then no pod can start. Without --no-block, systemctl would wait for that start.
+        # The stop does not wait (job_compare in systemd's job.c).
         if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-            _restart(system, failed)
+            try:
+                system.run("systemctl", "--no-block", "try-restart", UNIT)
+            except (AgentError, OSError):
+                # The caller gets only this error.
+                if failed:
+                    say(ERROR, failed)
+                raise
     return 0
-
-
-def _restart(system: System, failed: str) -> None:
-    """Restart containerd.
-
-    `failed` is the error that ended the rounds; empty if there was none. If the restart fails too, `failed` is logged
-    here, because the caller gets only the error of the restart.
-    """
-    try:
-        restart(system)
-    except (AgentError, OSError):
-        if failed:
-            say(ERROR, failed)
-        raise
 
 
 def _rounds(system: System) -> Iterator[Outcome]:
@@ -335,11 +296,8 @@ def _rounds(system: System) -> Iterator[Outcome]:
                 break
             handoff = _read_handoff(system, published)
         except FileNotFoundError:
-            say(
-                INFO,
-                f"{HANDOFF} does not exist: on the host, this machine is not configured, or unbounded-agent.service "
-                "has not published anything for it yet",
-            )
+            why = "this machine is not configured, or unbounded-agent.service has not published anything for it yet"
+            say(INFO, f"{HANDOFF} does not exist: on the host, {why}")
             break
         context = Context.of(system, handoff)
         outcome = settle(context)
@@ -350,7 +308,11 @@ def _rounds(system: System) -> Iterator[Outcome]:
         if not (rounds_left and _is_outdated(published, system)):
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
-        _sync(context)
+        for path in context.unsynced:
+            try:
+                system.sync(path)
+            except OSError as error:
+                say(WARNING, f"cannot sync {path}: {error}")
 
 
 def _read_handoff(system: System, published: FileIdentity) -> Handoff:
@@ -376,14 +338,6 @@ def _log(context: Context, outcome: Outcome) -> None:
     now = say_changes(before, outcome.conditions)
     with contextlib.suppress(OSError):
         notes.save("logged", now)
-
-
-def _sync(context: Context) -> None:
-    for path in context.unsynced:
-        try:
-            context.system.sync(path)
-        except OSError as error:
-            say(WARNING, f"cannot sync {path}: {error}")
 
 
 def _is_outdated(published: FileIdentity, system: System) -> bool:
@@ -415,10 +369,10 @@ def settle(context: Context) -> Outcome:
             conditions,
             ConditionType.DEVICES_ALLOWED,
             "which processes still have nodes open that are no longer granted",
-            lambda: _name_left_open(context, conditions),
+            lambda: name_left_open(context, conditions),
         )
     return Outcome(
-        (*conditions, *((node_condition,) if node_condition else ())),
+        (*conditions, *node_condition),
         tuple(device for outcome in outcomes for device in outcome.devices),
         fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric),
     )
@@ -433,27 +387,17 @@ def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, 
         with contextlib.suppress(OSError):
             context.system.remove(ALLOCATABLE)
         return ()
-    # Imported here: only nodes with Dynamic Resource Allocation need it.
-    from agent.machine.kubelet import settle_offer
-
     vendors = [each.allocatable for each in outcomes if each.allocatable]
     return (attempt(ConditionType.GPUS_ADVERTISED, lambda: settle_offer(context, vendors)),)
 
 
-def _node_condition(context: Context) -> Condition | None:
+def _node_condition(context: Context) -> tuple[Condition, ...]:
     try:
         if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
-            return None
-        return node_condition_set(context.notes)
+            return ()
+        return (node_condition_set(context.notes),)
     except OSError as error:
-        return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
-
-
-def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-    # Imported only after a device was withdrawn, because it is rarely needed.
-    from agent.machine.devices import name_left_open
-
-    return name_left_open(context, conditions)
+        return (false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error)),)
 
 
 def report(context: Context, outcome: Outcome, publication: Publication) -> None:
@@ -464,6 +408,10 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
+    changed: tuple[str, ...] = ()
+    # An error must not keep the report from being written. The next run compares again.
+    with contextlib.suppress(OSError):
+        changed = changed_files(context)
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
     document = render_report(
@@ -474,23 +422,11 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         __version__,
         repair_counts(context.notes),
         advertised,
-        _changed_files(context),
+        changed,
         publication,
         outcome.fabric,
     )
     system.write(REPORT, document)
-
-
-def _changed_files(context: Context) -> tuple[str, ...]:
-    """Return the paths of the files that `up` put into this machine and that have changed since."""
-    # An error must not keep the report from being written. The next run compares again.
-    with contextlib.suppress(OSError):
-        if context.system.exists(NODE_FILES):
-            # Imported here: only machines that `up` made have the list.
-            from agent.machine.kubelet import changed_files
-
-            return changed_files(context)
-    return ()
 
 
 def _newest(system: System) -> Handoff | None:
