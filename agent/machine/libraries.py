@@ -13,11 +13,8 @@ from agent.model.paths import LOADER_CACHE, MACHINE_HOST_NVIDIA, STATE
 from agent.model.text import first_of, sha256
 from agent.system.files import System
 
-# Plans which links into a driver root the machine needs, and which of its links it no longer needs. Pure.
-#
 # The links are relative, because programs that see the machine's file system in a subdirectory, such as a device plugin
 # with /driver-root, would follow absolute links out of that subdirectory.
-
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 """Debian's multiarch directories below /usr/lib, by architecture. Driver roots have this layout."""
@@ -25,7 +22,6 @@ TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
 """The library directory itself, and its two subdirectories for plugins, which libraries load by path."""
-
 FOREIGN = ""
 """Stands in place of a link's target for an entry that is not a link."""
 
@@ -70,11 +66,7 @@ class LinkPlan(NamedTuple):
 
 
 def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...] = ()) -> LinkDirectories:
-    """Return the machine's directories for links.
-
-    `existing` has those of /usr/lib/<triplet>, /usr/lib/TRIPLET_32 and /usr/lib64 that exist; `data` is as in
-    LinkDirectories.
-    """
+    """Return the machine's directories for links. `existing` has those of the possible ones that exist."""
     triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
     multiarch = f"/usr/lib/{triplet}"
     by_root_directory = {
@@ -89,12 +81,11 @@ def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...
 
 def wanted_links(request: Request, directories: LinkDirectories) -> dict[str, str]:
     """Return the links to all files of the driver root that the machine itself uses: targets by the link's path."""
-    links = {}
-    for file in request.files:
-        path = directories.link_to(file.target)
-        if path is not None:
-            links[path] = posixpath.relpath(f"{request.driver_root}/{file.target}", posixpath.dirname(path))
-    return links
+    return {
+        path: posixpath.relpath(f"{request.driver_root}/{file.target}", posixpath.dirname(path))
+        for file in request.files
+        if (path := directories.link_to(file.target)) is not None
+    }
 
 
 def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPlan:
@@ -115,17 +106,17 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
     return LinkPlan(tuple(sorted(own - set(wanted))), make, conflicts)
 
 
-def soname_links(request: Request, directories: LinkDirectories) -> frozenset[str]:
+def _soname_links(request: Request, directories: LinkDirectories) -> frozenset[str]:
     """Return the paths of links that must be in the loader cache: those named like a SONAME, such as `libcuda.so.1`."""
-    links = set()
-    for file in request.files:
-        path = directories.link_to(file.target)
-        name = posixpath.basename(file.target)
-        if path and file.link and name.partition(".so.")[2].isdecimal() and posixpath.dirname(path) in set(
-            directories.by_root_directory.values()
-        ):  # fmt: skip
-            links.add(path)
-    return frozenset(links)
+    directories_of_libraries = set(directories.by_root_directory.values())
+    return frozenset(
+        path
+        for file in request.files
+        if (path := directories.link_to(file.target))
+        and file.link
+        and posixpath.basename(file.target).partition(".so.")[2].isdecimal()
+        and posixpath.dirname(path) in directories_of_libraries
+    )
 
 
 def _points_into_driver_root(path: str, target: str) -> bool:
@@ -162,12 +153,9 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     directories = _existing_directories(system, context.handoff.architecture, data)
     if request.driver_root and not _staged(system, request.driver_root):
         # Old links stay: their driver root may soon be back, and removing them would fix nothing.
-        return false(
-            KIND,
-            Reason.NOT_STAGED,
-            f"{request.driver_root} is missing, empty or a link in this machine: see DriverRootStaged on the host, and "
-            f"the bind of its parent directory in the machine's .nspawn file",
-        )
+        advice = "see DriverRootStaged on the host, and the bind of its parent directory in the machine's .nspawn file"
+        message = f"{request.driver_root} is missing, empty or a link in this machine: {advice}"
+        return false(KIND, Reason.NOT_STAGED, message)
     wanted = wanted_links(request, directories)
     plan = plan_links(wanted, _link_entries(system, directories))
     ldconfig_pending = _change_links(system, plan)
@@ -180,35 +168,26 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     )
     if plan.conflicts:
         in_the_way = ", ".join(_describe(system, path) for path in plan.conflicts)
-        return false(
-            KIND,
-            Reason.CONFLICT,
-            f"in the way of the driver's files, but not made by the agent: {in_the_way}; "
-            f"remove these files, or the package that contains them (`dpkg -S {plan.conflicts[0]}` in the machine)",
+        advice = f"or the package that contains them (`dpkg -S {plan.conflicts[0]}` in the machine)"
+        message = (
+            f"in the way of the driver's files, but not made by the agent: {in_the_way}; remove these files, {advice}"
         )
+        return false(KIND, Reason.CONFLICT, message)
     if faults.missing:
-        unlisted = sorted({posixpath.dirname(path) for path in faults.missing})
-        missing = ", ".join(sorted(faults.missing))
-        return false(
-            KIND,
-            Reason.NOT_IN_LOADER_CACHE,
-            f"ldconfig does not list {missing}: add a line for {', '.join(unlisted)} to a file in "
-            f"{LOADER_CONFIGURATION}",
-        )
+        unlisted = ", ".join(sorted({posixpath.dirname(path) for path in faults.missing}))
+        advice = f"add a line for {unlisted} to a file in {LOADER_CONFIGURATION}"
+        message = f"ldconfig does not list {', '.join(sorted(faults.missing))}: {advice}"
+        return false(KIND, Reason.NOT_IN_LOADER_CACHE, message)
     if faults.shadowed:
         taken = ", ".join(f"{other} instead of {path}" for path, other in sorted(faults.shadowed.items()))
-        return false(
-            KIND,
-            Reason.SHADOWED,
+        message = (
             f"programs in this machine load {taken} (see `ldconfig -p`). What they load may be a stub or another "
             f"driver's library: remove it, or the line with its directory in a file of {LOADER_CONFIGURATION}, then "
-            "run ldconfig",
+            "run ldconfig"
         )
-    return true(
-        KIND,
-        Reason.LINKED,
-        f"{len(wanted)} links into {request.driver_root}" if request.driver_root else "no links are needed",
-    )
+        return false(KIND, Reason.SHADOWED, message)
+    linked = f"{len(wanted)} links into {request.driver_root}" if request.driver_root else "no links are needed"
+    return true(KIND, Reason.LINKED, linked)
 
 
 def _record_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
@@ -280,7 +259,7 @@ def _refresh_loader_cache(
     """
     system, notes = context.system, context.notes
     # Conflicting files are left out: a file that is not a library would never be in the cache.
-    needed = soname_links(request, directories) - frozenset(conflicts)
+    needed = _soname_links(request, directories) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
     # The cache's identity is read before its content: another run of ldconfig may replace the cache in between, and the
     # next run must notice that.

@@ -65,14 +65,9 @@ class Notes:
             if error.errno not in UNUSABLE:
                 raise
             content = b""
-        value = _parse(content)
-        match value:
-            case {"version": version, "digest": str(digest), "note": dict(note)} if (
-                version == VERSION and digest == json_digest(note)
-            ):
+        match _parse(content):
+            case {"version": 1, "digest": str(digest), "note": dict(note)} if digest == json_digest(note):
                 return note
-            case _:
-                pass
         say(WARNING, f"removed {path}, which was damaged or of another release; what it recorded is lost")
         self._system.remove_tree(path)
         return {}
@@ -222,9 +217,6 @@ def _parse(content: bytes) -> object:
         return None
 
 
-# The context that is passed to all steps that settle one handoff.
-
-
 T = TypeVar("T")
 
 
@@ -246,7 +238,7 @@ class Once:
 
 
 class Context(NamedTuple):
-    """The machine, the agent's notes and files in it, and the handoff, which says what the host wants."""
+    """What all steps that settle one handoff need."""
 
     system: System
     notes: Notes
@@ -263,9 +255,6 @@ class Context(NamedTuple):
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":
         return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once(), [])
-
-
-# Runs steps so that a failure affects only the step's own condition: other steps run, and a report is written.
 
 
 ERROR_SHOWN = 200
@@ -325,12 +314,10 @@ def with_remark_from(
         return with_remark(conditions, kind, remark)
 
 
-# Remembers that a costly step failed, so that its next attempt may wait.
-#
-# An attempt to make a CDI specification opens every GPU, several times if one has failed. A GPU whose driver has failed
-# often hangs, writes to the kernel log, or leaves processes that cannot be killed. So there must not be an attempt each
-# minute. Neither should ldconfig write the loader cache each minute.
-
+# A costly step that failed is tried again at once if something that it depends on has changed, and otherwise rarely: an
+# attempt to make a CDI specification opens every GPU, several times if one has failed. A GPU whose driver has failed
+# often hangs, writes to the kernel log, or leaves processes that cannot be killed. Neither should ldconfig write the
+# loader cache each minute.
 
 LONGEST = 600.0
 """The longest time in seconds between two attempts. Most recoveries need no time at all, because they change what a
@@ -402,22 +389,18 @@ def publications(context: Context) -> list[list[int]]:
     It publishes an unchanged handoff again after it has bound missing nodes, and after `gpus attach`, which says that a
     GPU was reset.
     """
-    return [_publication(context, name) for name in (HANDOFF_NAME, GPU_STATES_NAME)]
+    found: list[list[int]] = []
+    for name in (HANDOFF_NAME, GPU_STATES_NAME):
+        try:
+            identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{name}")
+            found.append([identity.inode, identity.mtime_ns])
+        except FileNotFoundError:
+            found.append([])
+    return found
 
 
-def _publication(context: Context, name: str) -> list[int]:
-    """Return what changes whenever the host publishes this file; empty if there is none."""
-    try:
-        identity = context.system.identity(f"{MACHINE_HANDOFF_DIRECTORY}/{name}")
-    except FileNotFoundError:
-        return []
-    return [identity.inode, identity.mtime_ns]
-
-
-# Logs and counts repairs: changes that somebody made in the machine, and that the agent has undone.
-
-
-NOTE = "repairs"
+REPAIRS = "repairs"
+"""Name of the note that counts repairs: changes that somebody made in the machine, and that the agent has undone."""
 
 
 def record_repair(notes: Notes, repair: Repair, problem: str) -> None:
@@ -425,20 +408,15 @@ def record_repair(notes: Notes, repair: Repair, problem: str) -> None:
     say(WARNING, f"repaired: {problem}")
     # A count that cannot be written does not matter.
     with contextlib.suppress(OSError):
-        counts = _counts(notes)
-        notes.save(NOTE, {**counts, repair: counts[repair] + 1})
+        counts = notes.load(REPAIRS)
+        notes.save(REPAIRS, {**counts, repair: counts.get(repair, 0) + 1})
 
 
 def repair_counts(notes: Notes) -> dict[str, int]:
     """Return the counts since the machine's boot; all 0 if they cannot be read, because the report must be written."""
-    try:
-        return _counts(notes)
-    except OSError:
-        return {each.value: 0 for each in Repair}
-
-
-def _counts(notes: Notes) -> dict[str, int]:
-    counts = notes.load(NOTE)
+    counts: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        counts = notes.load(REPAIRS)
     return {each.value: counts.get(each, 0) for each in Repair}
 
 
