@@ -58,6 +58,7 @@ from agent.model.handoff import (
     FabricAnswer,
     Handoff,
     Publication,
+    Report,
     Request,
     parse_handoff,
     render_report,
@@ -325,8 +326,8 @@ def _read_handoff(system: System, published: FileIdentity) -> Handoff:
         # The caller logs the error in any case.
         with contextlib.suppress(OSError):
             boot_id = system.read(BOOT_ID, 64).decode().strip()
-            report = render_report("", (), (), boot_id, __version__, {}, publication=publication, refused=str(error))
-            system.write(REPORT, report)
+            refusal = Report("", (), (), boot_id, __version__, {}, publication=publication, refused=str(error))
+            system.write(REPORT, render_report(refusal))
         raise
 
 
@@ -414,7 +415,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         changed = changed_files(context)
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
-    document = render_report(
+    document = Report(
         context.generation,
         outcome.conditions,
         outcome.devices,
@@ -426,7 +427,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         publication,
         outcome.fabric,
     )
-    system.write(REPORT, document)
+    system.write(REPORT, render_report(document))
 
 
 def _newest(system: System) -> Handoff | None:

@@ -1,17 +1,6 @@
 """The contract between the two halves: versioned JSON, read and written with the standard library alone.
 
-The host half publishes a Handoff. The machine half answers with a report, which is a JSON object. It always has the
-keys `version`, `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`,
-`message`), `cdi_devices` (names) and:
-
-- `repairs`: counts by Repair since the machine's boot
-- `publication`: the Publication that the report answers, as a list
-- `advertised_gpus`: how many granted GPUs the node offers to pods; left out if that is unknown
-- `changed_files`: paths of files that differ from what `up` put into the machine; left out if there are none
-- `refused`: why the machine half cannot use the handoff at all; then the generation is empty
-- `fabric`: what GPUs said of their registration with the NVLink fabric: objects of `gpu`, `state` and `status`
-
-and each of its conditions that concerns only some GPUs has a key `gpus` with their PCI addresses.
+The host half publishes a Handoff. The machine half answers with a Report.
 """
 
 import json
@@ -183,42 +172,40 @@ def parse_handoff(data: bytes) -> Handoff:
     return handoff
 
 
-def render_report(
-    generation: str,
-    conditions: tuple[Condition, ...],
-    cdi_devices: tuple[str, ...],
-    boot_id: str,
-    agent_version: str,
-    repairs: Mapping[str, int],
-    advertised_gpus: int | None = None,
-    changed_files: tuple[str, ...] = (),
-    publication: Publication | None = None,
-    fabric: tuple[FabricAnswer, ...] = (),
-    refused: str = "",
-) -> bytes:
-    """Return the report on this generation of the handoff, and on this publication of it.
+class Report(NamedTuple):
+    """The machine half's answer to one generation of the handoff, and to one publication of it."""
 
-    `advertised_gpus` is None if the number is unknown. `refused` says why the machine half cannot use the handoff.
-    """
-    document = {
-        "version": REPORT_VERSION,
-        "generation": generation,
-        "boot_id": boot_id,
-        "agent_version": agent_version,
-        "conditions": [
-            {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
-            | ({"gpus": each.gpus} if each.gpus else {})
-            for each in conditions
-        ],
-        "cdi_devices": list(cdi_devices),
-        "repairs": dict(repairs),
-        "advertised_gpus": advertised_gpus,
-        "changed_files": changed_files[:CHANGED_FILES_LIMIT],
-        "publication": publication,
-        "fabric": plain(fabric),
-        "refused": one_line(refused)[:MESSAGE_LIMIT],
-    }
-    return json.dumps(document, indent=1).encode() + b"\n"
+    generation: str
+    """Empty if the machine half cannot use the handoff at all."""
+    conditions: tuple[Condition, ...]
+    """Of each, the document has type, status, reason, message and, if it concerns only some GPUs, these."""
+    cdi_devices: tuple[str, ...]
+    """Names of the CDI devices that pods can request."""
+    boot_id: str
+    agent_version: str
+    repairs: Mapping[str, int]
+    """Counts by Repair since the machine's boot."""
+    advertised_gpus: int | None = None
+    """How many granted GPUs the node offers to pods; None if that is unknown."""
+    changed_files: tuple[str, ...] = ()
+    """Paths of files that differ from what `up` put into the machine."""
+    publication: Publication | None = None
+    fabric: tuple[FabricAnswer, ...] = ()
+    refused: str = ""
+    """Why the machine half cannot use the handoff."""
+
+
+def render_report(report: Report) -> bytes:
+    conditions = [
+        {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
+        | ({"gpus": each.gpus} if each.gpus else {})
+        for each in report.conditions
+    ]
+    content = plain(report._replace(changed_files=report.changed_files[:CHANGED_FILES_LIMIT]))
+    # The publication is a list, not an object.
+    content |= {"conditions": conditions, "publication": report.publication}
+    content["refused"] = one_line(report.refused)[:MESSAGE_LIMIT]
+    return json.dumps({"version": REPORT_VERSION, **content}, indent=1).encode() + b"\n"
 
 
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:

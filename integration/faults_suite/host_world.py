@@ -16,7 +16,7 @@ from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import parse_live
-from agent.model.handoff import Handoff, Publication, parse_handoff, render_report
+from agent.model.handoff import Handoff, Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
     MANIFESTS,
     handed_roots_file,
@@ -203,7 +203,9 @@ class HostWorld(HostDevices):
             _wait_for_tick()
             status = (self.tree / handoff_file(MACHINE)[1:]).stat()
             answered = Publication(status.st_ino, status.st_mtime_ns)
-            report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered)
+            report = render_report(
+                Report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=answered)
+            )
             place = self.tree / report_directory(MACHINE)[1:] / "report.json"
             place.write_bytes(report)
             _wait_for_tick()

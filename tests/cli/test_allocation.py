@@ -14,7 +14,7 @@ from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import cordoned_file, handoff_file, report_directory
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
@@ -67,7 +67,7 @@ class Cluster:
             Condition(kind, Status.TRUE, self.advertised if kind is ConditionType.GPUS_ADVERTISED else "Fine", "")
             for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         ]
-        report = render_report(handoff.generation, tuple(found), (), BOOT_ID, __version__, {})
+        report = render_report(Report(handoff.generation, tuple(found), (), BOOT_ID, __version__, {}))
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 
     def run(self, to: str, *machine: str, kubeconfig: str = ADMIN, node: str = NODE) -> int:

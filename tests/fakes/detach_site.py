@@ -10,7 +10,7 @@ from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.facts import DeviceAllow, parse_live, render_live
-from agent.model.handoff import FabricAnswer, Publication, parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, Publication, Report, parse_handoff, render_report
 from agent.model.paths import handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
@@ -82,14 +82,16 @@ class Site:
             for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         )
         report = render_report(
-            handoff.generation,
-            conditions,
-            (),
-            BOOT_ID,
-            __version__,
-            {},
-            publication=answered or self.publication(),
-            fabric=self.fabric,
+            Report(
+                handoff.generation,
+                conditions,
+                (),
+                BOOT_ID,
+                __version__,
+                {},
+                publication=answered or self.publication(),
+                fabric=self.fabric,
+            )
         )
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 

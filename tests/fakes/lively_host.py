@@ -13,7 +13,7 @@ from msgspec import Struct
 from agent import __version__
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError, DocumentError
-from agent.model.handoff import Publication, parse_handoff, render_report
+from agent.model.handoff import Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
     HOST_NVIDIA,
     REPORT_NAME,
@@ -223,7 +223,9 @@ class LivelyHost(FaultyHost):
         )
         running.answered, status = handoff.generation, os.stat(self.full_path(handoff_file(name)))
         publication = Publication(status.st_ino, status.st_mtime_ns)
-        report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=publication)
+        report = render_report(
+            Report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=publication)
+        )
         self.write(f"{report_directory(name)}/{REPORT_NAME}", report)
 
     def boot(self) -> None:

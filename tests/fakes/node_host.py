@@ -15,7 +15,7 @@ from agent.host.provision.preflight import PROGRAMS
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.facts import render_live
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.node import Link, Network, Route, Rule
 from agent.model.paths import handoff_file, joined_file, live_file, machine_root, report_directory
 from agent.system.http import Answer
@@ -178,7 +178,7 @@ class NodeHost(Host):
         kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
         conditions = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in kinds)
         generation = parse_handoff(self.read(handoff_file(MACHINE))).generation
-        report = render_report(generation, conditions, (), BOOT_ID, __version__, {})
+        report = render_report(Report(generation, conditions, (), BOOT_ID, __version__, {}))
         self.write(f"{report_directory(MACHINE)}/report.json", report)
         if self.joins:
             self.write(joined_file(MACHINE), NODE.encode())

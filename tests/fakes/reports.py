@@ -4,7 +4,7 @@ import time
 
 from agent.host.reconcile import MachineOutcome
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
-from agent.model.handoff import Publication, parse_handoff, render_report
+from agent.model.handoff import Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
     REPORT_NAME,
     handoff_file,
@@ -26,7 +26,7 @@ def report(
     time.sleep(0.02)
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
-    document = render_report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files, answered)
+    document = render_report(Report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files, answered))
     host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
     time.sleep(0.02)
 

@@ -4,7 +4,7 @@ from agent.cli.doctor.host import SERVICE
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
 from agent.model.facts import render_live
-from agent.model.handoff import FabricAnswer, parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, Report, parse_handoff, render_report
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
@@ -41,4 +41,4 @@ def report(host: Host, *found: Condition, fabric: tuple[FabricAnswer, ...] = ())
     given = {each.type for each in found}
     fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
     path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric))
+    host.write(path, render_report(Report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric)))

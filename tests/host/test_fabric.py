@@ -8,7 +8,7 @@ from agent.host.verify.readiness import STARTING_LIMIT
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
 from agent.model.errors import BusError
 from agent.model.facts import PciDevice, render_live
-from agent.model.handoff import FabricAnswer, Handoff, Publication, parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, Handoff, Publication, Report, parse_handoff, render_report
 from agent.model.paths import REPORT_NAME, fabric_file, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
@@ -29,15 +29,17 @@ def report(host: Host, state: str = "", status: str = "N/A", gpus: tuple[str, ..
     opened = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
     identity = host.identity(handoff_file(MACHINE))
     document = render_report(
-        handoff(host).generation,
-        (opened, *fine),
-        (),
-        "",
-        "0.1.0",
-        {},
-        2,
-        publication=Publication(identity.inode, identity.mtime_ns),
-        fabric=tuple(FabricAnswer(gpu, state, status) for gpu in gpus) if state else (),
+        Report(
+            handoff(host).generation,
+            (opened, *fine),
+            (),
+            "",
+            "0.1.0",
+            {},
+            2,
+            publication=Publication(identity.inode, identity.mtime_ns),
+            fabric=tuple(FabricAnswer(gpu, state, status) for gpu in gpus) if state else (),
+        )
     )
     host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
 

@@ -17,7 +17,7 @@ from agent.model.conditions import ConditionType, Status
 from agent.model.errors import BusError
 from agent.model.facts import DeviceAllow, Facts, parse_live, render_live
 from agent.model.goal import ChangeDevices, Goal, fault
-from agent.model.handoff import parse_handoff, render_report
+from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import (
     HOST_NVIDIA,
     RELOAD_PENDING,
@@ -232,7 +232,7 @@ def test_attack_nothing_prolongs_a_permission(gpu_host: Host, seconds: float, re
     running(gpu_host)
     generation = parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
     gpu_host.file(f"{report_directory(MACHINE)}/{REPORT_NAME}")
-    gpu_host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, (), (), "", "", {}))
+    gpu_host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(Report(generation, (), (), "", "", {})))
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     gpu_host.full = ["/var/"]
     gpu_host.bus.refused["/dev/nvidia-modeset"] = BusError("Failed to bind mount: Is a directory")

@@ -20,6 +20,7 @@ from agent.model.conditions import ConditionType, Reason, Status, false
 from agent.model.errors import BusAnswerError, UnsupportedError
 from agent.model.facts import parse_live, render_live
 from agent.model.handoff import Publication, parse_handoff, render_report
+from agent.model.handoff import Report as MachineReport
 from agent.model.paths import (
     CONDITIONS,
     MACHINES_STATE,
@@ -530,12 +531,13 @@ def test_a_machine_half_of_another_release_says_which_half_to_upgrade(gpu_host: 
     both = with_missing_nodes(gpu_host)
     refused = "handoff.json: version 1 is unknown (this release knows 0) (upgrade the agent in the machine's image)"
     path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    gpu_host.write(path, render_report("", (), (), "", "0.0.9", {}, publication=publication(gpu_host), refused=refused))
+    report = MachineReport("", (), (), "", "0.0.9", {}, publication=publication(gpu_host), refused=refused)
+    gpu_host.write(path, render_report(report))
     (machine,) = both.reconcile().machines
     assert condition(machine, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     assert f"cannot use the handoff: machine says: {refused}" in machine.ready.message
     earlier = Publication(1, 1)
-    gpu_host.write(path, render_report("", (), (), "", "0.0.9", {}, publication=earlier, refused=refused))
+    gpu_host.write(path, render_report(report._replace(publication=earlier)))
     assert "cannot use" not in both.reconcile().machines[0].ready.message, "it may use what is published now"
 
 

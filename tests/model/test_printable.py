@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agent.host.observe.machine import parse_report
 from agent.model.conditions import ConditionType, Reason, true
-from agent.model.handoff import render_report
+from agent.model.handoff import Report, render_report
 from agent.model.text import one_line, printable
 
 
@@ -40,7 +40,7 @@ def test_any_text_is_one_visible_line(text: str) -> None:
 def test_a_machine_cannot_report_invisible_text() -> None:
     """The machine half escapes its messages, but root in a machine can replace the machine half."""
     condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "x")
-    document = json.loads(render_report("a" * 64, (condition,), (), "", "1", {}))
+    document = json.loads(render_report(Report("a" * 64, (condition,), (), "", "1", {})))
     document["conditions"][0]["message"] = "gpu\u3164node"
     (found,) = parse_report(json.dumps(document).encode()).conditions
     assert found.message == "gpu\\u3164node"

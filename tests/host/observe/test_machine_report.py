@@ -11,13 +11,23 @@ from hypothesis import strategies as st
 from agent.host.observe.machine import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, FabricAnswer, Publication, Repair, render_report
+from agent.model.handoff import (
+    CHANGED_FILES_LIMIT,
+    SIZE_LIMIT,
+    FabricAnswer,
+    Publication,
+    Repair,
+    Report,
+    render_report,
+)
 
 LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
 
 
 def document(**changes: Any) -> bytes:  # noqa: ANN401
-    whole = json.loads(render_report("0123456789abcdef", (LINKED,), ("0", "GPU-x"), "b-1", "0.1.0", {"spec": 2}))
+    whole = json.loads(
+        render_report(Report("0123456789abcdef", (LINKED,), ("0", "GPU-x"), "b-1", "0.1.0", {"spec": 2}))
+    )
     return json.dumps({**whole, **changes}).encode()
 
 
@@ -33,20 +43,20 @@ def test_a_report_of_the_machine_half_is_read_back() -> None:
 
 
 def test_advertised_gpus_are_counted() -> None:
-    data = render_report("", (LINKED,), (), "", "", {}, 0)
+    data = render_report(Report("", (LINKED,), (), "", "", {}, 0))
     assert parse_report(data).advertised_gpus == 0, "none is known, and not the same as an unknown number"
     assert parse_report(document()).advertised_gpus is None
 
 
 def test_changed_files_are_listed_up_to_a_limit() -> None:
     paths = tuple(f"/etc/{number}" for number in range(CHANGED_FILES_LIMIT + 1))
-    data = render_report("", (LINKED,), (), "", "", {}, changed_files=paths)
+    data = render_report(Report("", (LINKED,), (), "", "", {}, changed_files=paths))
     assert parse_report(data).changed_files == paths[:-1]
 
 
 def test_the_answers_about_the_fabric_are_read_back_and_bounded() -> None:
     answers = (FabricAnswer("0000:1b:00.0", "In Progress", "N/A"), FabricAnswer("0000:43:00.0", "", ""))
-    assert parse_report(render_report("", (LINKED,), (), "", "", {}, fabric=answers)).fabric == answers
+    assert parse_report(render_report(Report("", (LINKED,), (), "", "", {}, fabric=answers))).fabric == answers
     assert parse_report(document()).fabric == (), "asked, but no GPU answered"
     good = {"gpu": "0000:1b:00.0", "state": "Completed", "status": "Success"}
     assert parse_report(document(fabric=[{**good, "new": 1}])).fabric is not None
@@ -68,7 +78,7 @@ def test_the_answers_about_the_fabric_are_read_back_and_bounded() -> None:
 
 def test_the_publication_is_read_back_and_its_numbers_are_bounded() -> None:
     answered = Publication(2**64 - 1, 1_700_000_000_000_000_001)
-    data = render_report("", (LINKED,), (), "", "", {}, publication=answered)
+    data = render_report(Report("", (LINKED,), (), "", "", {}, publication=answered))
     assert parse_report(data).publication == answered
     assert parse_report(document()).publication is None
     for wrong in (
@@ -121,7 +131,9 @@ def test_a_report_of_another_version_says_what_to_do() -> None:
 
 def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> None:
     message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
-    report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
+    report = parse_report(
+        render_report(Report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
+    )
     assert report.conditions[0].message.startswith("nvidia-ctk: \\x1b[31mfailed at \\udc80x")
 
 
