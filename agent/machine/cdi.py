@@ -21,7 +21,7 @@ from agent.model.conditions import Condition, ConditionType, Reason, Status, fal
 from agent.model.contract import AllocatableDevice, AllocatableVendor, render_allocatable
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
-from agent.model.handoff import Repair, Request, with_remark
+from agent.model.handoff import Repair, Request
 from agent.model.json_document import json_for_yaml, parse_json
 from agent.model.paths import (
     ALLOCATABLE,
@@ -565,17 +565,15 @@ LONGEST_INDEX = 9
 """Digits of the largest index of a driver root."""
 
 
-def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-    """Return the conditions with the pods' names added to CDISpecCurrent's message. Status and reason stay.
-
-    A long message, which may name each node of each GPU, is shortened.
-    """
+def outdated_remark(context: Context) -> str:
+    """Return the remark on CDISpecCurrent that names the outdated pods; empty if there are none."""
     pods = outdated_pods(context)
-    if not pods:
-        return conditions
     described = [f"{quoted(pod)} ({', '.join(sorted(outdated))})" for pod, outdated in sorted(pods.items())]
-    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
-    return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
+    return (
+        f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
+        if pods
+        else ""
+    )
 
 
 def outdated_pods(context: Context) -> dict[str, set[str]]:

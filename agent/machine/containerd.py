@@ -125,11 +125,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
     config_path = argument(command_line, "config")
     # normpath keeps two slashes at the start.
     if config_path and posixpath.normpath(config_path).replace("//", "/") != MAIN:
-        return false(
-            ACTIVE,
-            Reason.OTHER_CONFIGURATION,
-            f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart=",
-        )
+        message = f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart="
+        return false(ACTIVE, Reason.OTHER_CONFIGURATION, message)
     loaded = {"started": started, "effective": changed.get("effective", "")}
     # If containerd started before the change, it is up to date only if it already runs with the same effective
     # configuration. That is so if the change only restored a file that somebody had edited.
@@ -902,43 +899,27 @@ def _version_without_groups(context: Context) -> str:
     """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
 
     A specification must suit both the program on disk and a running containerd whose program has been replaced. If the
-    version is the running containerd's, advice to restart it follows the version.
-    """
-    program = context.system.find_program("containerd")
-    if program is None or not context.system.is_file(program):
-        return ""
-    try:
-        version = containerd_version(context, program)
-        if version < GROUPS_SINCE:
-            return dotted(version)
-    except DocumentError:
-        # A custom build, which RuntimeConfigured reports.
-        pass
-    return _running_without_groups(context, program)
-
-
-def _running_without_groups(context: Context, program: str) -> str:
-    """Return the version of the running containerd, with advice to restart it, if it does not support additionalGids.
-
-    Otherwise return an empty string, also if the version is unknown. If containerd still runs the program that is on
-    disk, return an empty string without a look at the version: the caller has checked that program. If a version is
-    returned, the running process is noted, because the result changes when that process exits.
+    version is the running containerd's, advice to restart it follows the version, and the process is noted, because the
+    result changes when it exits.
     """
     system = context.system
-    process = unit_properties(context).get("MainPID", "0")
+    program = system.find_program("containerd")
+    if program is None or not system.is_file(program):
+        return ""
+    # A custom build may report no version; RuntimeConfigured says so.
+    with contextlib.suppress(DocumentError):
+        if (version := containerd_version(context, program)) < GROUPS_SINCE:
+            return dotted(version)
     # This link leads to the running program, even if its file was removed (proc(5)).
-    running = f"/proc/{process}/exe"
+    running = f"/proc/{unit_properties(context).get('MainPID', '0')}/exe"
     identity = _identity(system, running)
-    if identity is None or identity == _identity(system, program):
+    if identity in (None, _identity(system, program)):
         return ""
+    # The process may be another program, such as a shell that waits for containerd. It must not be run.
     if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
-        # The process may be another program, such as a shell that waits for containerd. It must not be run.
         return ""
-    try:
-        version = parse_version(system.run(running, "--version"))
-    except DocumentError:
-        return ""
-    if version >= GROUPS_SINCE:
-        return ""
-    context.notes.save(REPLACED, {"running": running, "identity": identity})
-    return f"{dotted(version)} (it is still running: restart {UNIT})"
+    with contextlib.suppress(DocumentError):
+        if (version := parse_version(system.run(running, "--version"))) < GROUPS_SINCE:
+            context.notes.save(REPLACED, {"running": running, "identity": identity})
+            return f"{dotted(version)} (it is still running: restart {UNIT})"
+    return ""

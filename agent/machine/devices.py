@@ -7,7 +7,7 @@ import errno
 import fnmatch
 import posixpath
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from agent.machine.vendors import GPU_NODES, VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true
 from agent.model.device import DeviceNumber, dri_link
 from agent.model.errors import AgentError, ApplyError
-from agent.model.handoff import OTHER_DEVICES, GrantedDevice, Handoff, Request, with_remark
+from agent.model.handoff import OTHER_DEVICES, GrantedDevice, Handoff, Request
 from agent.model.paths import spec_file
 from agent.model.text import counted, first_of
 from agent.system.deadlines import bounded
@@ -217,20 +217,16 @@ def wrong_numbers(
 
 
 def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], published: object) -> dict[str, int]:
-    """Return the noted results that still hold.
+    """Return the noted results that still hold: those of nodes with the same numbers.
 
-    A success holds until the node's numbers change. An error in NOT_AGAIN holds until the numbers or `publications`
-    change. Other errors never hold.
+    An error in NOT_AGAIN holds only until `publications` change too. Other errors never hold.
     """
-    nodes = noted.get("nodes")
-    if not isinstance(nodes, dict):
-        return {}
     valid: dict[str, int] = {}
     for path, number in live.items():
-        match nodes.get(path):
-            case [number.major, number.minor, int(code)] if code == 0:
-                valid[path] = code
-            case [number.major, number.minor, int(code)] if code in NOT_AGAIN and noted.get("published") == published:
+        match noted.get("nodes", {}).get(path):
+            case [number.major, number.minor, int(code)] if code == 0 or (
+                code in NOT_AGAIN and noted.get("published") == published
+            ):
                 valid[path] = code
     return valid
 
@@ -277,60 +273,49 @@ DIRECTORY = "/dev/char"
 
 
 def link_nodes(context: Context, request: Request) -> None:
-    """Make missing links in /dev/char, and remove the agent's links to nodes that are no longer granted.
-
-    Raises OSError if the note about these links cannot be read. Other errors are only logged.
-    """
-    system, notes, name = context.system, context.notes, f"char-links-{request.vendor}"
-    noted: dict[str, str] = notes.load(name)
-    if not (request.devices or noted):
+    """Make links in /dev/char. Raises OSError if the note about them cannot be read; other errors are only logged."""
+    name = f"char-links-{request.vendor}"
+    if not (request.devices or context.notes.load(name)):
         return
     wanted = {
         f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)
-        for path, number in live_numbers(system, request.devices).items()
+        for path, number in live_numbers(context.system, request.devices).items()
     }
     try:
-        for link, target in noted.items():
-            if wanted.get(link) != target and system.read_link(link) == target:
-                system.remove(link)
         # A link that another program made is neither noted nor changed.
-        own = {link: target for link, target in wanted.items() if noted.get(link) == target or not system.exists(link)}
-        # Noted before they are made, so that links of a killed run are removed later.
-        notes.save(name, own)
-        for link, target in own.items():
-            if not system.exists(link):
-                system.link(link, target)
+        _settle_links(context, name, wanted, lambda link, _: not context.system.exists(link))
     except OSError as error:
         say(WARNING, f"cannot create links in {DIRECTORY}: {error}")
 
 
 def link_dri_nodes(context: Context, request: Request) -> None:
-    """Make the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes from its PCI address.
-
-    Remove the agent's links to other nodes. Raises OSError.
-    """
-    system, notes = context.system, context.notes
+    """Make the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes. Raises OSError."""
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
         for device in request.devices
         if (link := dri_link(device.kind, device.pci_address))
     }
-    name = f"dri-links-{request.vendor}"
-    noted = notes.load(name)
     # A correct link that is not noted was made by the host's udev: all of /dev/dri may be bound into the machine. Such
     # a link is not noted now either, so the agent never removes it.
-    own = {
-        link: target for link, target in wanted.items() if noted.get(link) == target or system.read_link(link) != target
-    }
-    # Noted before they are made, so that links of a killed run are removed later.
-    notes.save(name, {**noted, **own})
-    for link in noted.keys() - wanted:
-        if system.read_link(link) == noted[link]:
+    name, system = f"dri-links-{request.vendor}", context.system
+    _settle_links(context, name, wanted, lambda link, target: system.read_link(link) != target)
+
+
+def _settle_links(
+    context: Context, name: str, wanted: Mapping[str, str], is_missing: Callable[[str, str], bool]
+) -> None:
+    """Make the wanted links that are missing, and remove the agent's other ones. `name` is that of their note."""
+    system, notes = context.system, context.notes
+    noted = notes.load(name)
+    for link, target in noted.items():
+        if wanted.get(link) != target and system.read_link(link) == target:
             system.remove(link)
-    for link, target in own.items():
-        if system.read_link(link) != target:
-            system.link(link, target)
+    own = {link: target for link, target in wanted.items() if noted.get(link) == target or is_missing(link, target)}
+    # Noted before they are made, so that links of a killed run are removed later.
     notes.save(name, own)
+    for link, target in own.items():
+        if is_missing(link, target):
+            system.link(link, target)
 
 
 # What the machine still has although the handoff no longer names it: nodes, and vendors' files and notes.
@@ -424,13 +409,11 @@ FAILED_SEARCHES = 5
 minute."""
 
 
-def name_left_open(
-    context: Context, conditions: tuple[Condition, ...], limit: float = SEARCH_LIMIT
-) -> tuple[Condition, ...]:
-    """Add to the message of DevicesAllowed which processes have withdrawn nodes open, and forget nodes that none has.
+def left_open_remark(context: Context, limit: float = SEARCH_LIMIT) -> str:
+    """Return the remark on DevicesAllowed that names the processes with withdrawn nodes open; empty if there are none.
 
-    Raises any error of the search, and TimeoutError after `limit` seconds. After FAILED_SEARCHES consecutive errors, no
-    search is made, and all withdrawn nodes are forgotten.
+    Forgets nodes that none has. Raises any error of the search, and TimeoutError after `limit` seconds. After
+    FAILED_SEARCHES consecutive errors, no search is made, and all withdrawn nodes are forgotten.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
@@ -449,7 +432,7 @@ def name_left_open(
     # Nodes are forgotten even if some processes cannot be inspected, because that may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
     notes.save(SEARCHES, {"failed": 0})
-    return with_remark(conditions, KIND, _remark(held, notes.load("containers")))
+    return _remark(held, notes.load("containers"))
 
 
 def _remark(held: Held, containers: Mapping[str, object]) -> str:

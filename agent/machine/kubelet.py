@@ -69,8 +69,8 @@ class Plugin(NamedTuple):
     this PID namespace."""
     dead: tuple[str, ...] = ()
     """Sockets that nobody listens on."""
-    registered: Mapping[str, tuple[str, ...]] | None = None
-    """Ids of the vendor's registered devices by resource, according to the checkpoint; None without a checkpoint."""
+    registered: Mapping[str, tuple[str, ...]] = {}
+    """Ids of the vendor's registered devices by resource, according to the checkpoint; none without a checkpoint."""
     begun: int = 0
     """When the plugin began to serve: the time of its newest socket, in nanoseconds since the epoch."""
     begun_at: float = -math.inf
@@ -108,16 +108,15 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
     if system.listening_process(KUBELET_SOCKET) is None:
         return KUBELET_DOWN
-    if not request.gpus and not any((plugin.registered or {}).values()):
+    if not request.gpus and not any(plugin.registered.values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
     not_running = _not_running(vendor, plugin)
     if not_running is not None:
         return not_running
     once_advertised = _once_advertised(context.notes, vendor, request, plugin)
     outdated = not vendor.plugin_rescans and published_at > plugin.begun_at
-    registered = plugin.registered or {}
-    condition = _compare(vendor, request, in_spec, registered, once_advertised if outdated else None)
-    return condition._replace(advertised=len(in_spec & _gpus(vendor, request, registered)))
+    condition = _compare(vendor, request, in_spec, plugin.registered, once_advertised if outdated else None)
+    return condition._replace(advertised=len(in_spec & _gpus(vendor, request, plugin.registered)))
 
 
 def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
@@ -125,7 +124,7 @@ def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plug
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
     before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
-    gpus = {*before, *_gpus(vendor, request, plugin.registered or {})}
+    gpus = {*before, *_gpus(vendor, request, plugin.registered)}
     notes.save(name, {"begun": plugin.begun, "known": sorted(gpus)})
     return gpus
 

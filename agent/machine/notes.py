@@ -17,7 +17,7 @@ from agent import __version__
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
 from agent.model.contract import SILENT_AFTER
 from agent.model.errors import AgentError, ApplyError
-from agent.model.handoff import Handoff, Repair, with_remark
+from agent.model.handoff import Handoff, Repair
 from agent.model.json_document import parse_json
 from agent.model.paths import (
     DRA_STATUS_NAME,
@@ -297,21 +297,6 @@ class InBackground(Generic[T]):
         if self._thread:
             self._thread.join()
         return self._results[0]
-
-
-def with_remark_from(
-    conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
-) -> tuple[Condition, ...]:
-    """Run a step that adds a remark to conditions, and return the conditions.
-
-    If the step raises an exception, the condition `kind` gets the remark "cannot tell `what`". The report must be
-    written even if files of pods or processes have unexpected content.
-    """
-    try:
-        return step()
-    except Exception as error:
-        remark = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}"
-        return with_remark(conditions, kind, remark)
 
 
 # A costly step that failed is tried again at once if something that it depends on has changed, and otherwise rarely: an

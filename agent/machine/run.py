@@ -9,32 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agent import __version__
-from agent.machine.cdi import (
-    Published,
-    allocatable_vendor,
-    name_outdated,
-    publish_modes,
-    publish_spec,
-    remove_stale_specs,
-)
-from agent.machine.containerd import UNIT, check_active, configure_runtime
-from agent.machine.devices import (
-    WITHDRAWN,
-    check_devices,
-    link_dri_nodes,
-    link_nodes,
-    may_have_content,
-    name_left_open,
-    note_unknown_nodes,
-    settle_others,
-    unmount_removed,
-    with_hidden_driver,
-    withdraw_nodes,
-    withdrawn_requests,
-)
-from agent.machine.kubelet import changed_files, check_advertised, settle_markers, settle_offer, used_plugins
+from agent.machine import cdi, containerd, devices, kubelet
 from agent.machine.libraries import link_libraries
 from agent.machine.notes import (
+    ERROR_SHOWN,
     LONGEST,
     Context,
     Failure,
@@ -44,7 +22,6 @@ from agent.machine.notes import (
     node_condition_set,
     publications,
     repair_counts,
-    with_remark_from,
 )
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, unknown, worst
@@ -73,7 +50,7 @@ from agent.model.paths import (
     MACHINE_REPORT_DIRECTORY,
     REPORT_NAME,
 )
-from agent.model.text import json_digest
+from agent.model.text import json_digest, one_line
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
 from agent.system.process import Runner
@@ -99,7 +76,7 @@ def settle_request(context: Context, request: Request, read_newest: Callable[[],
     `read_newest` returns the current handoff, which may be newer than that of the request; None if it cannot be read.
     """
     if request.vendor == OTHER_DEVICES:
-        return Outcome(settle_others(context, request, read_newest()))
+        return Outcome(devices.settle_others(context, request, read_newest()))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
         message = f"the image's agent does not support vendor {request.vendor}: update it to the host agent's release"
@@ -110,25 +87,29 @@ def settle_request(context: Context, request: Request, read_newest: Callable[[],
 def _settle_gpus(
     context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
 ) -> Outcome:
-    devices = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
+    opened = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
     # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
-    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
-    active = InBackground(lambda: attempt(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured)))
+    configured = attempt(
+        ConditionType.RUNTIME_CONFIGURED, lambda: containerd.configure_runtime(context, vendor, request)
+    )
+    active = InBackground(
+        lambda: attempt(ConditionType.RUNTIME_ACTIVE, lambda: containerd.check_active(context, configured))
+    )
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
     # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
     fabric = InBackground(lambda: _fabric(context, vendor, request))
-    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
+    published = cdi.Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
     def publish(*, at_once: bool = False) -> Condition:
         nonlocal published
-        published = publish_spec(context, vendor, request, at_once=at_once)
+        published = cdi.publish_spec(context, vendor, request, at_once=at_once)
         return published.condition
 
     spec_condition, modes_remark, left_out = attempt(ConditionType.CDI_SPEC_CURRENT, publish), "", False
     if request.cdi_modes:
-        modes_remark, left_out = publish_modes(context, vendor, request)
+        modes_remark, left_out = cdi.publish_modes(context, vendor, request)
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
-    removed, not_withdrawn = withdraw_nodes(context, request, read_newest())
+    removed, not_withdrawn = devices.withdraw_nodes(context, request, read_newest())
     if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
         # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
         # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
@@ -138,14 +119,14 @@ def _settle_gpus(
     if left_out and spec_condition.reason == Reason.VERIFIED:
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
-    conditions: tuple[Condition, ...] = (linked, configured, active.result(), devices.result(), spec_condition)
+    conditions: tuple[Condition, ...] = (linked, configured, active.result(), opened.result(), spec_condition)
     allocatable = None
     if context.handoff.allocation == DRA:
-        allocatable = allocatable_vendor(context, vendor, request, published.devices, spec_condition)
+        allocatable = cdi.allocatable_vendor(context, vendor, request, published.devices, spec_condition)
     else:
         kind = ConditionType.GPUS_ADVERTISED
-        conditions += (attempt(kind, lambda: check_advertised(context, vendor, request, published.devices)),)
-    conditions += settle_markers(context, vendor, request, conditions)
+        conditions += (attempt(kind, lambda: kubelet.check_advertised(context, vendor, request, published.devices)),)
+    conditions += kubelet.settle_markers(context, vendor, request, conditions)
     names = published.devices
     if len(context.handoff.requests) > 1:
         # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
@@ -164,7 +145,11 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
     """
     if not request.gpus:
         return ()
-    note, host = f"fabric-{vendor.name}", [context.generation, _on_host(context.system)]
+    on_host = b""
+    with contextlib.suppress(FileNotFoundError):
+        on_host = context.system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}", SIZE_LIMIT)
+    # What the fabric of the GPUs depends on, in words of the host half; empty if it says nothing.
+    note, host = f"fabric-{vendor.name}", [context.generation, on_host.decode(errors="replace")]
     cause = json_digest([*host, publications(context)])
     try:
         noted, now = context.notes.load(note), time.monotonic()
@@ -190,14 +175,6 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
         return ()
 
 
-def _on_host(system: System) -> str:
-    """Return what the fabric of the GPUs depends on, in words of the host half; empty if it says nothing."""
-    try:
-        return system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}", SIZE_LIMIT).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
 def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: bool) -> tuple[float, float]:
     """Return since when the Fabric Manager has changed again and again, and until when GPUs are not asked therefore.
 
@@ -215,7 +192,7 @@ def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: boo
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        link_dri_nodes(context, request)
+        devices.link_dri_nodes(context, request)
         # `link_libraries` is not called: as this request has no driver root, it would take the links to another
         # vendor's libraries for stale ones, and remove them.
         return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
@@ -225,10 +202,12 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     # Unmount nodes that the host has removed, and do that before the check. Once the check's condition reports nodes
     # with wrong numbers, the host binds new nodes at once, and these must not be unmounted.
-    unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
-    link_nodes(context, request)
-    condition = check_devices(context, request)
-    return with_hidden_driver(context.system, condition, vendor.kernel_paths)
+    devices.unmount_removed(
+        context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request))
+    )
+    devices.link_nodes(context, request)
+    condition = devices.check_devices(context, request)
+    return devices.with_hidden_driver(context.system, condition, vendor.kernel_paths)
 
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -273,7 +252,7 @@ def run(system: System) -> int:
         # The stop does not wait (job_compare in systemd's job.c).
         if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
             try:
-                system.run("systemctl", "--no-block", "try-restart", UNIT)
+                system.run("systemctl", "--no-block", "try-restart", containerd.UNIT)
             except (AgentError, OSError):
                 # The caller gets only this error.
                 if failed:
@@ -302,7 +281,13 @@ def _rounds(system: System) -> Iterator[Outcome]:
             break
         context = Context.of(system, handoff)
         outcome = settle(context)
-        _log(context, outcome)
+        # An error must not keep the report from being written. Without the note, each run logs everything.
+        logged: dict[str, object] = {}
+        with contextlib.suppress(OSError):
+            logged = context.notes.load("logged")
+        logged = {**say_changes(logged, outcome.conditions)}
+        with contextlib.suppress(OSError):
+            context.notes.save("logged", logged)
         yield outcome
         # If the host has published the handoff again during this round, the outcome is not reported: the host may have
         # bound the nodes that this outcome calls missing. In the last round, the outcome is reported in any case.
@@ -331,16 +316,6 @@ def _read_handoff(system: System, published: FileIdentity) -> Handoff:
         raise
 
 
-def _log(context: Context, outcome: Outcome) -> None:
-    notes, before = context.notes, {}
-    # An error must not keep the report from being written. Without the note, each run logs everything.
-    with contextlib.suppress(OSError):
-        before = notes.load("logged")
-    now = say_changes(before, outcome.conditions)
-    with contextlib.suppress(OSError):
-        notes.save("logged", now)
-
-
 def _is_outdated(published: FileIdentity, system: System) -> bool:
     """Return whether the host has published the handoff again since the file had this identity."""
     try:
@@ -351,32 +326,36 @@ def _is_outdated(published: FileIdentity, system: System) -> bool:
 
 def settle(context: Context) -> Outcome:
     """Settle all requests, and merge their conditions into one of each type."""
-    remove_stale_specs(context)
-    not_noted = note_unknown_nodes(context)
-    requests = (*context.handoff.requests, *withdrawn_requests(context))
+    cdi.remove_stale_specs(context)
+    not_noted = devices.note_unknown_nodes(context)
+    requests = (*context.handoff.requests, *devices.withdrawn_requests(context))
     outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
     node_condition = _node_condition(context)
     all_conditions = (*not_noted, *(condition for outcome in outcomes for condition in outcome.conditions))
     conditions = _merged((*all_conditions, *_offered(context, outcomes)))
     if any(request.gpus for request in context.handoff.requests):
-        conditions = with_remark_from(
-            conditions,
-            ConditionType.CDI_SPEC_CURRENT,
-            "which pods are outdated",
-            lambda: name_outdated(context, conditions),
-        )
-    if may_have_content(context.notes, WITHDRAWN):
-        conditions = with_remark_from(
-            conditions,
-            ConditionType.DEVICES_ALLOWED,
-            "which processes still have nodes open that are no longer granted",
-            lambda: name_left_open(context, conditions),
-        )
+        kind, what = ConditionType.CDI_SPEC_CURRENT, "which pods are outdated"
+        conditions = _remarked(conditions, kind, what, lambda: cdi.outdated_remark(context))
+    if devices.may_have_content(context.notes, devices.WITHDRAWN):
+        kind, what = ConditionType.DEVICES_ALLOWED, "which processes still have nodes open that are no longer granted"
+        conditions = _remarked(conditions, kind, what, lambda: devices.left_open_remark(context))
     return Outcome(
         (*conditions, *node_condition),
         tuple(device for outcome in outcomes for device in outcome.devices),
         fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric),
     )
+
+
+def _remarked(
+    conditions: tuple[Condition, ...], kind: ConditionType, what: str, find: Callable[[], str]
+) -> tuple[Condition, ...]:
+    """Add the remark that `find` returns to the condition `kind`; without one, return the conditions unchanged."""
+    try:
+        remark = find()
+    # Any exception: the report must be written even if files of pods or processes have unexpected content.
+    except Exception as error:
+        remark = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}"
+    return with_remark(conditions, kind, remark) if remark else conditions
 
 
 def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, ...]:
@@ -389,7 +368,7 @@ def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, 
             context.system.remove(ALLOCATABLE)
         return ()
     vendors = [each.allocatable for each in outcomes if each.allocatable]
-    return (attempt(ConditionType.GPUS_ADVERTISED, lambda: settle_offer(context, vendors)),)
+    return (attempt(ConditionType.GPUS_ADVERTISED, lambda: kubelet.settle_offer(context, vendors)),)
 
 
 def _node_condition(context: Context) -> tuple[Condition, ...]:
@@ -412,7 +391,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
     changed: tuple[str, ...] = ()
     # An error must not keep the report from being written. The next run compares again.
     with contextlib.suppress(OSError):
-        changed = changed_files(context)
+        changed = kubelet.changed_files(context)
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
     document = Report(
@@ -450,6 +429,6 @@ def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     merged = []
     for same_type in by_type.values():
         wrong_node = any(each.reason == Reason.WRONG_NODE for each in same_type)
-        found = worst(used_plugins(same_type))
+        found = worst(kubelet.used_plugins(same_type))
         merged.append(found._replace(reason=Reason.WRONG_NODE) if wrong_node else found)
     return tuple(merged)

@@ -5,7 +5,7 @@ The bundles' specifications are cut down from one that containerd 1.7 wrote.
 
 import pytest
 
-from agent.machine.cdi import BUNDLES, name_outdated, outdated_pods
+from agent.machine.cdi import BUNDLES, outdated_pods, outdated_remark
 from agent.machine.notes import Context
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Reason, false, true
@@ -112,7 +112,7 @@ def test_a_long_message_is_shortened(machine: Machine) -> None:
     long = false(
         ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "refused: " + "a node is not in this machine; " * 200
     )
-    (named,) = name_outdated(Context.of(machine, handoff), (long,))
+    (named,) = with_remark((long,), long.type, outdated_remark(Context.of(machine, handoff)))
     assert len(named.message) == MESSAGE_LIMIT
     assert named.message.startswith("refused: ")
     assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.machine.devices import FAILED_SEARCHES, WITHDRAWN, name_left_open
+from agent.machine.devices import FAILED_SEARCHES, WITHDRAWN, left_open_remark
 from agent.machine.notes import OWNED_COPY, Context, Notes
 from agent.machine.run import run
 from agent.model.handoff import Request
@@ -317,7 +317,7 @@ def test_a_hanging_inspection_ends_at_its_limit(machine: Machine) -> None:
     notes = Notes(machine)
     notes.save(WITHDRAWN, {"/dev/nvidia1": [195, 1]})
     with pytest.raises(TimeoutError):
-        name_left_open(Context.of(machine, machine.hand()), (), limit=0.1)
+        left_open_remark(Context.of(machine, machine.hand()), limit=0.1)
     assert notes.load(WITHDRAWN)
     end.set()
 
