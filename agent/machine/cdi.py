@@ -49,15 +49,6 @@ class Candidate(NamedTuple):
 
     text: bytes
     verdict: Verdict
-    unpartitioned: tuple[str, ...] = ()
-    """Granted GPUs that no specification can list, because they have no partition yet (see UNPARTITIONED_FOR).
-
-    The verdict does not count them as missing.
-    """
-
-    @property
-    def good(self) -> bool:
-        return not self.verdict.problems and not self.verdict.missing
 
 
 def _published_candidate(
@@ -81,9 +72,9 @@ def _published_candidate(
 
 
 def _excused(candidate: Candidate, gpus: Collection[str]) -> Candidate:
-    """Return the candidate, in which these GPUs without a partition do not count as missing."""
+    """Return the candidate, in which these GPUs without a partition do not count as missing (UNPARTITIONED_FOR)."""
     missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
-    return Candidate(candidate.text, candidate.verdict._replace(missing_gpus=missing), tuple(gpus))
+    return candidate._replace(verdict=candidate.verdict._replace(missing_gpus=missing))
 
 
 def _generated(context: Context, directory: str, generate: Callable[[], Generated]) -> tuple[object, Generated]:
@@ -165,7 +156,9 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, a
         return Published(false(KIND, Reason.FOREIGN_FILE, f"{what}: move it away if nothing needs it"))
     foreign = foreign_specs.find_foreign(context, vendor)
     published = _publish(context, vendor, request, foreign)
-    names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
+    others = {*foreign.same_directory, *foreign.preferred}
+    # Pods do not get the others' devices from the agent's specification.
+    names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in others)
     return Published(foreign_specs.with_foreign(published.condition, published.devices, foreign, vendor), names)
 
 
@@ -212,7 +205,8 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
     if noted.get("inputs") == inputs:
         if current and time.monotonic() < noted.get("until", 0.0):
             current = _excused(current, noted["unpartitioned"])
-        if current and current.good and noted.get("digest") == sha256(current.text):
+        faultless = current and not current.verdict.problems and not current.verdict.missing
+        if current and faultless and noted.get("digest") == sha256(current.text):
             condition = true(KIND, Reason.VERIFIED, str(noted.get("message")))
             return Published(condition._replace(reason=str(noted.get("reason"))), current.verdict.devices)
         # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted.
@@ -280,7 +274,7 @@ def _attempt(
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": sha256(new.text), "message": condition.message}
         noted["reason"] = condition.reason
-        noted |= {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
+        noted |= {"unpartitioned": list(made.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
 
@@ -587,18 +581,16 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
     current = {request.driver_root for request in requests}
     pods: dict[str, set[str]] = {}
     for container in _containers(context).values():
-        outdated = {_describe_root(root, versions) for root in container.get("roots", ()) if root not in current}
+        outdated = set()
+        for root in set(container.get("roots", ())) - current:
+            version = f" with driver {versions[root]}" if root in versions else ""
+            outdated.add(f"driver root {root.rpartition('/')[2]}{version}")
         for path, (major, minor) in container.get("devices", {}).items():
             if path in granted and (major, minor) != (granted[path].major, granted[path].minor):
                 outdated.add(f"{path} as {major}:{minor}")
         if outdated:
             pods.setdefault(container["pod"], set()).update(outdated)
     return pods
-
-
-def _describe_root(root: str, versions: Mapping[str, Any]) -> str:
-    version = f" with driver {versions[root]}" if root in versions else ""
-    return f"driver root {root.rpartition('/')[2]}{version}"
 
 
 def _containers(context: Context) -> dict[str, dict[str, Any]]:

@@ -357,15 +357,9 @@ def _before_tables(text: str) -> str:
     """
     depth = 0
     for token in TOKENS.finditer(text):
-        match token.lastgroup:
-            case "line" if not depth:
-                return text[: token.start()]
-            case "line" | "open":
-                depth += 1
-            case "close":
-                depth -= 1
-            case _:
-                pass
+        if token.lastgroup == "line" and not depth:
+            return text[: token.start()]
+        depth += {"line": 1, "open": 1, "close": -1}.get(token.lastgroup or "", 0)
     return text
 
 

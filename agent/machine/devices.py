@@ -22,7 +22,7 @@ from agent.model.text import counted, first_of
 from agent.system.deadlines import bounded
 from agent.system.files import System
 from agent.system.journal import WARNING, say
-from agent.system.processes import Held, Number, find_holders
+from agent.system.processes import Held, find_holders
 
 KIND = ConditionType.DEVICES_ALLOWED
 OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
@@ -417,13 +417,10 @@ def left_open_remark(context: Context, limit: float = SEARCH_LIMIT) -> str:
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
-    granted_numbers = {
-        (device.major, device.minor) for request in context.handoff.requests for device in request.devices
-    }
+    granted = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
     # Numbers that are granted again are left out: they may now belong to another GPU, which processes may have open.
-    wanted = {number: path for number, path in _by_number(noted).items() if number not in granted_numbers}
-    noted_failures = notes.load(SEARCHES).get("failed")
-    failed = noted_failures if isinstance(noted_failures, int) else 0
+    wanted = {number: path for path, each in noted.items() if each and (number := (each[0], each[1])) not in granted}
+    failed = notes.load(SEARCHES).get("failed", 0)
     # Counted as failed before the search, because this run may be killed during the search.
     notes.save(SEARCHES, {"failed": failed + 1})
     search = bool(wanted) and failed < FAILED_SEARCHES
@@ -435,28 +432,16 @@ def left_open_remark(context: Context, limit: float = SEARCH_LIMIT) -> str:
     return _remark(held, notes.load("containers"))
 
 
-def _remark(held: Held, containers: Mapping[str, object]) -> str:
+def _remark(held: Held, containers: Mapping[str, Any]) -> str:
     """Return the remark on the processes; empty if there are none."""
     unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
     if not held.holders:
         return f"; {unseen}, and may still have nodes open that are no longer granted" if unseen else ""
-    known = [containers.get(each.container) for each in held.holders]
-    pods = [str(each.get("pod", "")) if isinstance(each, dict) else "" for each in known]
+    pods = (str(containers.get(each.container, {}).get("pod", "")) for each in held.holders)
     described = [each.describe(pod=pod) for each, pod in zip(held.holders, pods, strict=True)]
     shown = first_of(described, SHOWN, "; ")
     what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {shown}"
     return f"{what}; {unseen}" if unseen else what
-
-
-def _by_number(noted: Mapping[str, object]) -> dict[Number, str]:
-    numbers = {}
-    for path, number in noted.items():
-        match number:
-            case [int(major), int(minor)]:
-                numbers[(major, minor)] = path
-            case _:
-                pass
-    return numbers
 
 
 # Non-GPU devices. Nodes are checked, but never opened: opening a watchdog would start it, and the host would soon

@@ -96,10 +96,6 @@ class Foreign(NamedTuple):
     blocking: tuple[str, ...] = ()
     """Sentences on files that may make runtimes hang, so that the runtimes read no specification at all."""
 
-    def names(self) -> frozenset[str]:
-        """Return the names of devices that pods do not get from the agent's specification."""
-        return frozenset({*self.same_directory, *self.preferred})
-
 
 def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
     """Return what other programs' specifications offer of the vendor's kind.

@@ -252,11 +252,9 @@ def _refresh_loader_cache(
     ldconfig_pending: bool,
     conflicts: tuple[str, ...],
 ) -> CacheFaults:
-    """Run ldconfig if needed, and return the remaining faults of the loader cache.
-
-    ldconfig deletes dangling links, so it runs only after the links are made, and not while a driver root that the
-    handoff names is missing.
-    """
+    """Run ldconfig if needed, and return the remaining faults of the loader cache."""
+    # ldconfig deletes dangling links, so it runs only after the links are made, and not while a driver root that the
+    # handoff names is missing.
     system, notes = context.system, context.notes
     # Conflicting files are left out: a file that is not a library would never be in the cache.
     needed = _soname_links(request, directories) - frozenset(conflicts)
@@ -314,36 +312,26 @@ def _cache_faults(system: System, needed: frozenset[str]) -> CacheFaults:
         if match:
             first.setdefault((match["name"], match["abi"]), match["path"])
             listed.setdefault(match["path"], (match["name"], match["abi"]))
-    keys = {path: listed.get(path) or listed.get(_other_name(system, path)) for path in needed}
+    # In a machine with a merged /usr, ldconfig may list a library below /lib.
+    others = {path: path.removeprefix("/usr") for path in needed}
+    others = {path: other for path, other in others.items() if _place(system, path) == _place(system, other)}
+    keys = {path: listed.get(path) or listed.get(others.get(path, path)) for path in needed}
     taken = {path: first[key] for path, key in keys.items() if key}
     shadowed = {path: other for path, other in taken.items() if not _is_harmless(system, path, other)}
     return CacheFaults(frozenset(path for path, key in keys.items() if not key), shadowed)
 
 
-def _other_name(system: System, path: str) -> str:
-    """Return the path below /lib instead of /usr/lib, if both lead to the same entry; otherwise the path itself.
-
-    They do in a machine with a merged /usr. In any other machine, /lib/<triplet> may have a library of its own.
-    """
-    other = path.removeprefix("/usr")
-    return other if _is_same_entry(system, path, other) else path
-
-
-def _is_same_entry(system: System, path: str, other: str) -> bool:
-    if posixpath.basename(path) != posixpath.basename(other):
-        return False
+def _place(system: System, path: str) -> str:
+    """Return a path's only name for all links to its directory. The last part is not followed."""
     try:
-        return system.real_path(posixpath.dirname(path)) == system.real_path(posixpath.dirname(other))
+        return f"{system.real_path(posixpath.dirname(path))}/{posixpath.basename(path)}"
     except OSError:
-        return False
+        return path
 
 
 def _is_harmless(system: System, path: str, other: str) -> bool:
-    """Return whether `other`, which the loader cache has instead of `path`, leads to the same file or no longer exists.
-
-    On Debian, /lib/<triplet> and /usr/lib/<triplet> lead to the same files.
-    """
-    if other == path or _is_same_entry(system, path, other):
+    """Return whether `other`, which the loader cache has instead of `path`, leads to the same file or is gone."""
+    if _place(system, path) == _place(system, other):
         return True
     try:
         return system.real_path(path) == system.real_path(other)

@@ -181,12 +181,10 @@ def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: boo
     Both are `now` if something else has changed since they were asked, or if the Fabric Manager did not for a while.
     `host` is the handoff's generation, and what the host says of the fabric. `same` says that nothing has changed.
     """
-    match noted:
-        case {"host": [str(generation), str(cause)], "since": float(since), "until": float(until)}:
-            if same or (generation == host[0] and cause != host[1] and now - until <= LONGEST):
-                return since, until
-        case _:
-            pass
+    if noted:
+        (generation, cause), since, until = noted["host"], noted["since"], noted["until"]
+        if same or (generation == host[0] and cause != host[1] and now - until <= LONGEST):
+            return since, until
     return now, now
 
 
