@@ -600,8 +600,7 @@ def _containers(context: Context) -> dict[str, dict[str, Any]]:
     names = system.entries(BUNDLES) if system.is_directory(BUNDLES) else ()
     containers = {}
     for name in names:
-        known = noted.get(name)
-        container = known if isinstance(known, dict) else _container(system, name)
+        container = noted[name] if name in noted else _container(system, name)
         if container is not None:
             containers[name] = container
     notes.save("containers", containers)

@@ -865,7 +865,7 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     """
     system, notes = context.system, context.notes
     identity, noted = list(system.identity(program)), notes.load(VERSION_NOTE)
-    if noted.get("program") == identity and isinstance(noted.get("version"), list):
+    if noted.get("program") == identity:
         return tuple(noted["version"])
     version = parse_version(system.run("containerd", "--version"))
     notes.save(VERSION_NOTE, {"program": identity, "version": list(version)})

@@ -15,7 +15,7 @@ import posixpath
 import stat
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agent.machine.containerd import EFFECTIVE_NOTE
 from agent.machine.notes import Context, next_attempt
@@ -223,10 +223,10 @@ def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
 class _Reader:
     """Reads and checks the files, within the limits of one run."""
 
-    def __init__(self, context: Context, vendor: MachineVendor, noted: Mapping[str, object]) -> None:
+    def __init__(self, context: Context, vendor: MachineVendor, noted: Mapping[str, dict[str, Any]]) -> None:
         self._system, self._owned, self._vendor, self._noted = context.system, context.owned, vendor, noted
         self._bytes, self._deadline = SIZE_OF_ALL, time.monotonic() + TIME_LIMIT
-        self.notes: dict[str, dict[str, object]] = {}
+        self.notes: dict[str, dict[str, Any]] = {}
         """What this run knows, by path: a digest with the devices' names, or with a failure and when to try again."""
 
     def read_directory(self, directory: str) -> list[ForeignSpec]:
@@ -256,17 +256,16 @@ class _Reader:
                 return ForeignSpec(path, (), f"is NotChecked: {why}; remove it if nothing needs it", checked=False)
             return ForeignSpec(path, (), f"cannot be read: {error.strerror}", checked=False)
         self._bytes -= len(content)
-        noted = self._noted.get(path)
-        same = isinstance(noted, dict) and noted.get("digest") == sha256(content)
-        return self._check(path, content, noted if isinstance(noted, dict) and same else {"digest": sha256(content)})
+        noted, digest = self._noted.get(path, {}), sha256(content)
+        return self._check(path, content, noted if noted.get("digest") == digest else {"digest": digest})
 
-    def _check(self, path: str, content: bytes, noted: dict[str, object]) -> ForeignSpec:
+    def _check(self, path: str, content: bytes, noted: dict[str, Any]) -> ForeignSpec:
         """Return the specification with this content. `noted` is what is known of it, and has at least its digest."""
         self.notes[path] = noted
-        now, until, listed = time.monotonic(), noted.get("until"), noted.get("devices")
-        if not isinstance(listed, list) and isinstance(until, float) and now < until:
-            return ForeignSpec(path, (), str(noted.get("fault")), checked=False)
-        if not isinstance(listed, list):
+        if "devices" not in noted:
+            now = time.monotonic()
+            if now < noted.get("until", 0.0):
+                return ForeignSpec(path, (), noted["fault"], checked=False)
             left = self._deadline - now
             if left < SHORTEST:
                 why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
@@ -278,11 +277,11 @@ class _Reader:
                 since, until = next_attempt(noted.get("since"), time.monotonic())
                 self.notes[path] = {"digest": noted["digest"], "fault": fault, "since": since, "until": until}
                 return ForeignSpec(path, (), fault, checked=False)
-            self.notes[path] = {"digest": noted["digest"], "devices": listed}
-        self._bytes -= sum(map(len, listed))
+            noted = self.notes[path] = {"digest": noted["digest"], "devices": listed}
+        names = tuple(noted["devices"])
+        self._bytes -= sum(map(len, names))
         # A specification without devices is invalid.
-        fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"
-        return ForeignSpec(path, tuple(map(str, listed)), fault)
+        return ForeignSpec(path, names, "" if names else "is not a valid CDI specification, so runtimes skip it")
 
     def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
         """Return the names of the devices in a specification with this content. Raises AgentError or OSError."""

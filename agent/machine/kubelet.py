@@ -568,14 +568,11 @@ def changed_files(context: Context) -> tuple[str, ...]:
     system, notes = context.system, context.notes
     if not system.exists(NODE_FILES):
         return ()
-    first_run, before = time.monotonic(), dict[str, Any]()
-    match notes.load(CHANGED_FILES_NOTE):
-        case {"first_run": float(first_run), "compared": dict(before)}:
-            pass
-        case _:
-            # This is the first run after the boot.
-            notes.save(CHANGED_FILES_NOTE, {"first_run": first_run, "compared": before})
-    if time.monotonic() - first_run < DELAY:
+    noted, now = notes.load(CHANGED_FILES_NOTE), time.monotonic()
+    first_run, before = noted.get("first_run", now), noted.get("compared", {})
+    if not noted:
+        notes.save(CHANGED_FILES_NOTE, {"first_run": first_run, "compared": before})
+    if now - first_run < DELAY:
         return ()
     try:
         listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
@@ -583,16 +580,16 @@ def changed_files(context: Context) -> tuple[str, ...]:
         return (NODE_FILES,)
     # The agent itself may have added its import to this file, or may add it later.
     listed.pop(MAIN, None)
-    compared = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
+    compared = {path: _compared(path, *original, before.get(path, []), system) for path, original in listed.items()}
     notes.save(CHANGED_FILES_NOTE, {"first_run": first_run, "compared": compared})
     return tuple(sorted(path for path, result in compared.items() if not result or not result[-1]))
 
 
-def _compared(path: str, digest: str, size: int, before: object, system: System) -> list[Any]:
+def _compared(path: str, digest: str, size: int, before: list[Any], system: System) -> list[Any]:
     """Return the file's identity, and as last element whether its content is the original; [] if it cannot be read."""
     try:
         identity = system.identity(path)
-        if isinstance(before, list) and before[:-1] == list(identity):
+        if before[:-1] == list(identity):
             return before
         # A file of another size is not read: it may be very large.
         return [*identity, identity.size == size and system.digest(path) == digest]
