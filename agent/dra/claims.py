@@ -222,9 +222,12 @@ Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
 class Checkpoint:
     """The file with the prepared claims. Only one process at a time can use it."""
 
-    def __init__(self, system: System, kubelet: str) -> None:
-        """`kubelet` is the kubelet's root directory. Raises AgentError, also if another process uses the file."""
-        self._system, self._kubelet = system, kubelet
+    def __init__(self, system: System, kubelet: str, changed: Callable[[], None] = lambda: None) -> None:
+        """`kubelet` is the kubelet's root directory. `changed` is called when `sync` has something to do.
+
+        Raises AgentError, also if another process uses the file.
+        """
+        self._system, self._kubelet, self._changed = system, kubelet, changed
         self._durable = threading.Event()
         self._durable.set()
         try:
@@ -282,9 +285,10 @@ class Checkpoint:
         """
         self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
         self._durable.clear()
+        self._changed()
 
     def sync(self) -> None:
-        """Make the file durable if it has changed. Must be called regularly. Errors are only logged."""
+        """Make the file durable if it has changed. Errors are only logged."""
         if self._durable.is_set():
             return
         # The flag is set before the sync, because another thread may clear it during the sync, by `save`. If the sync

@@ -379,13 +379,19 @@ class Server:
     """Serves gRPC on a Unix socket, as soon as it is created."""
 
     def __init__(
-        self, listener: ListeningSocket, methods: Mapping[str, Method], admit: Admit, limits: Limits = Limits()
+        self,
+        listener: ListeningSocket,
+        methods: Mapping[str, Method],
+        admit: Admit,
+        limits: Limits = Limits(),
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """The keys of `methods` are paths, `/package.Service/Method`. The server closes the listener.
 
-        Raises AgentError if it cannot start.
+        Its thread calls `changed` when `clients` has changed, and when the server ends. Raises AgentError if it cannot
+        start.
         """
-        self._methods, self._admit, self._limits = methods, admit, limits
+        self._methods, self._admit, self._limits, self._changed = methods, admit, limits, changed
         self._listener = listener
         self._calls = Calls(limits.calls, limits.streams, limits.memory // 2, self._post)
         self._peers: dict[Connection, _Peer] = {}
@@ -429,6 +435,7 @@ class Server:
 
     def _serve(self) -> None:
         """Serve until `stop`. After an unexpected error, `healthy` is false."""
+        clients = 0
         try:
             while not self._calls.stopping or (self._calls.unary_running and time.monotonic() < self._end):
                 for key, _ in self._selector.select(self._pause()):
@@ -439,12 +446,16 @@ class Server:
                     self._keep_in_memory()
                 for connection, peer in tuple(self._peers.items()):
                     self._run_guarded(connection, lambda peer=peer: self._check_and_send(peer))  # type: ignore[misc]
+                if clients != self.clients:
+                    clients = self.clients
+                    self._changed()
         finally:
             self._selector.unregister(self._listener.socket)
             self._listener.close()
             self._say_goodbye()
             self._calls.end()
             self._close()
+            self._changed()
 
     def _close(self) -> None:
         for each in (self._selector, self._waker, self._woken):

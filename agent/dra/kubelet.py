@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,10 +70,10 @@ class KubeletPeer:
             return process == self._process and self._runs()
 
     @property
-    def runs(self) -> bool:
-        """Whether the kubelet still runs."""
+    def pidfd(self) -> int:
+        """A descriptor that becomes readable when the kubelet ends; -1 if it does not run."""
         with self._lock:
-            return self._runs()
+            return self._pidfd if self._runs() else -1
 
     def refusal(self, connection: socket.socket) -> str:
         """Return why the process that made a connection may not use it; empty if it is the kubelet. Raises OSError."""
@@ -277,8 +277,9 @@ REGISTRATION_SERVICE = "/pluginregistration.Registration"
 class Registration:
     """The registration service, and the status that the kubelet last reported."""
 
-    def __init__(self, driver: str, endpoint: str) -> None:
-        """`endpoint` is the path of the socket that serves the driver."""
+    def __init__(self, driver: str, endpoint: str, changed: Callable[[], None]) -> None:
+        """`endpoint` is the path of the socket that serves the driver. `changed` is called when the status changes."""
+        self._changed = changed
         self._info = encode_plugin_info(PLUGIN_TYPE, driver, endpoint, SERVICES)
         self._lock = threading.Lock()
         self._status = RegistrationStatus(False, "")
@@ -303,10 +304,13 @@ class Registration:
         except DocumentError as error:
             raise RpcError(Code.INTERNAL, f"RegistrationStatus: {error}") from error
         with self._lock:
-            changed, self._status = status != self._status, status
-        if changed and status.registered:
+            before, self._status = self._status, status
+        if status == before:
+            return b""
+        self._changed()
+        if status.registered:
             log.info("the kubelet has registered the driver")
-        elif changed:
+        else:
             log.error("the kubelet does not register the driver, and will try again: %s", one_line(status.error))
         return b""
 
@@ -378,16 +382,27 @@ class Claims(Protocol):
 
 
 class DriverPlugin:
-    """The driver's two servers. `keep_serving` must be called regularly."""
+    """The driver's two servers."""
 
-    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet_root: str, admit: Admit) -> None:
+    def __init__(
+        self,
+        driver: str,
+        claims: Claims,
+        health: HealthService,
+        kubelet_root: str,
+        admit: Admit,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start serving. `kubelet_root` is the kubelet's root directory. `admit` says who may connect.
 
-        Raises AgentError.
+        `changed` is called when the registration has changed, or a server has ended. `keep_serving` must be called
+        then, and when a name in one of `directories` has changed. Raises AgentError.
         """
-        self._claims, self._health, self._admit = claims, health, admit
+        self._claims, self._health, self._admit, self._changed = claims, health, admit, changed
         base, endpoint = f"{kubelet_root}/plugins", f"{driver}/dra.sock"
-        self._registration = Registration(driver, f"{base}/{endpoint}")
+        self._registration = Registration(driver, f"{base}/{endpoint}", changed)
+        self.directories = f"{base}/{driver}", f"{kubelet_root}/plugins_registry"
+        """The directories of the sockets."""
         # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
         self._sockets = (
             (base, endpoint, self._methods | health.methods, Limits()),
@@ -431,7 +446,7 @@ class DriverPlugin:
 
     def _start(self) -> None:
         for base, relative, methods, limits in self._sockets:
-            self._servers.append(Server(ListeningSocket(base, relative), methods, self._admit, limits))
+            self._servers.append(Server(ListeningSocket(base, relative), methods, self._admit, limits, self._changed))
 
     def _close(self) -> None:
         # The last server, which is for registration, is stopped first, so that the kubelet does not connect to an

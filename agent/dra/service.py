@@ -12,25 +12,29 @@ import contextlib
 import functools
 import logging
 import math
+import posixpath
 import random
+import select
+import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent.dra.claims import Checkpoint, NodeClaims, claim_reader, read_record
 from agent.dra.evictions import Evictions
 from agent.dra.grpc_server import start_thread
-from agent.dra.inventory import DRA_VENDORS, Device, Inventory, dra_vendor
+from agent.dra.inventory import DRA_VENDORS, GPU_STATES, Device, Inventory, dra_vendor
 from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
 from agent.dra.slices import COLLECTION, SELECTOR, Node, Published, Publisher
 from agent.model.conditions import Condition, ConditionType, Reason, false
 from agent.model.contract import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
 from agent.model.device import gives_gpus, is_zero
 from agent.model.errors import AgentError
-from agent.model.paths import DRA_DRIVER, DRA_STATUS
+from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATUS
+from agent.system import inotify
 from agent.system.api_server import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, Watcher
 from agent.system.files import System
 from agent.system.kubelet_identity import Identity, Kubelet
@@ -165,10 +169,13 @@ def _node(name: str, document: Mapping[str, Any]) -> Node:
     return Node(name, uid)
 
 
-POLL = 0.2
-"""Seconds between checks whether the documents of both halves have changed. A check is cheap: these are two files."""
+POLL = 5.0
+"""Seconds between checks whether something has changed that was not noticed at once."""
 GAP = 0.1
-"""Minimum seconds between passes, however many changes the API server reports."""
+"""Minimum seconds between checks, and so between passes, however many changes are noticed."""
+DOCUMENTS = tuple(posixpath.dirname(path) for path in (ALLOCATABLE, GPU_STATES))
+CHANGES = inotify.MOVED_TO | inotify.MOVED_FROM | inotify.DELETE | inotify.MOVE_SELF
+"""Events of documents and sockets: documents are replaced by a rename."""
 RESYNC = 60.0
 """Seconds after which a pass is made although nothing has changed, if a watch of the API server does not work."""
 WATCHED_RESYNC = 1800.0
@@ -192,6 +199,57 @@ next check is only after IDENTITY_CHECK seconds: a check reads the arguments of 
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
 doubles the wait, up to LONGEST_RETRY."""
+
+
+class Bell:
+    """What a thread waits for: others ring, a name in a watched directory changes, or a process ends."""
+
+    def __init__(self) -> None:
+        self._ringer, self._heard = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._inotify: inotify.Inotify | None = None
+        self._unwatched = ""
+        """Why directories are not watched; empty if they are."""
+
+    def ring(self) -> None:
+        """End the current wait, or the next one. A signal handler may call this."""
+        # If the buffer is full, the bell has been rung. If the socket is closed, nobody waits.
+        with contextlib.suppress(OSError):
+            self._ringer.send(b"\0")
+
+    def watch(self, directories: Iterable[str]) -> None:
+        """Watch these directories, as they are now. A directory that was replaced is watched from the next call on."""
+        try:
+            self._inotify = self._inotify or inotify.Inotify()
+            for each in directories:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    self._inotify.add(each, CHANGES | inotify.ONLYDIR)
+            self._unwatched = ""
+        except OSError as error:
+            if str(error) != self._unwatched:
+                log.warning("changes of documents are noticed up to %s s late: %s", POLL, error)
+            self._unwatched = str(error)
+
+    def wait(self, seconds: float, process: int = -1) -> bool:
+        """Wait until something has happened, and return whether somebody has rung.
+
+        `process` is a pidfd; -1 if no process matters.
+        """
+        waiting = select.poll()
+        for each in (self._heard.fileno(), self._inotify.fileno() if self._inotify else -1, process):
+            if each >= 0:
+                waiting.register(each, select.POLLIN)
+        waiting.poll(1000 * seconds)
+        if self._inotify:
+            self._inotify.read()
+        with contextlib.suppress(BlockingIOError):
+            return bool(self._heard.recv(1 << 16))
+        return False
+
+    def close(self) -> None:
+        self._ringer.close()
+        self._heard.close()
+        if self._inotify:
+            self._inotify.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +282,9 @@ class Service:
 
     def __init__(self, system: System) -> None:
         self._system = system
-        self._wake, self._stopping = threading.Event(), False
+        self._bell, self._stopping = Bell(), False
+        self._changed = False
+        """Whether a watch of the API server has noticed a change since the last pass."""
         self._kubelet, self._peer = Kubelet(system), KubeletPeer()
         self._identity_changed = False
         self._jitter = 1.0
@@ -237,17 +297,29 @@ class Service:
 
     def stop(self) -> None:
         """Make `run` return soon. A signal handler may call this."""
-        # Only a flag: if a signal handler sets an Event while the same thread waits for it, that thread can deadlock.
+        # No threading.Event: if a signal handler sets it while the same thread waits for it, that thread can deadlock.
         self._stopping = True
+        self._bell.ring()
+
+    def _note_change(self) -> None:
+        self._changed = True
+        self._bell.ring()
 
     def run(self) -> None:
-        """Serve until `stop`, or until the kubelet's identity has changed. Raises AgentError or OSError."""
+        """Serve until `stop`, or until the kubelet's identity has changed. Raises AgentError or OSError.
+
+        Can be called once.
+        """
+        with contextlib.closing(self._bell):
+            self._run()
+
+    def _run(self) -> None:
         identity = self._wait_for_kubelet()
         if identity is None:
             return
         log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
         client = ApiClient(Credentials(self._system, identity.kubeconfig))
-        checkpoint = Checkpoint(self._system, identity.root)
+        checkpoint = Checkpoint(self._system, identity.root, self._bell.ring)
         with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._peer):
             try:
                 self._serve(identity, client, checkpoint)
@@ -270,7 +342,7 @@ class Service:
                 due = time.monotonic() + _further_pause(found)
                 status = DraStatus(0.0, reason=found.reason, message=found.message)
             self._report(status)
-            self._wake.wait(NO_KUBELET_PAUSE)
+            self._bell.wait(NO_KUBELET_PAUSE)
         return None
 
     def _find_kubelet(self) -> Identity | Condition:
@@ -293,29 +365,29 @@ class Service:
             )
         return found
 
-    def _follow_kubelet(self, identity: Identity, ended: threading.Event) -> None:
-        """Find the kubelet again after each of its starts, until `ended`, or until its identity has changed.
+    def _follow_kubelet(self, identity: Identity, ended: Bell) -> None:
+        """Find the kubelet again after each of its starts, until `ended` rings, or until its identity has changed.
 
         In a thread of its own, because passes wait for the API server, and the kubelet must not wait for them.
         """
-        checked, pause = time.monotonic(), 0.0
-        while not ended.wait(NO_KUBELET_PAUSE):
-            if time.monotonic() - checked < (IDENTITY_CHECK if self._peer.runs else pause):
-                continue
-            checked = time.monotonic()
+        further = 0.0
+        while True:
+            pidfd = self._peer.pidfd
+            if ended.wait(NO_KUBELET_PAUSE + further if pidfd < 0 else IDENTITY_CHECK, pidfd):
+                return
             try:
                 current = self._find_kubelet()
             except OSError as error:
                 log.warning("cannot look for the kubelet: %s", error)
                 continue
-            pause = _further_pause(current)
+            further = _further_pause(current)
             if isinstance(current, Identity) and not current.is_same(identity):
                 log.warning(
                     "the kubelet's name, kubeconfig or directory has changed: this service starts again for node %s",
                     current.node,
                 )
                 self._identity_changed = True
-                self._wake.set()
+                self._bell.ring()
                 return
 
     def _serve(self, identity: Identity, client: ApiClient, checkpoint: Checkpoint) -> None:
@@ -323,12 +395,12 @@ class Service:
         record = functools.partial(read_record, self._system, identity.root)
         claims = NodeClaims(identity.node, claim_reader(client), inventory.devices, checkpoint, record)
         health = HealthService()
-        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._peer.refusal)
+        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._peer.refusal, self._bell.ring)
         watchers = [
-            Watcher(client, COLLECTION, SELECTOR.format(identity.node), self._wake.set),
-            Watcher(client, "/api/v1/nodes", f"metadata.name={identity.node}", self._wake.set),
+            Watcher(client, COLLECTION, SELECTOR.format(identity.node), self._note_change),
+            Watcher(client, "/api/v1/nodes", f"metadata.name={identity.node}", self._note_change),
         ]
-        ended = threading.Event()
+        ended = Bell()
         following = threading.Thread(
             target=self._follow_kubelet, args=(identity, ended), name="follow the kubelet", daemon=True
         )
@@ -340,17 +412,20 @@ class Service:
             parts = Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions, tuple(watchers))
             self._pass_until_stopped(parts)
         finally:
-            ended.set()
+            ended.ring()
             for each in watchers:
                 each.stop()
             plugin.stop()
             if following.ident:
                 following.join(THREAD_LIMIT)
+            ended.close()
 
     def _pass_until_stopped(self, parts: Parts) -> None:
         """Make passes until `stop`, or until the kubelet's identity has changed."""
         passed, wait, retry, evicted, checked = -math.inf, 0.0, FIRST_RETRY, 0.0, 0.0
         while not self._stopping and not self._identity_changed:
+            # Before anything is read: then each later change ends the wait.
+            self._bell.watch((*map(self._system.full_path, DOCUMENTS), *parts.plugin.directories))
             parts.checkpoint.sync()
             changed, now = parts.inventory.refresh(), time.monotonic()
             if not changed and now - checked >= FACTS_CHECK:
@@ -360,21 +435,21 @@ class Service:
                 parts.publish_health()
             if not parts.offer.result.error:
                 wait = parts.resync * self._jitter
-            if changed or self._wake.is_set() or now - passed >= wait:
-                self._wake.clear()
+            if changed or self._changed or now - passed >= wait:
+                self._changed = False
                 result = parts.offer.make()
                 _log_change(self._status, result)
                 retry = _longer(retry) if result.error else FIRST_RETRY
                 passed, checked = time.monotonic(), time.monotonic()
                 wait, self._jitter = retry, random.uniform(0.5, 1.0)
                 parts.publish_health()
-                time.sleep(GAP)
             # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.
             if (changed or now - evicted >= EVICTION_INTERVAL) and not parts.offer.result.error:
                 evicted = now
                 parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
             self._keep_serving(parts)
-            self._wake.wait(POLL)
+            self._bell.wait(max(0.0, min(POLL, passed + wait - time.monotonic())))
+            time.sleep(GAP)
 
     def _keep_serving(self, parts: Parts) -> None:
         """Serve the driver's sockets again if one is gone or its server has failed, and report what is offered.

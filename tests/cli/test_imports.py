@@ -19,7 +19,7 @@ try:
 except SystemExit:
     pass
 """
-SERVICE = {"agent.host.daemon", "prometheus_client", "http", "inotify_simple"}
+SERVICE = {"agent.host.daemon", "prometheus_client", "http"}
 """What only `run` needs."""
 TOOLS = {"sh", "asyncio", "agent.system.tool_runner"}
 """What only `up` needs, when it downloads."""

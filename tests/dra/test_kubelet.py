@@ -78,7 +78,7 @@ def test_only_the_kubelet_may_connect(listener: socket.socket) -> None:
         assert refusal == f"it is from process {os.getpid()}, and only the kubelet, process {other.pid}, may connect"
         other.kill()
         other.wait()
-        assert not peer.runs
+        assert peer.pidfd < 0
         assert peer.refusal(connection).endswith("and no kubelet runs as a service of this machine")
         peer.follow(os.getpid())
         assert peer.refusal(connection) == ""
@@ -92,7 +92,7 @@ def test_a_process_that_does_not_run_is_not_followed() -> None:
     with sleeping() as ended:
         pass
     peer.follow(ended.pid)
-    assert not peer.runs
+    assert peer.pidfd < 0
     assert not peer.is_followed(ended.pid)
 
 

@@ -20,7 +20,7 @@ from agent.dra.evictions import EXTENDED
 from agent.dra.service import blocked_message, plugin_resources
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.device import is_zero
+from agent.model.device import FileIdentity, is_zero
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_STATUS
 from agent.system import api_server as api_module
@@ -69,6 +69,40 @@ def test_the_slices_follow_the_documents(api: ApiServer, running: DraMachine) ->
         each["object"]["spec"]["pool"]["generation"] for _, _, each in api.events if "spec" in each["object"]
     ]
     assert generations == sorted(generations)
+
+
+def test_an_idle_service_wakes_up_only_for_changes(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five looks a second kept each machine's processor from sleeping."""
+    monkeypatch.setattr(module, "POLL", 600.0)
+    monkeypatch.setattr(module, "IDENTITY_CHECK", 600.0)
+    joined.grant(GPUS[0])
+    joined.start()
+    until("a GPU is offered", lambda: offered(api) == ["01"])
+    joined.grant(*GPUS[:2])
+    until("the machine half's document is noticed", lambda: offered(api) == ["01", "02"])
+    joined.change(GpuStatus(GPUS[1], "nvidia", GpuState.UNHEALTHY, "Xid48", "an ECC error", since=7))
+    until("the host half's document is noticed", lambda: tainted(api) == ["02"])
+    api.wipe()
+    until("the API server's change is noticed", lambda: offered(api) == ["01", "02"])
+    looks: list[str] = []
+    identity = joined.identity
+
+    def look(path: str, *, follow: bool = True) -> FileIdentity:
+        looks.append(path)
+        return identity(path, follow=follow)
+
+    def sleeps() -> bool:
+        looks.clear()
+        time.sleep(0.5)
+        return not looks
+
+    monkeypatch.setattr(joined, "identity", look)
+    until("it sleeps", sleeps)
+    socket = Path(joined.kubelet, "plugins_registry", "gpu.unbounded-agent.io-reg.sock")
+    socket.unlink()
+    until("the socket is served again", socket.exists)
 
 
 def test_a_failed_gpu_is_tainted_until_it_is_well(api: ApiServer, running: DraMachine) -> None:

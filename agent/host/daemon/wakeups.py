@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from inotify_simple import INotify, flags
 from msgspec import Struct
 
 from agent.config.settings import DriverSettings
@@ -23,7 +22,7 @@ from agent.model.goal import in_words
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, RUNTIME, WAKE, report_directory
 from agent.model.text import one_line, sha256
-from agent.system import files
+from agent.system import files, inotify
 from agent.system.devices import CONTROL, Event, Monitor, udev_monitor
 from agent.system.files import System
 from agent.vendors.host_vendor import HostVendor
@@ -250,11 +249,11 @@ class Wakeups:
             log.error("event source %s was not closed properly: %s", tally.name, in_words(error))
 
 
-NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.ATTRIB
+NODES = inotify.CREATE | inotify.DELETE | inotify.MOVED_FROM | inotify.MOVED_TO | inotify.ATTRIB
 """Events of device nodes. CLOSE_WRITE is not one of them, because any program that closes a GPU's node causes it."""
-FILES = NODES | flags.CLOSE_WRITE
+FILES = NODES | inotify.CLOSE_WRITE
 """Events of regular files."""
-DIRECTORY = flags.ONLYDIR | flags.MOVE_SELF
+DIRECTORY = inotify.ONLYDIR | inotify.MOVE_SELF
 """Flags for the directory itself. MOVE_SELF is needed, because a move of the directory causes no event without this
 flag. The directory's removal always causes an event (IN_IGNORED)."""
 ANY = ""
@@ -287,14 +286,14 @@ class Directories:
         self.name = name
         self._system, self._where, self._matters = system, where, matters
         self._events, self._with_mounts = events, mounts
-        self._inotify: INotify | None = None
+        self._inotify: inotify.Inotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
         """Watch descriptors by path. If two paths lead to the same directory, they have the same descriptor. Its events
         are then attributed to one of the two paths."""
 
     def open(self) -> None:
-        self._inotify = INotify(nonblocking=True)
+        self._inotify = inotify.Inotify()
         if self._with_mounts:
             self._mounts = files.stream(MOUNTS)
         self._watch(self._inotify)
@@ -320,43 +319,43 @@ class Directories:
         paths = {watch: path for path, watch in self._watched.items()}
         # A set, because thousands of events for one name need only one check.
         touched: set[tuple[str, str]] = set()
-        for event in self._inotify.read(timeout=0):
-            if event.mask & flags.Q_OVERFLOW:
+        for event in self._inotify.read():
+            if event.mask & inotify.Q_OVERFLOW:
                 touched |= {(path, ANY) for path in self._watched}
-            elif path := paths.get(event.wd):
+            elif path := paths.get(event.watch):
                 touched.add((path, event.name))
-                if event.mask & flags.IGNORED:
+                if event.mask & inotify.IGNORED:
                     self._watched.pop(path, None)
         touched |= {(path, ANY) for path in self._watch(self._inotify)}
         # A list, not a generator: `matters` may keep state, so it must be called for each name.
         return any([self._matters(path, name) for path, name in sorted(touched)])
 
-    def _watch(self, inotify: INotify) -> list[str]:
+    def _watch(self, instance: inotify.Inotify) -> list[str]:
         """Watch the directories that exist now. Return those that are new, were replaced, or no longer exist."""
         wanted, changed = tuple(self._where()), []
         for path in wanted:
             try:
                 # If the inode is watched already, the kernel returns the existing watch descriptor.
-                watch = inotify.add_watch(self._system.full_path(path), self._events | DIRECTORY)
+                watch = instance.add(self._system.full_path(path), self._events | DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
-                if self._forget(inotify, path):
+                if self._forget(instance, path):
                     changed.append(path)
                 continue
             if self._watched.get(path) != watch:
-                self._forget(inotify, path)
+                self._forget(instance, path)
                 self._watched[path] = watch
                 changed.append(path)
         for path in self._watched.keys() - set(wanted):
-            self._forget(inotify, path)
+            self._forget(instance, path)
         return changed
 
-    def _forget(self, inotify: INotify, path: str) -> bool:
+    def _forget(self, instance: inotify.Inotify, path: str) -> bool:
         watch = self._watched.pop(path, None)
         if watch is None:
             return False
         # This fails with EINVAL if the directory was removed, because the kernel has then removed the watch too.
         with contextlib.suppress(OSError):
-            inotify.rm_watch(watch)
+            instance.remove(watch)
         return True
 
 
