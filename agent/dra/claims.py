@@ -19,14 +19,22 @@ import os
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.dra.inventory import Device
 from agent.dra.slices import API
 from agent.model.errors import AgentError, DocumentError
-from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
+from agent.model.json_document import (
+    accept_version,
+    decode,
+    get,
+    objects,
+    parse_object,
+    plain,
+    require_object,
+    strings,
+)
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATE
 from agent.model.text import json_digest
 from agent.system.api_server import ApiClient, ApiError
@@ -35,8 +43,7 @@ from agent.system.files import System
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimReference:
+class ClaimReference(NamedTuple):
     """Names a ResourceClaim. A claim that is deleted and made again has another uid."""
 
     namespace: str
@@ -47,8 +54,7 @@ class ClaimReference:
         return f"{self.namespace}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedDevice:
+class PreparedDevice(NamedTuple):
     """A device that the kubelet gives to those containers that refer to one of `requests`."""
 
     requests: tuple[str, ...]
@@ -138,8 +144,7 @@ class NotAllocatedError(AgentError):
     """This claim has no device of this driver on this node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
+class Allocated(NamedTuple):
     """A device that is allocated to one request of a claim."""
 
     driver: str
@@ -217,6 +222,21 @@ SIZE_LIMIT = 4 << 20
 """Bytes of the largest record that is read. A claim takes about 500."""
 
 Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
+
+
+class PreparedClaim(NamedTuple):
+    """A claim in the file."""
+
+    namespace: str
+    name: str
+    uid: str
+    devices: tuple[PreparedDevice, ...]
+
+
+class PreparedClaims(NamedTuple):
+    """The content of the file."""
+
+    claims: tuple[PreparedClaim, ...]
 
 
 class Checkpoint:
@@ -309,8 +329,7 @@ class Checkpoint:
 def render_checkpoint(claims: Prepared) -> bytes:
     """Return the content of the file."""
     items = [
-        {**asdict(claim), "devices": [asdict(device) for device in devices]}
-        for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
+        plain(PreparedClaim(*claim, devices)) for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
     ]
     document = {"version": VERSION, "digest": json_digest(items), "claims": items}
     return json.dumps(document).encode() + b"\n"
@@ -323,23 +342,7 @@ def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, 
     accept_version(where, document, VERSION)
     if get(where, document, "digest", str) != json_digest(document.get("claims")):
         raise DocumentError(f"{where}: the digest does not match")
-    return dict(objects(where, document, "claims", _claim))
-
-
-def _claim(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:
-    reference = ClaimReference(*(get(where, item, key, str) for key in ("namespace", "name", "uid")))
-    return reference, objects(where, item, "devices", _device)
-
-
-def _device(where: str, item: dict[str, Any]) -> PreparedDevice:
-    return PreparedDevice(
-        strings(where, item, "requests"),
-        get(where, item, "pool", str),
-        get(where, item, "device", str),
-        strings(where, item, "cdi_names"),
-        get(where, item, "share", str),
-        get(where, item, "admin", bool),
-    )
+    return {ClaimReference(*each[:3]): each.devices for each in decode(where, document, PreparedClaims).claims}
 
 
 GONE = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
@@ -504,7 +507,7 @@ class NodeClaims:
             return held
         admin = {each.device for each in allocated if each.admin}
         admin -= {each.device for each in allocated if not each.admin}
-        return tuple(replace(each, admin=each.admin or each.device in admin) for each in held)
+        return tuple(each._replace(admin=each.admin or each.device in admin) for each in held)
 
     def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
         """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""

@@ -11,8 +11,7 @@ import contextlib
 import logging
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.inventory import Device
@@ -31,8 +30,7 @@ Send = Callable[[str, str, object], object]
 """Sends a request with method, path and content. Raises AgentError."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Pod:
+class Pod(NamedTuple):
     """A pod that has a claim."""
 
     namespace: str

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -61,15 +61,13 @@ class RpcError(Exception):
         self.message = message
 
 
-@dataclass(frozen=True, slots=True)
-class Unary:
+class Unary(NamedTuple):
     """A method with one response. The handler may raise RpcError; clients see other exceptions as internal errors."""
 
     handle: Callable[[bytes], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
+class Streaming(NamedTuple):
     """A method with a stream of responses. If the client is gone, the iterator is closed after its next response."""
 
     handle: Callable[[bytes], Iterator[bytes]]

@@ -18,8 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, Unary
 from agent.model.errors import AgentError
@@ -332,8 +332,7 @@ Admit = Callable[[socket.socket], str]
 """Returns why the process that made a connection may not use it; empty if it may. Raises OSError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits on clients. Times are in seconds."""
 
     connections: int = 16
@@ -383,7 +382,7 @@ class Server:
         listener: ListeningSocket,
         methods: Mapping[str, Method],
         admit: Admit,
-        limits: Limits = Limits(),
+        limits: Limits,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """The keys of `methods` are paths, `/package.Service/Method`. The server closes the listener.

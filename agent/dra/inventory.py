@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from agent.model import contract
 from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
@@ -44,8 +44,7 @@ class Health(IntEnum):
     UNHEALTHY = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Taint:
+class Taint(NamedTuple):
     """Keeps claims that do not tolerate it away from a device (DeviceTaint of resource.k8s.io)."""
 
     key: str
@@ -55,8 +54,7 @@ class Taint:
     """When the taint was added, in seconds since the epoch; 0 if unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """One device that a claim can have."""
 
     name: str
@@ -64,8 +62,8 @@ class Device:
     vendor: str
     cdi_names: tuple[str, ...]
     pci_address: str
-    attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    capacity: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, Attribute] = MappingProxyType({})
+    capacity: Mapping[str, int] = MappingProxyType({})
     """Bytes, by the capacity's name, such as `memory`."""
     taints: tuple[Taint, ...] = ()
     health: Health = Health.UNKNOWN
@@ -171,8 +169,7 @@ REFRESH = 3600.0
 a GPU's memory, and even a complete answer may lack an optional attribute."""
 
 
-@dataclass(frozen=True, slots=True)
-class Documents:
+class Documents(NamedTuple):
     """The content of both halves' documents."""
 
     vendors: tuple[AllocatableVendor, ...] = ()
@@ -199,14 +196,14 @@ class Inventory:
         self._failed: dict[str, str] = {}
         """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
-        self._edition = self._known_edition = 0
-        """`_edition`: how often the documents have changed. `_known_edition`: the value that `refresh` last saw."""
+        self._changed = False
+        """Whether the documents have changed since the last call of `refresh`."""
 
     def refresh(self) -> bool:
         """Read the documents again, and return whether they have changed since the last call."""
         with self._lock:
             self._refresh()
-            changed, self._known_edition = self._edition != self._known_edition, self._edition
+            changed, self._changed = self._changed, False
             return changed
 
     def allow(self, vendors: Iterable[str]) -> None:
@@ -288,18 +285,13 @@ class Inventory:
             self._devices = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
-            self._note_failure(
-                listed.vendor, f"attributes of {names} are unknown, so the node's ResourceSlices lack them{why}"
-            )
+            unknown = f"attributes of {names} are unknown, so the node's ResourceSlices lack them"
+            problem = f"{listed.vendor}: {unknown}{why}"
+            if self._failed.get(listed.vendor) != problem:
+                log.warning("%s", problem)
+            self._failed[listed.vendor] = problem
         else:
             self._failed.pop(listed.vendor, None)
-
-    def _note_failure(self, vendor: str, problem: str) -> None:
-        """Note that a vendor's tool failed. Log why, unless the previous failure had the same cause."""
-        why = f"{vendor}: {problem}"
-        if self._failed.get(vendor) != why:
-            log.warning("%s", why)
-        self._failed[vendor] = why
 
     def _all(self) -> Mapping[str, Device]:
         if self._devices is None:
@@ -324,18 +316,18 @@ class Inventory:
         problems: dict[str, str] = {}
         vendors = self._read(ALLOCATABLE, contract.ALLOCATABLE_SIZE_LIMIT, contract.parse_allocatable, problems)
         states = self._read(GPU_STATES, contract.GPU_STATES_SIZE_LIMIT, contract.parse_gpu_states, problems)
-        documents = replace(before, problems=problems)
+        documents = before._replace(problems=problems)
         if ALLOCATABLE not in problems:
-            documents = replace(documents, vendors=vendors or ())
+            documents = documents._replace(vendors=vendors or ())
         if GPU_STATES not in problems:
-            documents = replace(documents, states=states)
+            documents = documents._replace(states=states)
         if documents == before:
             # Nothing is new. For example, a document still cannot be read.
             return
         for why in problems.values():
             log.error("%s", why)
         self._documents = documents
-        self._edition += 1
+        self._changed = True
         self._devices = None
         self._forget()
 

@@ -24,8 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,12 +32,13 @@ from agent.dra import kubelet_pb2
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
 from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
-from agent.dra.inventory import Device, Health
+from agent.dra.inventory import Device
 from agent.model.errors import AgentError, DocumentError
 from agent.model.text import one_line
 from agent.system import files
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SO_PEERPIDFD = 77
 """The option returns a pidfd of the process that connected (asm-generic/socket.h, Linux 6.5). socket has no name for it
@@ -139,20 +139,7 @@ _READING = threading.Lock()
 """A request of many empty claims takes 40 times its size in memory while it is read, so one is read at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceHealth:
-    """The health of one device."""
-
-    pool: str
-    device: str
-    health: Health
-    message: str = ""
-    """What is wrong with the device, or that it is detached or being detached. The kubelet puts this text into pods'
-    status."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistrationStatus:
+class RegistrationStatus(NamedTuple):
     """What the kubelet reports about a registration."""
 
     registered: bool
@@ -221,19 +208,16 @@ def encode_unprepared(results: Mapping[str, str]) -> bytes:
     return response.SerializeToString()
 
 
-def encode_health(devices: Iterable[DeviceHealth], now: int, timeout: int) -> bytes:
-    """Return a NodeWatchResourcesResponse with the health of all devices at `now` (seconds since the epoch).
-
-    If no newer response follows within `timeout` seconds, the kubelet considers the health unknown.
-    """
+def encode_health(pool: str, devices: Iterable[Device], now: int) -> bytes:
+    """Return a NodeWatchResourcesResponse with the health of a pool's devices at `now` (seconds since the epoch)."""
     response = kubelet_pb2.NodeWatchResourcesResponse()
     for each in devices:
         response.devices.add(
-            device=kubelet_pb2.DeviceIdentifier(pool_name=_valid(each.pool), device_name=_valid(each.device)),
+            device=kubelet_pb2.DeviceIdentifier(pool_name=_valid(pool), device_name=_valid(each.name)),
             health=each.health.name,
             last_updated_time=now,
-            health_check_timeout_seconds=timeout,
-            message=shortened(each.message),
+            health_check_timeout_seconds=TIMEOUT,
+            message=shortened(each.health_message),
         )
     return response.SerializeToString()
 
@@ -329,7 +313,7 @@ class HealthService:
     def __init__(self, repeat: float = REPEAT) -> None:
         self._repeat = repeat
         self._changed = threading.Condition()
-        self._devices: tuple[DeviceHealth, ...] | None = None
+        self._pool, self._devices = "", tuple[Device, ...]()
         self._edition = 0
         """How often the health has changed."""
         self._stopped = False
@@ -341,10 +325,10 @@ class HealthService:
 
     def publish(self, pool: str, devices: Iterable[Device]) -> None:
         """Replace the published health of all devices. `pool` is the pool to which all the devices belong."""
-        health = tuple(DeviceHealth(pool, each.name, each.health, each.health_message) for each in devices)
+        now = pool, tuple(devices)
         with self._changed:
-            if health != self._devices:
-                self._devices = health
+            if now != (self._pool, self._devices):
+                self._pool, self._devices = now
                 self._edition += 1
                 self._changed.notify_all()
 
@@ -361,9 +345,9 @@ class HealthService:
                 self._changed.wait_for(lambda seen=seen: self._stopped or self._edition != seen, self._repeat)  # type: ignore[misc]
                 if self._stopped:
                     return
-                devices, seen = self._devices, self._edition
+                pool, devices, seen = self._pool, self._devices, self._edition
             # A response without devices is sent too, because sending shows whether the client still listens.
-            yield encode_health(devices or (), int(time.time()), TIMEOUT)
+            yield encode_health(pool, devices, int(time.time()))
 
 
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
@@ -462,29 +446,24 @@ class DriverPlugin:
         }
 
     def _prepare(self, request: bytes) -> bytes:
-        results: dict[str, tuple[PreparedDevice, ...] | str] = {}
-        for claim in _claims_in(request):
-            try:
-                results[claim.uid] = self._claims.prepare(claim)
-            except (AgentError, OSError) as error:
-                log.warning("claim %s is not prepared: %s", claim, error)
-                results[claim.uid] = str(error)
-        return encode_prepared(results)
+        return encode_prepared(_handle_each(request, self._claims.prepare, "not prepared"))
 
     def _unprepare(self, request: bytes) -> bytes:
-        results: dict[str, str] = {}
-        for claim in _claims_in(request):
-            try:
-                self._claims.unprepare(claim)
-                results[claim.uid] = ""
-            except (AgentError, OSError) as error:
-                log.warning("claim %s is still prepared: %s", claim, error)
-                results[claim.uid] = str(error)
-        return encode_unprepared(results)
+        results = _handle_each(request, self._claims.unprepare, "still prepared")
+        return encode_unprepared({uid: error or "" for uid, error in results.items()})
 
 
-def _claims_in(request: bytes) -> tuple[ClaimReference, ...]:
+def _handle_each(request: bytes, handle: Callable[[ClaimReference], T], otherwise: str) -> dict[str, T | str]:
+    """Return, by uid, what `handle` returns for each claim of a request, or why it failed."""
     try:
-        return decode_claims(request)
+        claims = decode_claims(request)
     except DocumentError as error:
         raise RpcError(Code.INTERNAL, f"the request is malformed: {error}") from error
+    results: dict[str, T | str] = {}
+    for claim in claims:
+        try:
+            results[claim.uid] = handle(claim)
+        except (AgentError, OSError) as error:
+            log.warning("claim %s is %s: %s", claim, otherwise, error)
+            results[claim.uid] = str(error)
+    return results

@@ -20,8 +20,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.dra.claims import Checkpoint, NodeClaims, claim_reader, read_record
 from agent.dra.evictions import Evictions
@@ -76,12 +75,11 @@ NO_TAINTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What is offered after a pass, and why the pass failed, if it did."""
 
     offers: tuple[VendorOffer, ...] = ()
-    published: Published = field(default_factory=Published)
+    published: Published = Published()
     error: AgentError | None = None
     """Why the pass failed; None if it did not. If it failed, `offers` and `published` are those of the last pass that
     did not fail."""
@@ -252,8 +250,7 @@ class Bell:
             self._inotify.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The objects that serve one kubelet."""
 
     identity: Identity

@@ -8,9 +8,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.dra.inventory import Device, Taint
 from agent.model.errors import AgentError
@@ -37,16 +36,14 @@ BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 Object = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """The Node object that the slices belong to."""
 
     name: str
     uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """One request: a POST if `before` is None, a DELETE if `content` is None, otherwise a PUT."""
 
     name: str
@@ -221,8 +218,7 @@ TAINTS_CHECK = 300.0
 """Seconds after which to check whether an API server that dropped taints keeps them now, as it may after an upgrade."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """What the API server has after a pass."""
 
     generation: int = 0

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def test_a_device_that_was_withdrawn_is_not_prepared_again(node: Node) -> None:
 def test_cdi_names_are_those_of_now(node: Node) -> None:
     node.api["a"] = claim("a", GPUS[0])
     node.claims.prepare(reference("a"))
-    node.devices[GPUS[0]] = replace(node.devices[GPUS[0]], cdi_names=("vendor.com/gpu=new",))
+    node.devices[GPUS[0]] = node.devices[GPUS[0]]._replace(cdi_names=("vendor.com/gpu=new",))
     assert node.claims.prepare(reference("a"))[0].cdi_names == ("vendor.com/gpu=new",)
     assert node.restarted().prepared[reference("a")][0].cdi_names == ("vendor.com/gpu=new",)
 

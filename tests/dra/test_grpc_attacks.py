@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -122,7 +121,7 @@ def test_the_connection_that_was_idle_longest_makes_room(caplog: pytest.LogCaptu
     """Clients that connect and do nothing lock nobody out, and no running call is ended."""
     with contextlib.ExitStack() as stack:
         # Otherwise a busy server sends the first clients away, which do not greet it, before it sees the last ones.
-        server = stack.enter_context(serving(replace(LIMITS, greeting=LONG)))
+        server = stack.enter_context(serving(LIMITS._replace(greeting=LONG)))
         clients = [stack.enter_context(connected(server)) for _ in range(LIMITS.connections)]
         clients[0].sendall(asking("/test.Example/Slow")[1])
         wait_for(lambda: any(connection.calls for connection in server._peers), LONG)
@@ -168,13 +167,13 @@ def test_a_connection_that_cannot_be_accepted_is_logged_once(
 
 
 @pytest.mark.parametrize(
-    "limits", [replace(LIMITS, memory=1 << 30), replace(LIMITS, stall=LONG, memory=4 << 20)], ids=["time", "size"]
+    "limits", [LIMITS._replace(memory=1 << 30), LIMITS._replace(stall=LONG, memory=4 << 20)], ids=["time", "size"]
 )
 def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
     """It reads nothing for too long, or too much waits for it: each is enough."""
     http2, request = asking("/test.Example/Fill", 1)
     http2.increment_flow_control_window((1 << 31) - (1 << 17))
-    with serving(replace(limits, greeting=LONG)) as server, connected(server) as client:
+    with serving(limits._replace(greeting=LONG)) as server, connected(server) as client:
         client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
         assert client.recv(1), "the server knows the client"
         wait_for(lambda: not server._peers, LONG)

@@ -25,7 +25,6 @@ from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import (
     HEALTH_MESSAGE_LIMIT,
     METHODS,
-    DeviceHealth,
     DriverPlugin,
     HealthService,
     KubeletPeer,
@@ -160,7 +159,9 @@ def test_plugin_info_is_written(kind: str, name: str, endpoint: str, services: l
 
 
 NAMES = some.lists(TEXTS, max_size=3).map(tuple)
-DEVICES = some.builds(PreparedDevice, requests=NAMES, pool=TEXTS, device=TEXTS, cdi_names=NAMES)
+DEVICES = some.builds(
+    PreparedDevice, requests=NAMES, pool=TEXTS, device=TEXTS, cdi_names=NAMES, share=TEXTS, admin=some.just(False)
+)
 
 
 @given(some.dictionaries(TEXTS, some.lists(DEVICES, max_size=3).map(tuple)))
@@ -168,7 +169,13 @@ def test_prepared_claims_are_written(claims: dict[str, tuple[PreparedDevice, ...
     found = read("NodePrepareResourcesResponse", encode_prepared(claims)).claims
     assert {
         uid: tuple(
-            PreparedDevice(tuple(each.request_names), each.pool_name, each.device_name, tuple(each.cdi_device_ids))
+            PreparedDevice(
+                tuple(each.request_names),
+                each.pool_name,
+                each.device_name,
+                tuple(each.cdi_device_ids),
+                each.share_id,
+            )
             for each in result.devices
         )
         for uid, result in found.items()
@@ -189,21 +196,25 @@ def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
     assert {uid: result.error for uid, result in found.items()} == results
 
 
+def device(name: str, health: Health, message: str) -> Device:
+    return Device(name, "vendor", (), "", health=health, health_message=message)
+
+
 @given(some.lists(some.tuples(TEXTS, some.sampled_from(Health), TEXTS)), some.integers(0, 1 << 40))
 def test_health_is_written(devices: list[tuple[str, Health, str]], now: int) -> None:
-    data = encode_health([DeviceHealth("node", *each) for each in devices], now, 30)
+    data = encode_health("node", [device(*each) for each in devices], now)
     answer = read("NodeWatchResourcesResponse", data).devices
     found = [
         (each.device.device_name, each.health, each.message, each.device.pool_name, each.last_updated_time)
         for each in answer
     ]
     assert found == [(*each, "node", now) for each in devices]
-    assert all(each.health_check_timeout_seconds == 30 for each in answer)
+    assert all(each.health_check_timeout_seconds == 60 for each in answer)
 
 
 def test_a_long_health_message_is_cut_between_characters() -> None:
     """The kubelet would cut it after 1021 bytes, and a pod's status cannot have half a character."""
-    data = encode_health([DeviceHealth("node", "gpu", Health.UNHEALTHY, "€" * 400)], 1, 1)
+    data = encode_health("node", [device("gpu", Health.UNHEALTHY, "€" * 400)], 1)
     message = read("NodeWatchResourcesResponse", data).devices[0].message
     assert len(message.encode()) <= HEALTH_MESSAGE_LIMIT
     assert message == "€" * 340 + "..."

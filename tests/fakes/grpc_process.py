@@ -7,7 +7,7 @@ import os
 import sys
 
 from agent.dra.grpc import Unary
-from agent.dra.grpc_server import ListeningSocket, Server
+from agent.dra.grpc_server import Limits, ListeningSocket, Server
 from agent.dra.kubelet import KubeletPeer
 
 ECHO, BIG = "/test.Example/Echo", "/test.Example/Big"
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     kubelet = KubeletPeer()
     kubelet.follow(os.getppid())
     methods = {ECHO: Unary(bytes), BIG: Unary(lambda _: bytes(SIZE))}
-    server = Server(ListeningSocket(*os.path.split(sys.argv[1])), methods, kubelet.refusal)
+    server = Server(ListeningSocket(*os.path.split(sys.argv[1])), methods, kubelet.refusal, Limits())
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     sys.stdin.read()

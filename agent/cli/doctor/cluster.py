@@ -1,4 +1,7 @@
-"""Reads the objects that concern GPUs from a cluster, with kubectl. Changes nothing there."""
+"""Reads the objects that concern GPUs from a cluster. Changes nothing there.
+
+With kubectl, not agent.system.api_server: users' kubeconfigs often name a program that provides the credentials.
+"""
 
 import json
 import re
