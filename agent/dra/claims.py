@@ -144,23 +144,10 @@ class NotAllocatedError(AgentError):
     """This claim has no device of this driver on this node."""
 
 
-class Allocated(NamedTuple):
-    """A device that is allocated to one request of a claim."""
+def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[PreparedDevice, ...]:
+    """Return this driver's devices that are allocated to a claim, without their CDI names.
 
-    driver: str
-    pool: str
-    device: str
-    request: str
-    """The request's name in the claim; only `REQUEST` if the API server has `REQUEST/ALTERNATIVE`."""
-    share: str
-    """If several claims may share the device, the uid of this claim's share; empty otherwise."""
-    admin: bool
-    """Whether the request has adminAccess. Such a request only monitors the device, which other claims may have at the
-    same time."""
-
-
-def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
-    """Return this driver's devices that are allocated to a claim. `claim` is the object that the API server has.
+    `claim` is the object that the API server has.
 
     Raises NotAllocatedError in four cases: the object has another uid than `reference`, the claim is not allocated, it
     has no device of this driver, or it is allocated on another node than `node`. Raises another AgentError if the
@@ -180,7 +167,7 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
             f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it"
         )
     devices = get(where, get(where, status, "allocation", dict), "devices", dict)
-    allocated = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
+    allocated = tuple(each for driver, each in objects(where, devices, "results", _result) if driver == DRA_DRIVER)
     if not allocated:
         raise NotAllocatedError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
     if any(each == DRA_DRIVER for each in objects(where, {"config": devices.get("config") or []}, "config", _driver)):
@@ -202,17 +189,14 @@ def _driver(where: str, item: dict[str, Any]) -> str:
     return get(where, get(where, item, "opaque", dict), "driver", str) if item.get("opaque") else ""
 
 
-def _result(where: str, item: dict[str, Any]) -> Allocated:
-    return Allocated(
-        driver=get(where, item, "driver", str),
-        pool=get(where, item, "pool", str),
-        device=get(where, item, "device", str),
-        # If the request has alternatives, this key is `REQUEST/ALTERNATIVE`. Containers refer to the request alone, so
-        # the alternative is cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does too.
-        request=get(where, item, "request", str).partition("/")[0],
-        share=get(where, item, "shareID", str) if item.get("shareID") else "",
-        admin=get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,
-    )
+def _result(where: str, item: dict[str, Any]) -> tuple[str, PreparedDevice]:
+    """Return the driver and the device of an entry of `results`."""
+    driver, pool, device, request = (get(where, item, key, str) for key in ("driver", "pool", "device", "request"))
+    share = get(where, item, "shareID", str) if item.get("shareID") else ""
+    admin = get(where, item, "adminAccess", bool) if item.get("adminAccess") else False
+    # If the request has alternatives, its name is `REQUEST/ALTERNATIVE`. Containers refer to the request alone, so the
+    # alternative is cut off, as kubeletplugin of k8s.io/dynamic-resource-allocation does too.
+    return driver, PreparedDevice((request.partition("/")[0],), pool, device, (), share, admin)
 
 
 CHECKPOINT = f"{DRA_STATE}/claims.json"
@@ -515,11 +499,12 @@ class NodeClaims:
             allocated = allocated_devices(other, self._fetch(other), self._node)
         except (ClaimGoneError, NotAllocatedError):
             return False
-        held = tuple(PreparedDevice((), each.pool, each.device, (), each.share, each.admin) for each in allocated)
-        return bool(_conflicting_device(held, wanted))
+        return bool(_conflicting_device(allocated, wanted))
 
 
-def _prepared_device(claim: ClaimReference, allocated: Allocated, available: Mapping[str, Device]) -> PreparedDevice:
+def _prepared_device(
+    claim: ClaimReference, allocated: PreparedDevice, available: Mapping[str, Device]
+) -> PreparedDevice:
     """Return an allocated device with its CDI names. Raises AgentError unless it is available now."""
     device = available.get(allocated.device)
     if device is None or not device.cdi_names:
@@ -528,9 +513,7 @@ def _prepared_device(claim: ClaimReference, allocated: Allocated, available: Map
             "machine, or is in no verified CDI specification",
             f"see the conditions DevicesAllowed and CDISpecCurrent on the host, and {ALLOCATABLE}",
         )
-    return PreparedDevice(
-        (allocated.request,), allocated.pool, allocated.device, device.cdi_names, allocated.share, allocated.admin
-    )
+    return allocated._replace(cdi_names=device.cdi_names)
 
 
 def _conflicting_device(held: tuple[PreparedDevice, ...], wanted: tuple[PreparedDevice, ...]) -> str:

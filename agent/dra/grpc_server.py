@@ -496,10 +496,7 @@ class Server:
             action()
         except (ConnectionLostError, OSError) as error:
             log.debug("connection closed: %s", error)
-            with contextlib.suppress(OSError):
-                # HTTP/2's GOAWAY, which tells the client what it did wrong.
-                self._peers[connection].stream.send(connection.to_send())
-            self._hang_up(connection)
+            self._dismiss(connection)
         except Exception:
             log.exception("a connection has failed")
             self._hang_up(connection)
@@ -545,11 +542,8 @@ class Server:
             return f"{len(self._peers)} connections with running calls are open, which is the limit"
         longest = min(idle, key=lambda peer: peer.active).connection
         longest.refuse(Code.UNAVAILABLE, "another client has connected")
-        self._run_guarded(longest, lambda: self._close_connection("it was idle, and another client has connected"))
+        self._dismiss(longest)
         return ""
-
-    def _close_connection(self, why: str) -> None:
-        raise ConnectionLostError(why)
 
     def _log_refusal(self, refusal: str) -> None:
         now = time.monotonic()
@@ -606,6 +600,12 @@ class Server:
             while peer.unsent:
                 del peer.unsent[: peer.stream.send(peer.unsent)]
                 peer.progress = time.monotonic()
+
+    def _dismiss(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError):
+            # HTTP/2's GOAWAY, which tells the client why.
+            self._peers[connection].stream.send(connection.to_send())
+        self._hang_up(connection)
 
     def _hang_up(self, connection: Connection) -> None:
         peer = self._peers.pop(connection, None)

@@ -173,8 +173,8 @@ class Documents(NamedTuple):
     """The content of both halves' documents."""
 
     vendors: tuple[AllocatableVendor, ...] = ()
-    states: Mapping[str, GpuStatus] | None = None
-    problems: Mapping[str, str] | None = None
+    states: Mapping[str, GpuStatus] = MappingProxyType({})
+    problems: Mapping[str, str] = MappingProxyType({})
     """By path, why a document cannot be used. The earlier content of that document stays in use."""
 
 
@@ -230,7 +230,7 @@ class Inventory:
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences on documents that cannot be used, and on tools that fail."""
-        return (*(self._documents.problems or {}).values(), *self._failed.values())
+        return (*self._documents.problems.values(), *self._failed.values())
 
     def read_facts(self) -> bool:
         """Run the vendors' tools if facts are unknown or may be outdated. Return whether that has changed the devices.
@@ -306,7 +306,7 @@ class Inventory:
             for device in vendor.devices
             if (device, vendor.driver_version) in self._facts
         }
-        return make_devices(documents.vendors, documents.states or {}, facts)
+        return make_devices(documents.vendors, documents.states, facts)
 
     def _refresh(self) -> None:
         seen = {path: self._identity(path) for path in (ALLOCATABLE, GPU_STATES)}
@@ -320,7 +320,7 @@ class Inventory:
         if ALLOCATABLE not in problems:
             documents = documents._replace(vendors=vendors or ())
         if GPU_STATES not in problems:
-            documents = documents._replace(states=states)
+            documents = documents._replace(states=states or {})
         if documents == before:
             # Nothing is new. For example, a document still cannot be read.
             return

@@ -265,8 +265,8 @@ class Registration:
         """`endpoint` is the path of the socket that serves the driver. `changed` is called when the status changes."""
         self._changed = changed
         self._info = encode_plugin_info(PLUGIN_TYPE, driver, endpoint, SERVICES)
-        self._lock = threading.Lock()
-        self._status = RegistrationStatus(False, "")
+        self.status = RegistrationStatus(False, "")
+        """What the kubelet last reported. Before its first report: not registered, and no error."""
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -276,19 +276,12 @@ class Registration:
             f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
         }
 
-    @property
-    def status(self) -> RegistrationStatus:
-        """The status that the kubelet last reported. Before its first report: not registered, and no error."""
-        with self._lock:
-            return self._status
-
     def _notify(self, request: bytes) -> bytes:
         try:
             status = decode_registration_status(request)
         except DocumentError as error:
             raise RpcError(Code.INTERNAL, f"RegistrationStatus: {error}") from error
-        with self._lock:
-            before, self._status = self._status, status
+        before, self.status = self.status, status
         if status == before:
             return b""
         self._changed()

@@ -436,7 +436,7 @@ class Service:
                 self._changed = False
                 result = parts.offer.make()
                 _log_change(self._status, result)
-                retry = _longer(retry) if result.error else FIRST_RETRY
+                retry = min(2 * retry, LONGEST_RETRY) if result.error else FIRST_RETRY
                 passed, checked = time.monotonic(), time.monotonic()
                 wait, self._jitter = retry, random.uniform(0.5, 1.0)
                 parts.publish_health()
@@ -505,10 +505,6 @@ def _further_pause(found: Identity | Condition) -> float:
 def _advertised_part(status: DraStatus) -> object:
     """Return the part of a status on which GPUsAdvertised depends."""
     return status.registered, status.reason, status.offers
-
-
-def _longer(retry: float) -> float:
-    return min(2 * retry, LONGEST_RETRY)
 
 
 def _log_change(before: DraStatus, result: Result) -> None:
