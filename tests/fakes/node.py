@@ -74,7 +74,8 @@ class Node(Machine):
 
     @property
     def object(self) -> Object:
-        return self.api.objects[f"{NODES}/{NODE}"]
+        """The Node without its version."""
+        return {**self.api.objects[f"{NODES}/{NODE}"], "metadata": {"name": NODE}}
 
     @property
     def patched(self) -> list[Object]:
