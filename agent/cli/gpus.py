@@ -4,9 +4,9 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 
 from agent.cli.output import document, report_problems
 from agent.cli.printing import say
@@ -36,7 +36,6 @@ from agent.model.facts import (
     RememberedGpu,
     Report,
     Unseen,
-    VendorFacts,
 )
 from agent.model.goal import WriteFile
 from agent.model.handoff import DRA
@@ -46,90 +45,6 @@ from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.processes import Held, Holder, find_holders
 from agent.system.trust import read_seen, write_record
-
-# Adds the GPUs' users to a list of GPUs, and renders the list for people or programs.
-#
-# A GPU's users are the processes that have it open.
-
-
-HEADINGS = ("ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
-UNKNOWN = "?"
-NOTHING = "-"
-
-
-class Entry(NamedTuple):
-    """One GPU of the list."""
-
-    address: str
-    vendor: str
-    state: str
-    machines: Sequence[str] = ()
-    driver: str = ""
-    """The kernel driver's name, and its version if that is known."""
-    model: str = ""
-    uuid: str = ""
-    nodes: tuple[DeviceNode, ...] = ()
-    """The GPU's own device nodes."""
-
-
-def lines(entries: Sequence[Entry], unknown: Sequence[str], system: System, *, for_programs: bool) -> list[str]:
-    """Find the GPUs' users, and return the lines to print. Raises OSError if processes cannot be listed.
-
-    `unknown` has sentences on what is unknown about the GPUs.
-    """
-    wanted = {(node.number.major, node.number.minor): node.path for each in entries for node in each.nodes}
-    held = find_holders(system, wanted)
-    users = [(each, list(_users(each, held.holders))) for each in entries]
-    if for_programs:
-        gpus = [_as_object(each, holders, held) for each, holders in users]
-        return [document("gpus", time.time(), {"gpus": gpus, "unknown": unknown})]
-    if users:
-        rows = list(_table([_row(each, holders, held) for each, holders in users]))
-    else:
-        rows = ["no GPU was found" if unknown else "this host has no GPU"]
-    return [*rows, *(f"unknown: {each}" for each in unknown)]
-
-
-def _users(entry: Entry, holders: Iterable[Holder]) -> Iterator[Holder]:
-    """Yield the processes that have one of the GPU's own nodes open."""
-    paths = {node.path for node in entry.nodes}
-    return (each for each in holders if paths & set(each.paths))
-
-
-def _pods(users: Iterable[Holder]) -> list[str]:
-    return sorted({each.pod_uid for each in users if each.pod_uid})
-
-
-def _as_object(entry: Entry, users: Sequence[Holder], held: Held) -> dict[str, object]:
-    return {
-        "address": entry.address,
-        "vendor": entry.vendor,
-        "model": entry.model,
-        "uuid": entry.uuid,
-        "driver": entry.driver,
-        "state": entry.state,
-        "machines": entry.machines,
-        "processes": len(users),
-        "pods": _pods(users),
-        # If some processes could not be searched, there may be more users.
-        "usersKnown": not held.unseen,
-    }
-
-
-def _table(body: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    rows = [HEADINGS, *body]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _row(entry: Entry, users: Sequence[Holder], held: Held) -> tuple[str, ...]:
-    count = len(_pods(users))
-    pods = f"{count or ''}{UNKNOWN}" if held.unseen else str(count)
-    machines = ",".join(entry.machines)
-    cells = (entry.address, entry.state, machines, entry.driver, pods, entry.model, entry.uuid)
-    return tuple(each or NOTHING for each in cells)
-
 
 # Lists the processes that use a GPU: `unbounded-agent gpus holders`.
 
@@ -233,8 +148,37 @@ def _with_advice(holder: Holder, gpu: Gpu) -> str:
     return f"{holder.describe()}{f'; to release it: {advice}' if advice else ''}"
 
 
+# `unbounded-agent gpus list`
+
+
+HEADINGS = ("ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
 ATTRIBUTE_LIMIT = 200
 """At most this many characters of an attribute in sysfs are shown."""
+
+
+class Entry(Struct, frozen=True, rename="camel"):
+    """One GPU of the list, as in `gpus --json` (docs/json.md)."""
+
+    address: str
+    vendor: str
+    model: str
+    uuid: str
+    driver: str
+    """The kernel driver's name, and its version if that is known."""
+    state: str
+    machines: Sequence[str]
+    processes: int
+    """How many processes have it open."""
+    pods: Sequence[str]
+    """UIDs of the pods of these processes."""
+    users_known: bool
+    """False if some processes could not be searched: then there may be more users."""
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of its line in the table."""
+        pods = str(len(self.pods)) if self.users_known else f"{len(self.pods) or ''}?"
+        cells = (self.address, self.state, ",".join(self.machines), self.driver, pods, self.model, self.uuid)
+        return tuple(each or "-" for each in cells)
 
 
 def run_gpus_list(options: argparse.Namespace) -> int:
@@ -245,11 +189,19 @@ def run_gpus_list(options: argparse.Namespace) -> int:
 def list_gpus(reconciler: Reconciler, *, for_programs: bool) -> int:
     """Print the GPUs as a table, or as JSON. Return 1 if anything about them is unknown."""
     facts, planned, _ = reconciler.preview()
-    entries = tuple(_entries(facts, planned, reconciler.system))
+    entries = list(_entries(facts, planned, reconciler.system))
     unknown = tuple(_unseen(facts, planned))
-    say(lines(entries, unknown, reconciler.system, for_programs=for_programs))
-    if not for_programs:
-        report_problems(facts)
+    if for_programs:
+        say([document("gpus", time.time(), {"gpus": to_builtins(entries), "unknown": unknown})])
+        return 1 if unknown else 0
+    if entries:
+        rows = [HEADINGS, *(each.row() for each in entries)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        say("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    else:
+        say(["no GPU was found" if unknown else "this host has no GPU"])
+    say(f"unknown: {each}" for each in unknown)
+    report_problems(facts)
     return 1 if unknown else 0
 
 
@@ -267,45 +219,40 @@ def _unseen(facts: Facts, planned: Plan) -> Iterator[str]:
 
 
 def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
-    having: dict[str, list[str]] = {}
-    for name, address in sorted({*_granted(planned), *_kept(facts, planned)}):
-        having.setdefault(address, []).append(name)
-    for vendor in facts.vendors:
-        for gpu in vendor.gpus:
-            yield _entry(facts, gpu, vendor, tuple(having.get(gpu.pci_address, ())), system)
+    having = {(each.name, gpu) for each in planned.goal.machines for grant in each.grants for gpu in grant.gpus}
+    # A machine that must not change now keeps its GPUs.
+    having |= {(each.name, gpu) for each in facts.machines if each.name in planned.held for gpu in each.kept_gpus}
+    known = [(gpu, vendor, host_vendor(gpu.vendor)) for vendor in facts.vendors for gpu in vendor.gpus]
+    nodes = {
+        gpu.pci_address: [each for each in gpu_nodes(facts, gpu.pci_address) if each.kind in its_vendor.own_nodes]
+        for gpu, _, its_vendor in known
+    }
+    held = users(system, (node for each in nodes.values() for node in each))
+    for gpu, vendor, its_vendor in known:
+        address = gpu.pci_address
+        machines = tuple(sorted(name for name, its_gpu in having if its_gpu == address))
+        version = vendor.driver.module_version if vendor.driver and gpu.driver in its_vendor.drivers else ""
+        paths = {node.path for node in nodes[address]}
+        its_users = [each for each in held.holders if paths & set(each.paths)]
+        yield Entry(
+            address,
+            gpu.vendor,
+            gpu.model or _attribute(system, gpu, "product_name") or _pci_id(system, gpu),
+            gpu.uuid or _attribute(system, gpu, "unique_id"),
+            " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
+            gpu_state(gpu, vendor, machines),
+            machines,
+            len(its_users),
+            sorted({each.pod_uid for each in its_users if each.pod_uid}),
+            not held.unseen,
+        )
     remembered = planned.goal.remembered
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():
         if each.lost:
-            yield Entry(each.pci_address, each.vendor, LOST, each.machines, "", each.model, each.uuid)
-
-
-def _granted(planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a machine and an address for each GPU that a machine gets."""
-    for machine in planned.goal.machines:
-        for grant in machine.grants:
-            yield from ((machine.name, address) for address in grant.gpus)
-
-
-def _kept(facts: Facts, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a machine and an address for each GPU of a machine that must not change now, and so keeps its GPUs."""
-    for machine in facts.machines:
-        if machine.name in planned.held:
-            yield from ((machine.name, address) for address in machine.kept_gpus)
-
-
-def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...], system: System) -> Entry:
-    its_vendor = host_vendor(gpu.vendor)
-    version = vendor.driver.module_version if vendor.driver and gpu.driver in its_vendor.drivers else ""
-    return Entry(
-        gpu.pci_address,
-        gpu.vendor,
-        gpu_state(gpu, vendor, machines),
-        machines,
-        " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
-        gpu.model or _attribute(system, gpu, "product_name") or _pci_id(system, gpu),
-        gpu.uuid or _attribute(system, gpu, "unique_id"),
-        tuple(node for node in gpu_nodes(facts, gpu.pci_address) if node.kind in its_vendor.own_nodes),
-    )
+            yield Entry(
+                *(each.pci_address, each.vendor, each.model, each.uuid, "", LOST, each.machines, 0, ()),
+                users_known=not held.unseen,
+            )
 
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:
