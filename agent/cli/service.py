@@ -4,17 +4,14 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from agent.cli.doctor.host import loaded_modules
-from agent.cli.doctor.machines import diagnose, environment_of
+from agent.cli.doctor.machines import diagnose_machines
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import Config
 from agent.host.daemon import loop
 from agent.host.daemon.health import Fixes
-from agent.host.observe.machine import observe_joined
 from agent.host.reconcile import Outcome, Reconciler
-from agent.model.handoff import DRA
 from agent.system.files import System
 
 
@@ -30,17 +27,8 @@ def run_service(options: argparse.Namespace) -> int:
 
 def fixes(system: System, config: Config, outcome: Outcome) -> Fixes:
     """Return the commands that `doctor` names for each machine's conditions."""
-    modules, found = loaded_modules(system), {}
-    for machine in outcome.machines:
-        settings = config.machines.get(machine.name)
-        environment = environment_of(
-            outcome.facts,
-            modules,
-            observe_joined(machine.name, system),
-            offers_gpus=bool(settings and settings.allocation == DRA),
-            as_root=True,
-            made_by_up=bool(settings and settings.node),
-        )
-        findings = diagnose(machine, environment).findings
-        found[machine.name] = {kind: each.fix for each in findings for kind in each.conditions if each.fix}
-    return found
+    diagnoses = diagnose_machines(outcome.machines, outcome.facts, config, system, as_root=True)
+    return {
+        diagnosis.machine: {kind: each.fix for each in diagnosis.findings for kind in each.conditions if each.fix}
+        for diagnosis in diagnoses
+    }

@@ -18,8 +18,8 @@ from functools import partial
 from msgspec import to_builtins
 
 from agent.cli.doctor.cluster import findings, read_cluster
-from agent.cli.doctor.host import diagnose_host, loaded_modules
-from agent.cli.doctor.machines import diagnose, environment_of
+from agent.cli.doctor.host import diagnose_host
+from agent.cli.doctor.machines import diagnose_machines
 from agent.cli.doctor.report import ClusterDiagnosis, Report, as_object, in_words
 from agent.cli.output import document, style
 from agent.cli.parser import VERSION
@@ -31,7 +31,6 @@ from agent.host.reconcile import Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Reason
 from agent.model.errors import CommandError
-from agent.model.handoff import DRA
 from agent.model.paths import (
     CONDITIONS,
     CONFIG_FILE,
@@ -472,35 +471,18 @@ def doctor(
 def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
     """Return the diagnoses of the host and its machines, and with a kubeconfig those of the cluster."""
     facts, planned, difference = reconciler.preview()
-    system = reconciler.system
+    system, config = reconciler.system, reconciler.config
     machines = reconciler.evaluate(facts, planned, difference)
-    nodes = {each.name: observe_joined(each.name, system) for each in machines}
-    modules = loaded_modules(system)
-    dra = {name for name, settings in reconciler.config.machines.items() if settings.allocation == DRA}
-    as_root = os.geteuid() == 0
-    of_up = {name for name, settings in reconciler.config.machines.items() if settings.node}
-    diagnoses = tuple(
-        diagnose(
-            each,
-            environment_of(
-                facts,
-                modules,
-                nodes[each.name],
-                offers_gpus=each.name in dra,
-                as_root=as_root,
-                made_by_up=each.name in of_up,
-            ),
-        )
-        for each in machines
-    )
     cluster = None
     if kubeconfig:
-        read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))
+        nodes = {observe_joined(each.name, system) for each in machines}
+        read = read_cluster(system, kubeconfig, sorted(nodes - {""}))
         cluster = ClusterDiagnosis(findings(read), read.unknown)
+    made_by_up = {name for name, settings in config.machines.items() if settings.node}
     # A machine that has not reported may have a kubelet.
     kubelets = any(
-        each.name in of_up or each.condition(ConditionType.GPUS_ADVERTISED).reason != Reason.NO_KUBELET
+        each.name in made_by_up or each.condition(ConditionType.GPUS_ADVERTISED).reason != Reason.NO_KUBELET
         for each in machines
     )
-    host = diagnose_host(facts, reconciler.config, system, reconciler.rejected, kubelets=kubelets)
-    return Report(diagnoses, host, cluster)
+    host = diagnose_host(facts, config, system, reconciler.rejected, kubelets=kubelets)
+    return Report(diagnose_machines(machines, facts, config, system, as_root=os.geteuid() == 0), host, cluster)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from agent.config.settings import Config
-from agent.host.observe.driver_roots import STATE_IS_LINKED
+from agent.host.observe.driver_roots import why_state_is_not_mounted
 from agent.host.observe.machine import TEMPLATE, observe_units
 from agent.host.reconcile import NO_METRICS, PASS_FAILED, STEP_FAILED
 from agent.host.vendors import host_vendor
@@ -38,7 +38,6 @@ SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
 leave time to make room before the next driver."""
 RELEASE = "/proc/sys/kernel/osrelease"
-MODULES = "/sys/module"
 
 
 class HostDiagnosis(Struct, frozen=True):
@@ -67,7 +66,7 @@ def diagnose_host(
         *_configuration(rejected),
         *_template(facts),
         *_service(config, system),
-        *_plain_roots(facts),
+        *_plain_roots(facts, system),
         *_modules(facts, system),
         *_gpu_faults(facts),
         *_space(system),
@@ -84,12 +83,6 @@ def faults_in_brief(config: Config, system: System) -> list[str]:
     """Return a sentence for each fault that no condition shows although it ends the agent's work."""
     found = (*_service(config, system), *_space(system))
     return [f"{each.cause}: {each.evidence}: see `unbounded-agent doctor`" for each in found]
-
-
-def loaded_modules(system: System) -> frozenset[str]:
-    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
-    names = read_seen(system.entries, MODULES)
-    return frozenset(names) if isinstance(names, tuple) else frozenset()
 
 
 def _image(facts: Facts) -> str:
@@ -191,11 +184,11 @@ def _listens(port: int, system: System) -> Seen[bool]:
     return listens
 
 
-def _plain_roots(facts: Facts) -> Iterator[Finding]:
+def _plain_roots(facts: Facts, system: System) -> Iterator[Finding]:
     if not facts.plain_roots:
         return
     cause = "driver roots are plain directories, so root in one machine can change them for all others"
-    if linked := next((each for each in facts.staged_problems if each.startswith(STATE_IS_LINKED)), ""):
+    if linked := why_state_is_not_mounted(system):
         yield Finding(cause, linked, ("do this while no machine is running",))
         return
     yield Finding(

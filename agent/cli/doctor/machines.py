@@ -1,4 +1,4 @@
-"""Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
+"""Diagnoses machines from their conditions: symptoms, and the commands that fix each fault."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from msgspec import Struct
 
 from agent.cli.output import causes, prevents_ready
+from agent.config.settings import Config, MachineSettings
+from agent.host.observe.machine import observe_joined
 from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.facts import Facts, VendorFacts
+from agent.model.handoff import DRA
+from agent.system.files import System
+from agent.system.trust import read_seen
 
-# The commands that fix the faults that conditions report, for GPUs of all vendors. Pure.
-#
-# Each vendor adds the commands for its own drivers (HostVendor.remedies).
-
+# The commands that fix faults of all vendors' GPUs. Each vendor adds those for its own drivers (HostVendor.remedies).
+MODULES = "/sys/module"
 
 RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
 REBOOT = (
@@ -38,6 +41,8 @@ AS_ROOT = "sudo unbounded-agent doctor  # other users may not read everything"
 ADDRESS = "PCI-ADDRESS"
 """Stands in a command for the GPU that the condition names. The command is repeated for each such GPU."""
 APPLY = "unbounded-agent apply"
+LIST_GPUS = "lspci -D | grep -Ei 'vga|3d|display|processing accel'"
+LIST_DRIVERS = "lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'"
 SHELL = "machinectl shell {machine}  # then, in the machine:"
 PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
 PLUGIN_RESTART = "kubectl -n NAMESPACE delete pod POD  # its DaemonSet makes it again"
@@ -49,224 +54,200 @@ DRA_LOG = (
 )
 SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
 
-REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
-    (None, Reason.OBSERVATION_FAILED): (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
-    (None, Reason.INTERNAL_ERROR): (SERVICE_LOG, "report the traceback as a bug"),
-    (None, Reason.NO_REPORT): ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
-    (None, Reason.BAD_REPORT): (SAME_RELEASE,),
-    (None, Reason.HANDOFF_PENDING): (
-        "unbounded-agent status {machine} --wait=120",
-        REPORT,
-        f"{SERVICE_LOG}  # if the agent has not written it",
-    ),
-    (None, Reason.REPORT_STALE): (
-        "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
-        f"{REPORT}  # if the reason stays",
-        f"{RESTART}; if these commands hang",
-    ),
-    (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
-    (None, Reason.MACHINE_NOT_RUNNING): (START,),
-    (None, Reason.NO_SUCH_MACHINE): (
-        "ls -ld /var/lib/machines/{machine}",
-        "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
-    ),
-    (None, Reason.FAILED): (REPORT,),
-    (None, Reason.NOT_STAGED): (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
-    (None, Reason.FOREIGN_FILE): ("move away the file that is named above, then:", APPLY),
-    (None, Reason.GPU_DETACHED): ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
-    (None, Reason.GPU_LOST): (
-        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
-        KERNEL_LOG,
-        REBOOT[0],
-        "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on again",
-        REBOOT[-1],
-        "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
-    ),
-    (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
-    (None, Reason.UNSUPPORTED_DISTRIBUTION): ("unbounded-agent up {machine}  # or make the node with kubeadm",),
-    (None, Reason.NO_GPU): (
-        "lspci -D | grep -Ei 'vga|3d|display|processing accel'",
-        "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
-    ),
-    (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
-    (None, Reason.SETTLING): (SERVICE_LOG,),
-    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): ("modprobe DRIVER, as named above", KERNEL_LOG),
-    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then:", *REBOOT),
-    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",),
-    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("udevadm settle", KERNEL_LOG),
-    (ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND): (
-        "unbounded-agent gpus  # those that the host has, and those that it lost",
-        "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
-    ),
-    (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): (
-        *REBOOT,
-        "# if it happens again: check power, seating and firmware",
-    ),
-    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (
-        "lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'",
-        KERNEL_LOG,
-    ),
-    (ConditionType.GPUS_COMPLETE, Reason.RECORD_DAMAGED): (
-        "lspci -D | grep -Ei 'vga|3d|display|processing accel'  # is one missing?",
-        "unbounded-agent gpus forget",
-    ),
-    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see the condition named above",),
-    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS): ("see LibrariesPresent",),
-    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED): (
-        "systemctl --failed --type=mount",
-        "modprobe overlay",
-        APPLY,
-    ),
-    (ConditionType.MACHINE_RUNNING, Reason.NODE_FILES_CHANGED): (
-        "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
-        "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
-        "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
-    ),
-    (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
-        "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
-    ),
-    (ConditionType.MACHINE_RUNNING, Reason.STOPPED): (
-        "systemctl unmask systemd-nspawn@{machine}  # if it is masked",
-        START,
-    ),
-    (ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED): (
-        "systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver",
-        START,
-    ),
-    (ConditionType.MACHINE_RUNNING, Reason.NOT_RUNNING): (
-        "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
-        "systemctl reset-failed systemd-nspawn@{machine}",
-        START,
-    ),
-    (ConditionType.DEVICES_ALLOWED, Reason.MACHINE_RESTART_NEEDED): (RESTART,),
-    (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): (SERVICE_LOG, RESTART),
-    (ConditionType.DEVICES_ALLOWED, Reason.NOT_WITHDRAWN): ("unbounded-agent gpus holders", REPORT),
-    (ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE): (APPLY, SERVICE_LOG),
-    (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): (
-        APPLY,
-        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says EPERM",
-        "ls -l NODE  # the path above, if the message says EACCES",
-        f"{RESTART}; if nothing else helps",
-    ),
-    (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (
-        f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",
-    ),
-    (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),
-    (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): (
-        KERNEL_LOG,
-        "unbounded-agent gpus holders",
-        *REBOOT,
-    ),
-    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_TIMED_OUT): (KERNEL_LOG, *REBOOT),
-    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_FAILED): (KERNEL_LOG,),
-    (ConditionType.LIBRARIES_LINKED, Reason.CONFLICT): (
-        SHELL,
-        "dpkg -S FILE  # the file named above; remove its package",
-    ),
-    (ConditionType.LIBRARIES_LINKED, Reason.NOT_IN_LOADER_CACHE): (
-        SHELL,
-        "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig",
-    ),
-    (ConditionType.LIBRARIES_LINKED, Reason.SHADOWED): (SHELL, "rm FILE && ldconfig  # the file named above"),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING): (KERNEL_LOG,),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (KERNEL_LOG,),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.GENERATION_FAILED): (REPORT,),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED): (REPORT,),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.NO_DRIVER_ROOT): ("see DriverRootStaged",),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.SHADOWED): (SHELL, "stop what writes the file named above, then remove it"),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.NAMES_COLLIDE): (
-        SHELL,
-        "stop what writes the file named above, then remove it",
-    ),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.RUNTIME_BLOCKED): (SHELL, "rm FILE  # the file named above"),
-    (ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR): (SAME_RELEASE,),
-    (ConditionType.RUNTIME_CONFIGURED, Reason.READ_BACK_FAILED): (SHELL, "containerd config dump > /dev/null", REPORT),
-    (ConditionType.RUNTIME_CONFIGURED, Reason.NO_HANDLER): (SAME_RELEASE,),
-    (ConditionType.RUNTIME_ACTIVE, Reason.OTHER_CONFIGURATION): (
-        SHELL,
-        "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
-        "systemctl daemon-reload && systemctl restart containerd",
-    ),
-    (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
-    (ConditionType.RUNTIME_ACTIVE, Reason.CRI_FAILED): (
-        SHELL,
-        "journalctl -b -u containerd -g 'failed to load plugin'",
-        "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
-    ),
-    (ConditionType.RUNTIME_ACTIVE, Reason.NO_ANSWER): (
-        SHELL,
-        "ctr plugins ls  # does containerd answer?",
-        "journalctl -b -u containerd -n 50",
-    ),
-    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
-    (ConditionType.RUNTIME_ACTIVE, Reason.STOPPED): (
-        SHELL,
-        "systemctl unmask containerd  # if it is masked",
-        "systemctl start containerd",
-    ),
-    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (
-        SHELL,
-        "systemctl status containerd",
-        "systemctl unmask containerd  # if it is masked",
-        "systemctl start containerd",
-    ),
-    (ConditionType.VALIDATION_MARKERS_SET, Reason.NOT_PROVEN): ("see the condition named above",),
-    (ConditionType.GPUS_ADVERTISED, Reason.NO_KUBELET): (
-        "unbounded-agent up {machine}  # or install the kubelet yourself",
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.KUBELET_DOWN): (
-        KUBELET_LOG,
-        "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is expired",
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN): (
-        "unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.NOT_PUBLISHED): ("see CDISpecCurrent",),
-    (ConditionType.GPUS_ADVERTISED, Reason.BAD_CHECKPOINT): (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
-    (ConditionType.GPUS_ADVERTISED, Reason.UNKNOWN_IDS): ("kubectl describe node {node}  # see Allocatable",),
-    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_DOWN): (
-        PLUGIN_PODS,
-        "kubectl -n NAMESPACE logs POD --previous",
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.NOT_REGISTERED): (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
-    (ConditionType.GPUS_ADVERTISED, Reason.GPUS_MISSING): (
-        PLUGIN_PODS,
-        "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
-        KERNEL_LOG,
-        "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_RESTART_NEEDED): (
-        PLUGIN_PODS,
-        PLUGIN_RESTART,
-        RESTART_SETTING,
-    ),
-    (ConditionType.GPUS_ADVERTISED, Reason.PLUGIN_SPEC_OUTDATED): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-    (ConditionType.GPUS_ADVERTISED, Reason.STALE_GPUS): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-    (ConditionType.GPUS_ADVERTISED, Reason.DRA_DRIVER_DOWN): DRA_LOG,
-    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_ACTIVE): (
-        "unbounded-agent kube allocation dra {machine} --kubeconfig FILE",
-    ),
-    (ConditionType.NODE_CONDITION_SET, Reason.NOT_TRIED): (
-        SHELL,
-        "systemctl status unbounded-agent-node-condition.timer",
-    ),
-    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECTL): ("install kubectl in the image",),
-    (ConditionType.NODE_CONDITION_SET, Reason.KUBELET_NOT_RUNNING): (KUBELET_LOG,),
-    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECONFIG): ("give the kubelet --kubeconfig with an absolute path",),
-    (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (
-        SHELL,
-        "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
-    ),
-    (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
-    (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
-    (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
-        "kubectl auth can-i patch nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
-    ),
-    (ConditionType.NODE_CONDITION_SET, Reason.API_UNREACHABLE): (KUBELET_LOG,),
-    (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),
-    (ConditionType.NODE_CONDITION_SET, Reason.AGENT_SILENT): ("systemctl enable --now unbounded-agent",),
+BY_CONDITION: Mapping[ConditionType | None, Mapping[str, tuple[str, ...]]] = {
+    None: {
+        Reason.OBSERVATION_FAILED: (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
+        Reason.INTERNAL_ERROR: (SERVICE_LOG, "report the traceback as a bug"),
+        Reason.NO_REPORT: ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
+        Reason.BAD_REPORT: (SAME_RELEASE,),
+        Reason.HANDOFF_PENDING: (
+            "unbounded-agent status {machine} --wait=120",
+            REPORT,
+            f"{SERVICE_LOG}  # if the agent has not written it",
+        ),
+        Reason.REPORT_STALE: (
+            "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
+            f"{REPORT}  # if the reason stays",
+            f"{RESTART}; if these commands hang",
+        ),
+        Reason.NOT_REPORTED: (SAME_RELEASE,),
+        Reason.MACHINE_NOT_RUNNING: (START,),
+        Reason.NO_SUCH_MACHINE: (
+            "ls -ld /var/lib/machines/{machine}",
+            "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
+        ),
+        Reason.FAILED: (REPORT,),
+        Reason.NOT_STAGED: (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
+        Reason.FOREIGN_FILE: ("move away the file that is named above, then:", APPLY),
+        Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
+        Reason.GPU_LOST: (
+            LIST_GPUS,
+            KERNEL_LOG,
+            REBOOT[0],
+            "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on "
+            "again",
+            REBOOT[-1],
+            "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
+        ),
+        Reason.NO_CONTAINERD: (SAME_RELEASE, "or install containerd in the image"),
+        Reason.UNSUPPORTED_DISTRIBUTION: ("unbounded-agent up {machine}  # or make the node with kubeadm",),
+        Reason.NO_GPU: (
+            LIST_GPUS,
+            "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
+        ),
+        Reason.NO_GPU_GRANTED: ("unbounded-agent gpus  # shows which driver each one has",),
+        Reason.SETTLING: (SERVICE_LOG,),
+    },
+    ConditionType.DRIVER_LOADED: {
+        Reason.MODULE_NOT_LOADED: ("modprobe DRIVER, as named above", KERNEL_LOG),
+        Reason.MODULE_BROKEN: ("reinstall the driver's packages, then:", *REBOOT),
+        Reason.WRONG_DRIVER: (LIST_DRIVERS,),
+    },
+    ConditionType.DEVICES_PRESENT: {
+        Reason.NODES_MISSING: ("udevadm settle", KERNEL_LOG),
+        Reason.GPU_NOT_FOUND: (
+            "unbounded-agent gpus  # those that the host has, and those that it lost",
+            "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
+        ),
+        Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
+        Reason.GPU_WITHOUT_DRIVER: (LIST_DRIVERS, KERNEL_LOG),
+    },
+    ConditionType.GPUS_COMPLETE: {
+        Reason.RECORD_DAMAGED: (
+            f"{LIST_GPUS}  # is one missing?",
+            "unbounded-agent gpus forget",
+        ),
+    },
+    ConditionType.DRIVER_ROOT_STAGED: {
+        Reason.NOTHING_TO_STAGE: ("see the condition named above",),
+        Reason.NOTHING_FITS: ("see LibrariesPresent",),
+        Reason.NOT_MOUNTED: ("systemctl --failed --type=mount", "modprobe overlay", APPLY),
+    },
+    ConditionType.MACHINE_RUNNING: {
+        Reason.NODE_FILES_CHANGED: (
+            "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+            "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
+            "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
+        ),
+        Reason.STARTING: ("systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",),
+        Reason.STOPPED: ("systemctl unmask systemd-nspawn@{machine}  # if it is masked", START),
+        Reason.NOT_STARTED: ("systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver", START),
+        Reason.NOT_RUNNING: (
+            "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
+            "systemctl reset-failed systemd-nspawn@{machine}",
+            START,
+        ),
+    },
+    ConditionType.DEVICES_ALLOWED: {
+        Reason.MACHINE_RESTART_NEEDED: (RESTART,),
+        Reason.NOT_GIVEN: (SERVICE_LOG, RESTART),
+        Reason.NOT_WITHDRAWN: ("unbounded-agent gpus holders", REPORT),
+        Reason.WRONG_NODE: (APPLY, SERVICE_LOG),
+        Reason.NOT_PERMITTED: (
+            APPLY,
+            "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says "
+            "EPERM",
+            "ls -l NODE  # the path above, if the message says EACCES",
+            f"{RESTART}; if nothing else helps",
+        ),
+        Reason.DRIVER_HIDDEN: (f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",),
+        Reason.NO_DRIVER: (KERNEL_LOG, "load the GPUs' kernel module on the host"),
+        Reason.GPU_FAILED: (KERNEL_LOG, "unbounded-agent gpus holders", *REBOOT),
+        Reason.OPEN_TIMED_OUT: (KERNEL_LOG, *REBOOT),
+        Reason.OPEN_FAILED: (KERNEL_LOG,),
+    },
+    ConditionType.LIBRARIES_LINKED: {
+        Reason.CONFLICT: (SHELL, "dpkg -S FILE  # the file named above; remove its package"),
+        Reason.NOT_IN_LOADER_CACHE: (SHELL, "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig"),
+        Reason.SHADOWED: (SHELL, "rm FILE && ldconfig  # the file named above"),
+    },
+    ConditionType.CDI_SPEC_CURRENT: {
+        Reason.GPU_MISSING: (KERNEL_LOG,),
+        Reason.PARTITION_MISSING: (KERNEL_LOG,),
+        Reason.GENERATION_FAILED: (REPORT,),
+        Reason.SPEC_REFUSED: (REPORT,),
+        Reason.NO_DRIVER_ROOT: ("see DriverRootStaged",),
+        Reason.SHADOWED: (SHELL, "stop what writes the file named above, then remove it"),
+        Reason.NAMES_COLLIDE: (SHELL, "stop what writes the file named above, then remove it"),
+        Reason.RUNTIME_BLOCKED: (SHELL, "rm FILE  # the file named above"),
+        Reason.UNKNOWN_VENDOR: (SAME_RELEASE,),
+    },
+    ConditionType.RUNTIME_CONFIGURED: {
+        Reason.READ_BACK_FAILED: (SHELL, "containerd config dump > /dev/null", REPORT),
+        Reason.NO_HANDLER: (SAME_RELEASE,),
+    },
+    ConditionType.RUNTIME_ACTIVE: {
+        Reason.OTHER_CONFIGURATION: (
+            SHELL,
+            "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
+            "systemctl daemon-reload && systemctl restart containerd",
+        ),
+        Reason.FAILED: ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
+        Reason.CRI_FAILED: (
+            SHELL,
+            "journalctl -b -u containerd -g 'failed to load plugin'",
+            "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
+        ),
+        Reason.NO_ANSWER: (SHELL, "ctr plugins ls  # does containerd answer?", "journalctl -b -u containerd -n 50"),
+        Reason.NOT_CONFIGURED: ("see RuntimeConfigured",),
+        Reason.STOPPED: (SHELL, "systemctl unmask containerd  # if it is masked", "systemctl start containerd"),
+        Reason.NOT_STARTED: (
+            SHELL,
+            "systemctl status containerd",
+            "systemctl unmask containerd  # if it is masked",
+            "systemctl start containerd",
+        ),
+    },
+    ConditionType.VALIDATION_MARKERS_SET: {
+        Reason.NOT_PROVEN: ("see the condition named above",),
+    },
+    ConditionType.GPUS_ADVERTISED: {
+        Reason.NO_KUBELET: ("unbounded-agent up {machine}  # or install the kubelet yourself",),
+        Reason.KUBELET_DOWN: (
+            KUBELET_LOG,
+            "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is "
+            "expired",
+        ),
+        Reason.NO_DEVICE_PLUGIN: ("unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",),
+        Reason.NOT_PUBLISHED: ("see CDISpecCurrent",),
+        Reason.BAD_CHECKPOINT: (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
+        Reason.UNKNOWN_IDS: ("kubectl describe node {node}  # see Allocatable",),
+        Reason.DEVICE_PLUGIN_DOWN: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD --previous"),
+        Reason.NOT_REGISTERED: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
+        Reason.GPUS_MISSING: (
+            PLUGIN_PODS,
+            "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
+            KERNEL_LOG,
+            "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
+        ),
+        Reason.DEVICE_PLUGIN_RESTART_NEEDED: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+        Reason.PLUGIN_SPEC_OUTDATED: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+        Reason.STALE_GPUS: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+        Reason.DRA_DRIVER_DOWN: DRA_LOG,
+        Reason.DEVICE_PLUGIN_ACTIVE: ("unbounded-agent kube allocation dra {machine} --kubeconfig FILE",),
+    },
+    ConditionType.NODE_CONDITION_SET: {
+        Reason.NOT_TRIED: (SHELL, "systemctl status unbounded-agent-node-condition.timer"),
+        Reason.NO_KUBECTL: ("install kubectl in the image",),
+        Reason.KUBELET_NOT_RUNNING: (KUBELET_LOG,),
+        Reason.NO_KUBECONFIG: ("give the kubelet --kubeconfig with an absolute path",),
+        Reason.BAD_NODE_NAME: (
+            SHELL,
+            "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
+        ),
+        Reason.NODE_NOT_REGISTERED: (KUBELET_LOG,),
+        Reason.NODE_DELETED: ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
+        Reason.REFUSED: (
+            "kubectl auth can-i patch nodes/{node} --subresource=status --as=system:node:{node} "
+            "--as-group=system:nodes",
+        ),
+        Reason.API_UNREACHABLE: (KUBELET_LOG,),
+        Reason.BAD_DOCUMENT: (SAME_RELEASE,),
+        Reason.AGENT_SILENT: ("systemctl enable --now unbounded-agent",),
+    },
 }
-"""By condition and reason. None stands for every condition that has no entry of its own for the reason."""
+"""The commands by condition and reason. None stands for every condition that has no entry of its own for the reason."""
+REMEDIES = {(kind, reason): fix for kind, rows in BY_CONDITION.items() for reason, fix in rows.items()}
 
 OFFERED: Mapping[str, tuple[str, ...]] = {
     Reason.NOT_REGISTERED: (*DRA_LOG, KUBELET_LOG),
@@ -300,23 +281,18 @@ def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tu
     return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()
 
 
-NOTABLE = frozenset(
-    {
-        Reason.RELOAD_NEEDED,
-        Reason.ONLY_STAGED,
-        Reason.PARTLY_OTHER_VERSION,
-        Reason.PLAIN_COPY,
-        Reason.LAST_GOOD_SETTINGS,
-        Reason.NODE_FILES_CHANGED,
-        Reason.GPU_DETACHED,
-        Reason.DRIVER_HIDDEN,
-    }
-)
+NOTABLE = {
+    *(Reason.RELOAD_NEEDED, Reason.ONLY_STAGED, Reason.PARTLY_OTHER_VERSION, Reason.PLAIN_COPY),
+    *(Reason.LAST_GOOD_SETTINGS, Reason.NODE_FILES_CHANGED, Reason.GPU_DETACHED, Reason.DRIVER_HIDDEN),
+}
 """Reasons of True conditions that still call for an action. They are listed, but are not faults."""
 
 
-class MachineFinding(Struct, frozen=True):
-    """One fault of a machine, with the conditions that show it; or True conditions that still call for an action."""
+class MachineFinding(Struct, frozen=True, rename={"symptoms": "looksLike", "prevents_ready": "preventsReady"}):
+    """One fault of a machine, with the conditions that show it; or True conditions that still call for an action.
+
+    As JSON, it is a finding of `doctor --json` (docs/json.md).
+    """
 
     conditions: tuple[ConditionType, ...]
     status: Status
@@ -343,6 +319,7 @@ class Environment(Struct, frozen=True):
     """The facts on which the symptoms and commands for a machine's faults depend."""
 
     vendors: tuple[VendorFacts, ...] = ()
+    """Those that have a GPU on this host."""
     modules: Set[str] = frozenset()
     """Names of the kernel's loaded modules."""
     node: str = "NODE"
@@ -355,36 +332,45 @@ class Environment(Struct, frozen=True):
     """Whether `up` makes the machine's node. `stop` and `restart` can drain no other node."""
 
 
-def environment_of(
-    facts: Facts,
-    modules: Set[str],
-    node: str,
-    *,
-    offers_gpus: bool = False,
-    as_root: bool = False,
-    made_by_up: bool = True,
-) -> Environment:
-    """Return the environment of a machine. It has only the vendors that have a GPU on this host."""
-    vendors = tuple(each for each in facts.vendors if each.gpus)
-    return Environment(vendors, modules, node or "NODE", offers_gpus, as_root, made_by_up)
+def loaded_modules(system: System) -> frozenset[str]:
+    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
+    names = read_seen(system.entries, MODULES)
+    return frozenset(names) if isinstance(names, tuple) else frozenset()
 
 
-NO_ENVIRONMENT = Environment()
+def diagnose_machines(
+    machines: Iterable[MachineOutcome], facts: Facts, config: Config, system: System, *, as_root: bool
+) -> tuple[Diagnosis, ...]:
+    """Return the findings of the machines. `as_root` is whether root reads their commands."""
+    vendors, modules = tuple(each for each in facts.vendors if each.gpus), loaded_modules(system)
+    diagnoses = []
+    for machine in machines:
+        settings = config.machines.get(machine.name, UNCONFIGURED)
+        environment = Environment(
+            vendors,
+            modules,
+            observe_joined(machine.name, system) or "NODE",
+            settings.allocation == DRA,
+            as_root,
+            bool(settings.node),
+        )
+        diagnoses.append(diagnose(machine, environment))
+    return tuple(diagnoses)
+
+
+NO_ENVIRONMENT, UNCONFIGURED = Environment(), MachineSettings()
 
 
 def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT) -> Diagnosis:
     """Return the findings in the machine's conditions. Conditions with the same cause are one finding."""
-    notable = (each for each in machine.conditions if each.status is Status.TRUE and _needs_action(each))
+    notable = (
+        each for each in machine.conditions if each.status is Status.TRUE and (each.reason in NOTABLE or _remarks(each))
+    )
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
     order = list(ConditionType)
     groups.sort(key=lambda group: order.index(group[0].type))
     findings = tuple(_finding(group, machine, environment) for group in groups)
     return Diagnosis(machine.name, machine.ready, findings)
-
-
-def _needs_action(condition: Condition) -> bool:
-    """Return whether the condition calls for an action although it is True."""
-    return condition.reason in NOTABLE or bool(_remarks(condition))
 
 
 def _remarks(condition: Condition) -> list[str]:
@@ -470,13 +456,9 @@ def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
     )
 
 
-REPLACED: Set[str] = frozenset(
-    {
-        ConditionType.DRIVER_LOADED,
-        ConditionType.LIBRARIES_PRESENT,
-        ConditionType.DRIVER_ROOT_STAGED,
-        Reason.GPU_FAILED,
-    }
-)
+REPLACED: Set[str] = {
+    *(ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED),
+    Reason.GPU_FAILED,
+}
 """Conditions about drivers, and a reason, for which a vendor's own commands replace the general ones. For others, the
 vendor's commands come first, and the general ones follow."""

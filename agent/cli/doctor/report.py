@@ -98,7 +98,6 @@ def _driver(driver: DriverForPods) -> str:
 
 def as_object(report: Report) -> dict[str, object]:
     """Return the report for programs (docs/json.md)."""
-    cluster = report.cluster
     return {
         "sound": report.sound,
         "host": [to_builtins(each) for each in report.host.findings],
@@ -110,23 +109,9 @@ def as_object(report: Report) -> dict[str, object]:
                 "ready": each.ready.status,
                 "reason": each.ready.reason,
                 "message": each.ready.message,
-                "findings": [_object(finding) for finding in each.findings],
+                "findings": [to_builtins(finding) for finding in each.findings],
             }
             for each in report.machines
         },
-        "cluster": None
-        if cluster is None
-        else {"findings": [to_builtins(each) for each in cluster.findings], "unknown": cluster.unknown},
-    }
-
-
-def _object(finding: MachineFinding) -> dict[str, object]:
-    return {
-        "conditions": finding.conditions,
-        "status": finding.status,
-        "reason": finding.reason,
-        "message": finding.message,
-        "looksLike": finding.symptoms,
-        "fix": finding.fix,
-        "preventsReady": finding.prevents_ready,
+        "cluster": to_builtins(report.cluster),
     }

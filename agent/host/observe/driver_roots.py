@@ -48,6 +48,12 @@ class Staged(Struct, frozen=True):
     """Why some driver roots could not be observed; empty if all were."""
 
 
+def why_state_is_not_mounted(system: System) -> str:
+    """Return why systemd mounts no driver root: a symbolic link on the path. Empty if there is none."""
+    link = _link_on_path(STATE, system)
+    return f"{STATE_IS_LINKED}: replace the link {link} with a bind mount" if link else ""
+
+
 def observe_staged(system: System) -> Staged:
     """Return the driver roots on disk. An unusable manifest becomes a problem in the result, not an exception."""
     try:
@@ -57,8 +63,7 @@ def observe_staged(system: System) -> Staged:
         plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
         return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
-    link = _link_on_path(STATE, system)
-    problems = [f"{STATE_IS_LINKED}: replace the link {link} with a bind mount"] if link else []
+    problems = [linked] if (linked := why_state_is_not_mounted(system)) else []
     roots, unseen = [], list[str]()
     for index in sorted(manifests):
         path = f"{MANIFESTS}/{index}.json"

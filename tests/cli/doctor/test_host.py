@@ -11,9 +11,9 @@ from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
 from agent.host.daemon.health import status_line
 from agent.host.daemon.loop import EventLog
-from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.reconcile import Reconciler
 from agent.model.facts import GpuFault, PciDevice
+from agent.model.paths import STATE
 from agent.vendors.host_vendor import Finding
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -156,7 +156,9 @@ def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: pytest.Cap
 
 
 def test_a_problem_that_is_a_finding_is_no_note_as_well(sound: Host) -> None:
+    sound.symlink(STATE, "../../elsewhere")
     seen = reconciler(sound).preview()[0]
-    report = diagnose_host(replace(seen, plain_roots=(0,), staged_problems=(STATE_IS_LINKED,)), EMPTY, sound)
-    assert [each.evidence for each in report.findings] == [STATE_IS_LINKED]
+    (problem,) = seen.staged_problems
+    report = diagnose_host(replace(seen, plain_roots=(0,)), EMPTY, sound)
+    assert [each.evidence for each in report.findings] == [problem]
     assert report.remarks == ()

@@ -15,20 +15,22 @@ from agent.cli.doctor.machines import (
     START,
     Environment,
     diagnose,
-    environment_of,
+    diagnose_machines,
     remedy,
 )
+from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, Driver, Gpu, UserSpace, VendorFacts
 from agent.model.goal import Grant
+from agent.system.files import System
 from agent.vendors.nvidia.conditions import FIXED, nvidia_conditions
 from tests.fakes import facts
 from tests.fakes.conditions_page import DOCUMENT, rows
 from tests.fakes.gpu_host import reconciler
-from tests.fakes.host import Host
+from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import node_host, node_reconciler
 from tests.fakes.reconciler import conditions
@@ -304,7 +306,7 @@ def test_a_new_host_name_needs_a_new_start_of_the_kubelet() -> None:
     assert "&& systemctl restart kubelet" in fix(ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME)[-1]
 
 
-def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands() -> None:
+def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands(tmp_path: Path) -> None:
     """NVIDIA's hosts need no `vainfo`, and Intel's no `nvidia-smi`."""
     fault = MachineOutcome("m", conditions(false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
     intel = VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),))
@@ -314,7 +316,9 @@ def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands() -> None:
     assert ("nvidia-smi" in intels.symptoms, "vainfo" in intels.symptoms) == (False, True)
     assert [line for line in intels.fix if "nvidia" in line] == []
     host = replace(facts.facts(), vendors=(*NVIDIA, VendorFacts("intel")))
-    assert environment_of(host, frozenset(), "").vendors == NVIDIA
+    system = System(ScriptedRunner(), str(tmp_path))
+    (found,) = diagnose_machines([fault], host, Config(machines={}), system, as_root=False)
+    assert [each.symptoms for each in found.findings] == [nvidias.symptoms]
 
 
 # ---- what is listed
