@@ -1,10 +1,10 @@
-"""`unbounded-agent kube manifests`: the Kubernetes manifests and Helm values that come with the agent."""
+"""`unbounded-agent kube`: the manifests that come with the agent, and the move of a node to DRA or back."""
 
 import argparse
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -46,38 +46,27 @@ def manifests(names: Sequence[str], directory: str | None, system: System) -> in
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"there is no manifest {', '.join(unknown)}: choose from {', '.join(known)}")
     texts = {name: system.read_text(f"{DIRECTORY}/{name}{SUFFIX}") for name in names or known}
-    if directory is not None:
-        contents = {f"{os.path.abspath(directory)}/{name}{SUFFIX}": text.encode() for name, text in texts.items()}
-        _refuse_changed(contents, system)
-        for path, content in contents.items():
-            system.write(path, content)
-            say([path])
-    elif names:
-        say(["---\n".join(texts.values()).rstrip("\n")])
-    else:
-        say(_names_and_purposes(texts))
-    return 0
-
-
-def _refuse_changed(contents: dict[str, bytes], system: System) -> None:
-    changed = [path for path, content in contents.items() if system.exists(path) and system.read(path) != content]
-    if changed:
+    if directory is None:
+        width = max(map(len, texts))
+        purposes = [f"{name.ljust(width)}  {text.splitlines()[0].removeprefix('# ')}" for name, text in texts.items()]
+        say(["---\n".join(texts.values()).rstrip("\n")] if names else purposes)
+        return 0
+    contents = {f"{os.path.abspath(directory)}/{name}{SUFFIX}": text.encode() for name, text in texts.items()}
+    if changed := [path for path, each in contents.items() if system.exists(path) and system.read(path) != each]:
         raise ApplyError(
             f"nothing was written, because these files have other content, perhaps edited: {', '.join(changed)}",
             "write into an empty directory, and compare the two with `diff -ru`; or name only manifests that are not "
             "there; to replace a file, remove it first",
         )
+    for path, content in contents.items():
+        system.write(path, content)
+        say([path])
+    return 0
 
 
-def _names_and_purposes(texts: dict[str, str]) -> Iterator[str]:
-    width = max(map(len, texts))
-    for name, text in texts.items():
-        yield f"{name.ljust(width)}  {text.splitlines()[0].removeprefix('# ')}"
-
-
-# The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
+# The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. The order matters.
 #
-# The order matters. A device plugin does not know which GPUs agent.dra has given to pods, and agent.dra does not know
+# A device plugin does not know which GPUs agent.dra has given to pods, and agent.dra does not know
 # which GPUs the plugin has given. So each could give a GPU to a pod although another pod already has it. Therefore no
 # pod may have a GPU while the node is moved.
 
@@ -281,12 +270,6 @@ def _counts_text(counts: Mapping[str, str]) -> str:
     return f" (the node's status still has {listed})" if listed else ""
 
 
-# `unbounded-agent kube allocation`: moves a node from the device plugin to Dynamic Resource Allocation, or back.
-#
-# Without a kubeconfig it prints the steps. With one, it takes the steps that need only the cluster's API, and stops at
-# the first one that the user must take: in the machine, in the configuration, or with other users' pods.
-
-
 KUBECTL_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 CLASS = "device-class-"
@@ -299,16 +282,18 @@ def run_allocation(options: argparse.Namespace) -> int:
 
 
 def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print the steps, or take them. Return 0 if the node is moved, or if the steps were only printed.
+    """Print the steps or, with a kubeconfig, take those that need only the cluster's API.
 
-    Return 1 if the user must take a step before the move can go on.
+    Return 1 if the user must take a step before the move can go on: in the machine, in the configuration, or with other
+    users' pods. Otherwise, return 0.
     """
     machine = _machine(options.machine, options.to, reconciler)
     if not options.kubeconfig:
         # The cluster is not observed. So the steps have NODE and RESOURCE (the device plugin's resource), which the
         # user must replace. The resource's count is unknown: it is 0 here, because a count of 0 is not printed.
         node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": "0"}, (), (), ())
-        say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
+        steps = _steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())
+        say(line for number, step in enumerate(steps, start=1) for line in _lines(number, step))
         return 0
     # The name that `up` recorded, not the one that the machine reports: root in the machine could name another node.
     node_name = options.node or recorded_node(machine, reconciler, "name it with --node NODE")
@@ -340,10 +325,8 @@ def _steps(
     return to_dra(machine, node, configured, classes, reasons == [Reason.ADVERTISED] and configured == DRA)
 
 
-def _listing(steps: tuple[Step, ...]) -> Iterator[str]:
-    for number, step in enumerate(steps, start=1):
-        yield f"{number}. {step.what}"
-        yield from (f"     {command}" for command in step.commands)
+def _lines(number: int, step: Step, state: str = "") -> list[str]:
+    return [f"{number}. {state}{step.what}", *(f"     {command}" for command in step.commands)]
 
 
 def _gives_gpus(resource: str) -> bool:
@@ -351,12 +334,14 @@ def _gives_gpus(resource: str) -> bool:
     return any(each and gives_gpus(resource, each.resource_prefix, each.harmless_resources) for each in vendors)
 
 
-class _Move:
+class _Move(Struct):
     """The move of one node."""
 
-    def __init__(self, to: str, machine: str, node: str, kubeconfig: str, reconciler: Reconciler) -> None:
-        self._to, self._machine, self._node = to, machine, node
-        self._kubeconfig, self._reconciler, self._system = kubeconfig, reconciler, reconciler.system
+    to: str
+    machine: str
+    node: str
+    kubeconfig: str
+    reconciler: Reconciler
 
     def run(self) -> bool:
         """Take the steps in order. Stop at the first one that only the user can take. Return whether all are done."""
@@ -367,46 +352,47 @@ class _Move:
                 # A step may change whether later ones are done.
                 steps = self._reconcile_and_list_steps()
             elif not step.done:
-                say([f"{number}. to do: {step.what}", *(f"     {command}" for command in step.commands)])
-                say(["then repeat this command"])
+                say([*_lines(number, step, "to do: "), "then repeat this command"])
                 return False
             say([f"{number}. done: {step.what}"])
         return True
 
     def _take(self, step: Step) -> None:
-        note = cordoned_file(self._machine)
+        note = cordoned_file(self.machine)
         if step.kubectl[0] == "cordon":
             # Write the note before the node is cordoned, so that `start` uncordons the node if this command is never
             # repeated.
-            self._system.write(note, f"{self._node}\n".encode(), 0o600)
+            self.reconciler.system.write(note, f"{self.node}\n".encode(), 0o600)
         self._kubectl(*step.kubectl)
         if step.kubectl[0] == "uncordon":
-            self._system.remove(note)
+            self.reconciler.system.remove(note)
 
     def _reconcile_and_list_steps(self) -> tuple[Step, ...]:
-        node = self._get("node", self._node)
-        pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self._node}")
+        node = self._get("node", self.node)
+        pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self.node}")
         claims = self._kubectl("get", f"--output={CLAIM_LINES}", "resourceclaims", "--all-namespaces")
-        slices = self._get("resourceslices", f"--field-selector=spec.nodeName={self._node},spec.driver={DRA_DRIVER}")
+        slices = self._get("resourceslices", f"--field-selector=spec.nodeName={self.node},spec.driver={DRA_DRIVER}")
         try:
             observed = Node(
-                self._node,
+                self.node,
                 bool(node["spec"].get("unschedulable")),
-                self._system.exists(cordoned_file(self._machine)),
+                self.reconciler.system.exists(cordoned_file(self.machine)),
                 parse_counts(node, "allocatable", _gives_gpus),
                 parse_counts(node, "capacity", _gives_gpus),
                 parse_holders(pods, _gives_gpus),
-                parse_claimants(claims, self._node),
+                parse_claimants(claims, self.node),
                 tuple(each["metadata"]["name"] for each in slices["items"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DocumentError(f"kubectl printed an object of an unexpected form: {error!r}") from error
-        outcome = self._reconciler.reconcile()
-        conditions = next(each.conditions for each in outcome.machines if each.name == self._machine)
-        return _steps(self._to, self._machine, observed, self._reconciler, outcome.facts, conditions)
+        outcome = self.reconciler.reconcile()
+        conditions = next(each.conditions for each in outcome.machines if each.name == self.machine)
+        return _steps(self.to, self.machine, observed, self.reconciler, outcome.facts, conditions)
 
     def _get(self, *arguments: str) -> dict[str, Any]:
         return parse_object(f"kubectl get {arguments[0]}", self._kubectl("get", "--output=json", *arguments).encode())
 
     def _kubectl(self, *arguments: str) -> str:
-        return self._system.run("kubectl", f"--kubeconfig={self._kubeconfig}", *arguments, timeout=KUBECTL_LIMIT)
+        return self.reconciler.system.run(
+            "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments, timeout=KUBECTL_LIMIT
+        )

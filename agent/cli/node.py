@@ -1,11 +1,11 @@
-"""`unbounded-agent up`: makes the Kubernetes nodes of the configuration, and waits until they have joined."""
+"""`unbounded-agent up`, `preflight` and `reset`: make the Kubernetes nodes of the configuration, and remove them."""
 
 import argparse
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.cli.host import load, this_host
@@ -33,9 +33,6 @@ from agent.system.files import System
 from agent.system.http import ask
 from agent.system.network import HostNetwork, NetworkSource
 from agent.system.tool_runner import tool_runner
-
-# Waits until API servers answer, and until machines have reported and, if they are nodes, have joined the cluster.
-
 
 JOIN_LIMIT = 300.0
 """Seconds to wait for machines to boot, report and join, in addition to their longest driver_wait."""
@@ -94,9 +91,12 @@ class Watch(Struct, frozen=True):
         """Return the name of the machine's Node object; empty if the machine has not joined."""
         return observe_joined(name, self.reconciler.system)
 
-    def waiting(self, outcome: Outcome) -> dict[str, str]:
-        """Return why machines are not finished yet, by machine; empty if all machines are finished."""
-        reasons = {}
+    def waiting(self, outcome: Outcome) -> dict[str, str | None]:
+        """Return why machines are not finished yet, by machine; empty if all machines are finished.
+
+        None means that only the machine's kubelet has not joined the cluster yet.
+        """
+        reasons: dict[str, str | None] = {}
         # A machine that is stopping counts as not running. Its last report is still there, and would let it pass for
         # finished.
         ended = {each.name for each in outcome.facts.machines if each.ended or each.unit_state == "deactivating"}
@@ -104,7 +104,7 @@ class Watch(Struct, frozen=True):
             if machine.pending or machine.name in ended:
                 reasons[machine.name] = machine.awaited
             elif not self._joined(machine.name):
-                reasons[machine.name] = NOT_JOINED
+                reasons[machine.name] = None
         return reasons
 
     def all_ready(self, outcome: Outcome) -> bool:
@@ -117,13 +117,9 @@ class Watch(Struct, frozen=True):
 
         Any failure ends the wait, except one that concerns only machines that are not in `names`.
         """
-        outcome = self.reconciler.reconcile()
-        started: set[str] = set()
-        failures = (
-            outcome.failures_of(self.names)
-            + self._start_stopped(outcome, started)
-            + self._never_started(outcome, started)
-        )
+        outcome, started = self.reconciler.reconcile(), set[str]()
+        failures = outcome.failures_of(self.names)
+        failures += self._start_stopped(outcome, started) + self._never_started(outcome, started)
         return (outcome, failures) if failures else self._wait(started | _running(outcome))
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
@@ -172,8 +168,7 @@ class Watch(Struct, frozen=True):
         """Wait until all machines are finished, something fails, or time is up. Return the same as `start`."""
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
         began = limit_since = time.monotonic()
-        last_sentence, failing, servers = "", frozenset[str](), _Servers(self.reconciler, self.ask)
-        tokens = _NewTokens(self.reconciler, self.ask)
+        last_sentence, failing, joining = "", frozenset[str](), dict[str, _Joining]()
         while True:
             time.sleep(NODE_POLL)
             outcome = self.reconciler.reconcile()
@@ -184,19 +179,21 @@ class Watch(Struct, frozen=True):
             waiting |= {name: _failed(name) for name in failing & waiting.keys()}
             if failures or not waiting:
                 return outcome, failures
-            problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
-            now, silent = time.monotonic(), any(each and each.late for each in problems.values())
+            joining = {
+                name: joining.get(name) or _Joining(name, self.reconciler, self.ask)
+                for name, why in waiting.items()
+                if why is None
+            }
+            problems = [each.look() for each in joining.values()]
+            now, silent = time.monotonic(), any(each and each.late for each in problems)
             if silent and now - began <= SERVER_LIMIT:
                 # No kubelet can join through an API server that does not answer, so `limit` counts only from the
                 # server's answer on.
                 limit_since = now
             elif silent or now - limit_since > limit:
-                return outcome, tuple(
-                    _timed_out(name, why, problems.get(name), now - began, tokens.refused.get(name, ""))
-                    for name, why in waiting.items()
-                )
-            tokens.offer(name for name, problem in problems.items() if problem is None)
-            sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
+                late = (_timed_out(name, why, joining.get(name), now - began) for name, why in waiting.items())
+                return outcome, tuple(late)
+            sentence = "; ".join(_progress(name, why, joining.get(name)) for name, why in waiting.items())
             if sentence != last_sentence:
                 self.reconciler.progress(sentence)
                 last_sentence = sentence
@@ -228,63 +225,47 @@ def _failed(name: str) -> str:
 NOT_JOINED = "its kubelet has not joined the cluster yet"
 
 
-class _Servers(Struct):
-    """Checks the API servers of machines that have not joined, each at most once in SERVER_POLL seconds."""
+class _Joining(Struct):
+    """Looks for what keeps a machine's node from joining. Gives it its bootstrap token again if it may need one.
 
-    reconciler: Reconciler
-    ask: Asking
-    asked_at: dict[str, float] = field(default_factory=dict)
-    problems: dict[str, Check | None] = field(default_factory=dict)
-
-    def problem(self, name: str) -> Check | None:
-        """Return the failed check that shows why a machine cannot join; None if no check fails on this host."""
-        node, now = self.reconciler.config.machines[name].node, time.monotonic()
-        if node and now - self.asked_at.get(name, now - SERVER_POLL) >= SERVER_POLL:
-            system = self.reconciler.system
-            # Check the token only if the machine has one. If its node has joined before, it has none left, and rarely
-            # needs one: see _NewTokens.
-            checks = check_server(node, system, self.ask, with_token=system.exists(token_file(name)))
-            self.asked_at[name] = now
-            self.problems[name] = next((check for check in checks if not check.passed), None)
-        return self.problems.get(name)
-
-
-class _NewTokens(Struct):
-    """Gives bootstrap tokens to nodes that had joined before, because their kubelets' certificates may have expired.
-
-    A kubelet whose certificate is still valid ignores the token (LoadClientConfig in
-    pkg/kubelet/certificate/bootstrap).
+    A node that had joined before needs a token if its kubelet's certificate has expired. A kubelet whose certificate is
+    still valid ignores the token (LoadClientConfig in pkg/kubelet/certificate/bootstrap).
     """
 
+    name: str
     reconciler: Reconciler
     ask: Asking
-    since: dict[str, float] = field(default_factory=dict)
-    """By machine: since when its node has not joined although no check fails on this host."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """By machine: why its node got no token, in words; empty if the node got one, or needs none."""
+    looked_at: float | None = None
+    problem: Check | None = None
+    """The failed check that shows why the machine cannot join; None if no check fails on this host."""
+    unhindered_since: float | None = None
+    """Since when the node has not joined although no check fails."""
+    no_token: str | None = None
+    """Why the node got no token again; empty if it got one, or needs none; None before that is known."""
 
-    def offer(self, names: Iterable[str]) -> None:
-        """Give a token to each of these nodes, once, after it has waited for REJOIN_WAIT seconds. Raises AgentError."""
-        now = time.monotonic()
-        self.since = {name: self.since.get(name, now) for name in names}
-        for name, since in self.since.items():
-            if now - since > REJOIN_WAIT and name not in self.refused and (refused := self._give(name)) is not None:
-                self.refused[name] = refused
+    def look(self) -> Check | None:
+        """Check the API server, at most once in SERVER_POLL seconds. Return the failed check. Raises AgentError."""
+        now, system = time.monotonic(), self.reconciler.system
+        node = self.reconciler.config.machines[self.name].node
+        if node and (self.looked_at is None or now - self.looked_at >= SERVER_POLL):
+            # Check the token only if the machine has one. If its node has joined before, it has none left, and rarely
+            # needs one.
+            checks = check_server(node, system, self.ask, with_token=system.exists(token_file(self.name)))
+            self.looked_at, self.problem = now, next((check for check in checks if not check.passed), None)
+        if self.problem or self.unhindered_since is None:
+            self.unhindered_since = None if self.problem else now
+        elif now - self.unhindered_since > REJOIN_WAIT and self.no_token is None:
+            self.no_token = self._give_token()
+        return self.problem
 
-    def _give(self, name: str) -> str | None:
-        """Give a node its token again, unless it needs none. Raises AgentError.
-
-        Return why the node cannot get a token. The text is empty if the node got one, or needs none. Return None if the
-        API server did not answer.
-        """
-        node, system = self.reconciler.config.machines[name].node, self.reconciler.system
+    def _give_token(self) -> str | None:
+        """Give the node its token again, once. Return the new `no_token`; None if the API server did not answer."""
+        name, node, system = self.name, self.reconciler.config.machines[self.name].node, self.reconciler.system
         if not node or not node.bootstrap_token or system.exists(token_file(name)):
             return ""
         if failed := next((each for each in check_server(node, system, self.ask) if not each.passed), None):
-            if failed.late:
-                return None
-            why = f"{failed.message} ({failed.advice})"
-            return f"if its certificate has expired, it needs a valid bootstrap token: {why}"
+            why = f"if its certificate has expired, it needs a valid bootstrap token: {failed.message}"
+            return None if failed.late else f"{why} ({failed.advice})"
         what = f"give machine {name} the bootstrap token of {node.bootstrap_token} again"
         self.reconciler.progress(f"{what}, in case its kubelet's certificate has expired")
         try:
@@ -294,22 +275,22 @@ class _NewTokens(Struct):
         return ""
 
 
-def _progress(name: str, why: str, problem: Check | None) -> str:
-    if problem is None:
-        return f"{name}: waiting: {why}"
-    return f"{name}: waiting: {why}: {problem.message} ({LIMIT_NOTE if problem.late else problem.advice})"
+def _progress(name: str, why: str | None, joining: _Joining | None) -> str:
+    sentence = f"{name}: waiting: {why or NOT_JOINED}"
+    if joining is None or (problem := joining.problem) is None:
+        return sentence
+    return f"{sentence}: {problem.message} ({LIMIT_NOTE if problem.late else problem.advice})"
 
 
-def _timed_out(name: str, why: str, problem: Check | None, waited: float, no_token: str) -> str:
-    what = f"machine {name} was not ready within {waited:.0f} s: {why}"
-    if problem is None and why == NOT_JOINED:
-        again = no_token or f"then run `unbounded-agent up {name}` again"
-        return f"{what} (see `journalctl -M {name} -u kubelet`; {again})"
-    if problem is None:
+def _timed_out(name: str, why: str | None, joining: _Joining | None, waited: float) -> str:
+    what = f"machine {name} was not ready within {waited:.0f} s: {why or NOT_JOINED}"
+    if joining is None:
         return f"{what} (see `unbounded-agent doctor`, then run the same command again)"
-    if problem.late:
-        return f"{what}: {problem.message} ({problem.advice}; then run `unbounded-agent up {name}` to continue)"
-    return f"{what}: {problem.message} ({problem.advice})"
+    if (problem := joining.problem) is None:
+        again = joining.no_token or f"then run `unbounded-agent up {name}` again"
+        return f"{what} (see `journalctl -M {name} -u kubelet`; {again})"
+    then = f"; then run `unbounded-agent up {name}` to continue" if problem.late else ""
+    return f"{what}: {problem.message} ({problem.advice}{then})"
 
 
 SERVICE = "unbounded-agent.service"
@@ -321,53 +302,46 @@ SERVICE_POLL = 1.0
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 
 
-class Output:
+class _Output(Struct, frozen=True):
     """What `up` prints: sentences for people, or one JSON object per line for programs."""
 
-    def __init__(self, *, for_programs: bool) -> None:
-        self._for_programs = for_programs
+    for_programs: bool
 
     def step(self, sentence: str) -> None:
-        """Report that a step begins."""
-        if not self._for_programs:
+        if not self.for_programs:
             progress(sentence)
         elif sentence:
             self._event("step", message=sentence)
 
     def check(self, check: Check) -> None:
-        """Report a failed check."""
-        if self._for_programs:
+        if self.for_programs:
             self._event("check", **as_object(check))
         else:
             say([in_words(check)])
 
     def remark(self, sentence: str) -> None:
-        """Report something that the user should know although nothing has failed."""
-        if self._for_programs:
+        if self.for_programs:
             self._event("remark", message=sentence)
         else:
             report(f"note: {sentence}")
 
-    def result(self, outcome: Outcome, watch: Watch, failures: Iterable[str]) -> None:
-        """Report the final state of the machines, and what failed."""
-        machines, failures = watch.machines(outcome), list(failures)
-        if self._for_programs:
-            states = {
+    def result(self, outcome: Outcome, watch: Watch, failures: Sequence[str]) -> None:
+        machines = watch.machines(outcome)
+        if not self.for_programs:
+            print_machines(machines, watch.reconciler)
+        self.end(
+            failures,
+            {
                 each.name: {"ready": each.ready.status, "reason": each.ready.reason, "node": watch.node(each.name)}
                 for each in machines
-            }
-            self._event("result", machines=states, failures=failures)
-            return
-        print_machines(machines, watch.reconciler)
-        for failure in failures:
-            report(failure)
+            },
+        )
 
-    def failure(self, sentence: str) -> None:
-        """Report the error that ended the command."""
-        if self._for_programs:
-            self._event("result", machines={}, failures=[sentence])
+    def end(self, failures: Sequence[str], machines: Mapping[str, object] = {}) -> None:
+        if self.for_programs:
+            self._event("result", machines=machines, failures=failures)
         else:
-            report(sentence)
+            report_failures(failures)
 
     def _event(self, event: str, **values: object) -> None:
         say([document("up", time.time(), {"event": event, **values}, indent=None)])
@@ -432,7 +406,7 @@ def up(
     """
     if rebuild and not name:
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
-    names, output = chosen(reconciler, name), Output(for_programs=for_programs)
+    names, output = chosen(reconciler, name), _Output(for_programs)
     reconciler.progress = output.step
     system = reconciler.system
     with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, names, "up"):
@@ -454,25 +428,19 @@ def up(
             output.remark(remark)
         if work.failed:
             return 1
-        outcome, watch = (
-            Outcome(facts, reconciler.evaluate(facts, planned, difference)),
-            Watch(reconciler, names, ask=ask),
-        )
+        outcome = Outcome(facts, reconciler.evaluate(facts, planned, difference))
+        watch = Watch(reconciler, names, ask=ask)
         if work.finished and not difference.actions and not watch.waiting(outcome) and watch.all_ready(outcome):
             output.result(outcome, watch, ())
             return 0
-        return _make(work, provisioner, watch, output)
+        try:
+            return _make_nodes(work, provisioner, watch, output)
+        except AgentError as error:
+            output.end([str(error)])
+            return 1
 
 
-def _make(work: Work, provisioner: Provisioner, watch: Watch, output: Output) -> int:
-    try:
-        return _make_nodes(work, provisioner, watch, output)
-    except AgentError as error:
-        output.failure(str(error))
-        return 1
-
-
-def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Output) -> int:
+def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: _Output) -> int:
     provisioner.run(work.record)
     host = work.host
     for node in work.nodes:
@@ -500,7 +468,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
     return 0 if not failures and watch.all_ready(outcome) else 1
 
 
-def _reload_service(system: System, output: Output) -> None:
+def _reload_service(system: System, output: _Output) -> None:
     """Make the service read the configuration. With an older configuration, it would remove new machines' settings."""
     deadline = time.monotonic() + PASS_WAIT
     # systemd does not reload a service that is still starting, and such a service may already have read the older
