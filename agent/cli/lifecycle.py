@@ -25,25 +25,27 @@ ANSWER_LIMIT = 60.0
 
 def run_lifecycle(options: argparse.Namespace) -> int:
     """Run one of the three commands, and return its exit code."""
-    name, kubeconfig, reconciler = options.machine, options.kubeconfig, reconciler_for(options)
-    match options.command:
-        case "start":
-            return start(name, reconciler, kubeconfig)
-        case "stop":
-            return stop(name, reconciler, kubeconfig, drain=not options.no_drain)
-        case _:
-            return restart(name, reconciler, kubeconfig, drain=not options.no_drain)
+    drain = not getattr(options, "no_drain", False)
+    return lifecycle(options.command, options.machine, reconciler_for(options), options.kubeconfig, drain=drain)
 
 
-def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
-    """Start a machine, wait until it is ready, and uncordon its node if the agent cordoned it. Return the exit code.
+def lifecycle(command: str, name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool = True) -> int:
+    """Start, stop or restart a machine, as `command` says. Return the exit code. Raises AgentError.
 
-    If the agent cordoned the node, and there is no kubeconfig or the machine is not ready, the node stays cordoned.
-    This counts as a failure.
+    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig
+    or the machine is not ready, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
+    drained if `drain` is set and a kubeconfig is given.
     """
-    _require_configured(name, reconciler)
-    with machine_locks(reconciler.system, (name,), "start"):
-        return _start(name, reconciler, kubeconfig)
+    if name not in reconciler.config.machines:
+        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    with machine_locks(reconciler.system, (name,), command):
+        match command:
+            case "start":
+                return _start(name, reconciler, kubeconfig)
+            case "stop":
+                return _stop(name, reconciler, kubeconfig, drain=drain)
+            case _:
+                return _restart(name, reconciler, kubeconfig, drain=drain)
 
 
 def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
@@ -59,13 +61,6 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     ready = not failures and watch.all_ready(outcome)
     failures += _uncordon(name, reconciler, kubeconfig, ready=ready)
     return report_failures(failures) or (0 if ready else 1)
-
-
-def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Drain a machine's node if `drain` is set and a kubeconfig is given, then stop the machine. Raises AgentError."""
-    _require_configured(name, reconciler)
-    with machine_locks(reconciler.system, (name,), "stop"):
-        return _stop(name, reconciler, kubeconfig, drain=drain)
 
 
 def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
@@ -84,14 +79,8 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
     return 0
 
 
-def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Stop a machine and start it again. Raises AgentError; if the machine may stay stopped, the error says so."""
-    _require_configured(name, reconciler)
-    with machine_locks(reconciler.system, (name,), "restart"):
-        return _restart(name, reconciler, kubeconfig, drain=drain)
-
-
 def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+    """Stop a machine and start it again. If the machine may stay stopped, the error says so."""
     _refuse_restart(name, reconciler)
     _stop(name, reconciler, kubeconfig, drain=drain)
     # "May not", because the error or the interrupt may also come after the start.
@@ -135,11 +124,6 @@ def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None
     except KeyboardInterrupt:
         reconciler.progress(f"interrupted: {sentence}")
         raise
-
-
-def _require_configured(name: str, reconciler: Reconciler) -> None:
-    if name not in reconciler.config.machines:
-        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
 
 
 def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:

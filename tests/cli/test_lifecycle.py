@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.kube import allocation
-from agent.cli.lifecycle import restart, start, stop
+from agent.cli.lifecycle import lifecycle
 from agent.cli.node import reset_machine, up
 from agent.cli.parser import make_parser
 from agent.config.settings import MachineSettings
@@ -53,26 +53,26 @@ def kubectl(host: NodeHost) -> list[tuple[str, ...]]:
 
 
 def test_pods_are_moved_before_the_machine_stops_and_may_return(host: NodeHost, agent: Reconciler) -> None:
-    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
     assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
-    assert start(MACHINE, agent, ADMIN) == 0
+    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
     assert kubectl(host)[-1] == UNCORDON
     assert not host.exists(cordoned_file(MACHINE))
 
 
 def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Reconciler) -> None:
     host.command(*QUERY, stdout="true")
-    assert restart(MACHINE, agent, ADMIN, drain=True) == 0
+    assert lifecycle("restart", MACHINE, agent, ADMIN, drain=True) == 0
     assert kubectl(host) == [QUERY, DRAIN, STOP]
 
 
 def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agent: Reconciler) -> None:
     said: list[str] = []
     agent.progress = said.append
-    assert stop(MACHINE, agent, "", drain=True) == 0
+    assert lifecycle("stop", MACHINE, agent, "", drain=True) == 0
     assert kubectl(host) == [STOP]
     assert "--kubeconfig FILE" in said[0]
-    assert restart(MACHINE, agent, ADMIN, drain=False) == 0
+    assert lifecycle("restart", MACHINE, agent, ADMIN, drain=False) == 0
     assert kubectl(host) == [STOP, STOP]
 
 
@@ -85,11 +85,11 @@ def test_a_machine_without_settings_is_neither_started_nor_stopped(tmp_path: Pat
     host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     agent = reconciler(host)
     with pytest.raises(AgentError, match=f"{MACHINE} was not started: no GPU on this host") as error:
-        start(MACHINE, agent, "")
+        lifecycle("start", MACHINE, agent, "")
     assert f"systemctl start {UNITS[0]}" in error.value.hint
     units(host, "active")
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* no GPU on this host"):
-        restart(MACHINE, agent, "", drain=False)
+        lifecycle("restart", MACHINE, agent, "", drain=False)
     assert STOP not in host.runner.calls
 
 
@@ -97,7 +97,7 @@ def test_a_machine_that_would_not_start_again_is_not_stopped(host: NodeHost, age
     """A machine that cannot be observed is left as it is, so the agent would not start it."""
     host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* Input/output error") as error:
-        restart(MACHINE, agent, ADMIN, drain=True)
+        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
     assert f"systemctl restart {UNITS[0]}" in error.value.hint
     assert kubectl(host) == []
 
@@ -114,7 +114,7 @@ def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
         case _:
             host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped") as error:
-        restart(MACHINE, agent, ADMIN, drain=True)
+        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
     assert kubectl(host) == []
     # Of these, systemd itself can restart only the last one.
     assert ("systemctl restart" in error.value.hint) is (state == "with settings of others")
@@ -124,12 +124,12 @@ def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
     host.command(*DRAIN, stderr="Cannot evict pod as it would violate the pod's disruption budget.", status=1)
     with pytest.raises(CommandError, match="disruption budget") as error:
-        stop(MACHINE, agent, ADMIN, drain=True)
+        lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
     assert STOP not in host.runner.calls
     assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in error.value.hint
-    assert start(MACHINE, agent, ADMIN) == 0
+    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
     assert kubectl(host)[-1] == UNCORDON
-    assert start(MACHINE, agent, "") == 0
+    assert lifecycle("start", MACHINE, agent, "") == 0
 
 
 @pytest.mark.parametrize("kubeconfig", [ADMIN, ""])
@@ -137,26 +137,26 @@ def test_a_node_whose_machine_did_not_start_stays_cordoned(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], kubeconfig: str
 ) -> None:
     """Pods would come to a node without GPUs."""
-    stop(MACHINE, agent, ADMIN, drain=True)
+    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert start(MACHINE, agent, kubeconfig) == 1
+    assert lifecycle("start", MACHINE, agent, kubeconfig) == 1
     said = capsys.readouterr().err
     assert UNCORDON not in host.runner.calls
     assert f"node {NODE} stays cordoned" in said
     assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in said
     host.bus.unit(UNITS[0], "inactive")
-    assert start(MACHINE, agent, ADMIN) == 0
+    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
     assert kubectl(host)[-1] == UNCORDON
 
 
 def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host: NodeHost, agent: Reconciler) -> None:
-    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
     host.make_directory("/var/lib/machines/other")
     host.bus.unit("systemd-nspawn@other.service", "inactive")
     others = {"other": MachineSettings(gpus=[])}
     agent.config = replace(agent.config, machines={**agent.config.machines, **others})
     host.full.append(nspawn_file("other"))
-    assert start(MACHINE, agent, ADMIN) == 0
+    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
     assert kubectl(host)[-1] == UNCORDON
     outcome = agent.reconcile()
     assert outcome.failures == outcome.failures_of(["other"]) != ()
@@ -166,9 +166,9 @@ def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host:
 def test_a_failed_uncordon_is_reported_and_can_be_repeated(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop(MACHINE, agent, ADMIN, drain=True)
+    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
     host.command(*UNCORDON, stderr="connection refused", status=1)
-    assert start(MACHINE, agent, ADMIN) == 1
+    assert lifecycle("start", MACHINE, agent, ADMIN) == 1
     assert "connection refused" in capsys.readouterr().err
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
@@ -176,8 +176,8 @@ def test_a_failed_uncordon_is_reported_and_can_be_repeated(
 def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop(MACHINE, agent, ADMIN, drain=True)
-    assert start(MACHINE, agent, "") == 1
+    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
+    assert lifecycle("start", MACHINE, agent, "") == 1
     message = capsys.readouterr().err
     assert f"this agent cordoned node {NODE}, and has not uncordoned it" in message
     assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
@@ -186,15 +186,15 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
 def test_the_start_of_a_masked_machine_says_what_to_do(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
 
 
 def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
     """Nobody else would start it: a user stopped it."""
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     path = "/proc/driver/nvidia/gpus"
     host.failing[path] = PermissionError(13, "Permission denied", path)
     starts: list[int] = []
@@ -205,19 +205,19 @@ def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: R
         host.failing.pop(path, None)
 
     clock.meanwhile = sleep
-    assert start(MACHINE, agent, "") == 0
+    assert lifecycle("start", MACHINE, agent, "") == 0
     assert (starts[0], host.runner.calls.count(START)) == (0, 1)
 
 
 def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: NodeHost, agent: Reconciler) -> None:
     agent.wait_until = 0.0
     with pass_lock(host, agent.progress), pytest.raises(AgentError, match="another pass") as error:
-        restart(MACHINE, agent, ADMIN, drain=False)
+        lifecycle("restart", MACHINE, agent, ADMIN, drain=False)
     assert host.runner.calls[-1] == STOP
     assert f"machine {MACHINE} was stopped" in error.value.message
     assert f"`unbounded-agent start {MACHINE}`" in error.value.hint
     assert "fuser" in error.value.hint
-    assert start(MACHINE, agent, "") == 0
+    assert lifecycle("start", MACHINE, agent, "") == 0
 
 
 @pytest.mark.parametrize(
@@ -239,16 +239,16 @@ def test_an_interrupted_restart_says_what_it_leaves(
     messages: list[str] = []
     agent.progress = messages.append
     with pytest.raises(KeyboardInterrupt):
-        restart(MACHINE, agent, ADMIN, drain=True)
+        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
     assert messages[-1].startswith(f"interrupted: {said}")
 
 
 def test_a_machine_that_does_not_exist_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.remove_tree(machine_root(MACHINE))
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     said = capsys.readouterr().err
     assert "was not ready within" not in said
     assert machine_root(MACHINE) in said
@@ -260,7 +260,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, state: str
 ) -> None:
     """systemd runs prepare@ first, and it, or somebody else, may start the machine again: only then has it stopped."""
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     states = ["restarted", "activating", "activating", "active", "restarted", "active", state]
@@ -271,7 +271,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
         units(host, now.replace("restarted", "inactive"), stopped_at=1)
 
     clock.meanwhile = sleep
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert not states
 
@@ -280,11 +280,11 @@ def test_a_machine_whose_start_fails_between_two_passes_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     """No pass saw it start. `start` waited for seven minutes."""
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.tools.before = lambda argv: units(host, "failed", stopped_at=1) if argv == START else None
     host.command(*START)
     clock.least = 500.0
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
 
 
@@ -297,14 +297,14 @@ def test_a_machine_that_is_stopping_starts_when_it_has_stopped(host: NodeHost, a
             host.tools(STOP, 0)
 
     clock.meanwhile = sleep
-    assert start(MACHINE, agent, "") == 0
+    assert lifecycle("start", MACHINE, agent, "") == 0
     assert START in host.runner.calls
 
 
 def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
     host: NodeHost, agent: Reconciler, clock: Clock
 ) -> None:
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     said: list[str] = []
@@ -316,7 +316,7 @@ def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
         host.bus.sub_states[UNITS[0]] = "auto-restart" if len(clock.slept) % 2 else "start-pre"
 
     clock.meanwhile = sleep
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     waiting = [sentence for sentence in said if "waiting:" in sentence]
     assert len(waiting) == 1
     assert f"it has failed, and systemd starts it again: see `journalctl -e -u {UNITS[0]}`" in waiting[0]
@@ -333,15 +333,15 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
     host.pci = ()
     host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     assert up(agent, "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
-    stop(MACHINE, agent, "", drain=False)
+    lifecycle("stop", MACHINE, agent, "", drain=False)
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert f"its unit is masked: run `systemctl unmask {UNITS[0]}` first" in capsys.readouterr().err
     host.bus.unit(UNITS[0], "inactive")
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     clock.least = 500.0
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert "was not ready within 500 s: it does not run, or has not answered" in capsys.readouterr().err
 
 
@@ -356,7 +356,7 @@ def test_a_machine_that_somebody_stops_is_not_started_again(
             host.tools(STOP, 0)
 
     clock.meanwhile = sleep
-    assert start(MACHINE, agent, "") == 1
+    assert lifecycle("start", MACHINE, agent, "") == 1
     assert START not in host.runner.calls
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
     assert len(clock.slept) == polls
@@ -366,7 +366,7 @@ def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_pat
     """The service starts the machines that have not run since the boot. systemd knows nothing of such a stop."""
     host = set_up(Host(tmp_path / "host"))
     host.command(*STOP)
-    assert stop(MACHINE, reconciler(host), "", drain=False) == 0
+    assert lifecycle("stop", MACHINE, reconciler(host), "", drain=False) == 0
     reconciler(host).run_pass()
     assert START not in host.runner.calls
     reconciler(host).run_pass(by_hand=(MACHINE,))
@@ -380,7 +380,7 @@ def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(tmp_p
 
     def progress(_: str) -> None:
         if not stopped:
-            stopped.append(stop(MACHINE, reconciler(host), "", drain=False))
+            stopped.append(lifecycle("stop", MACHINE, reconciler(host), "", drain=False))
 
     service.progress = progress
     service.run_pass()
@@ -398,9 +398,9 @@ def move(host: NodeHost) -> int:
 
 
 COMMANDS: dict[str, Callable[[NodeHost], int]] = {
-    "start": lambda host: start(MACHINE, node_reconciler(host), ""),
-    "stop": lambda host: stop(MACHINE, node_reconciler(host), "", drain=False),
-    "restart": lambda host: restart(MACHINE, node_reconciler(host), "", drain=False),
+    "start": lambda host: lifecycle("start", MACHINE, node_reconciler(host), ""),
+    "stop": lambda host: lifecycle("stop", MACHINE, node_reconciler(host), "", drain=False),
+    "restart": lambda host: lifecycle("restart", MACHINE, node_reconciler(host), "", drain=False),
     "reset": lambda host: reset_machine(MACHINE, node_reconciler(host), host.network),
     "up": rebuild,
     "kube allocation": move,
@@ -430,10 +430,10 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     def start_too(argv: tuple[str, ...]) -> None:
         if argv == DRAIN:
             with pytest.raises(AgentError, match="`unbounded-agent stop`"):
-                start(MACHINE, node_reconciler(host), ADMIN)
+                lifecycle("start", MACHINE, node_reconciler(host), ADMIN)
 
     host.tools.before = start_too
-    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
     assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
@@ -468,4 +468,4 @@ def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost
 
 def test_an_unknown_machine(agent: Reconciler) -> None:
     with pytest.raises(ConfigError, match="machine nowhere is not configured"):
-        stop("nowhere", agent, "", drain=False)
+        lifecycle("stop", "nowhere", agent, "", drain=False)
