@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from agent.cli.doctor.machines import diagnose_machines
+from agent.cli.doctor.host import diagnose_machines
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
 from agent.config.load import Loaded

@@ -18,8 +18,7 @@ from functools import partial
 from msgspec import to_builtins
 
 from agent.cli.doctor.cluster import findings, read_cluster
-from agent.cli.doctor.host import diagnose_host
-from agent.cli.doctor.machines import diagnose_machines
+from agent.cli.doctor.host import diagnose_host, diagnose_machines
 from agent.cli.doctor.report import ClusterDiagnosis, Report, as_object, in_words
 from agent.cli.output import document, style
 from agent.cli.parser import VERSION

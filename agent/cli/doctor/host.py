@@ -1,17 +1,19 @@
-"""Diagnoses the host itself: faults that no condition shows."""
+"""Observes what diagnoses need, and diagnoses the host itself: faults that no condition shows."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from agent.config.settings import Config
+from agent.cli.doctor.machines import Diagnosis, Environment, diagnose
+from agent.config.settings import Config, MachineSettings
 from agent.host.observe.driver_roots import why_state_is_not_mounted
-from agent.host.observe.machine import TEMPLATE, observe_units
-from agent.host.reconcile import NO_METRICS, PASS_FAILED, STEP_FAILED
+from agent.host.observe.machine import TEMPLATE, observe_joined, observe_units
+from agent.host.reconcile import NO_METRICS, PASS_FAILED, STEP_FAILED, MachineOutcome
 from agent.host.vendors import host_vendor
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
 from agent.model.text import rfc3339
 from agent.system import systemd
@@ -37,6 +39,7 @@ SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 """Bytes below which something fails, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is
 nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
 leave time to make room before the next driver."""
+MODULES = "/sys/module"
 RELEASE = "/proc/sys/kernel/osrelease"
 
 
@@ -83,6 +86,32 @@ def faults_in_brief(config: Config, system: System) -> list[str]:
     """Return a sentence for each fault that no condition shows although it ends the agent's work."""
     found = (*_service(config, system), *_space(system))
     return [f"{each.cause}: {each.evidence}: see `unbounded-agent doctor`" for each in found]
+
+
+def loaded_modules(system: System) -> frozenset[str]:
+    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
+    names = read_seen(system.entries, MODULES)
+    return frozenset(names) if isinstance(names, tuple) else frozenset()
+
+
+def diagnose_machines(
+    machines: Iterable[MachineOutcome], facts: Facts, config: Config, system: System, *, as_root: bool
+) -> tuple[Diagnosis, ...]:
+    """Return the findings of the machines. `as_root` is whether root reads their commands."""
+    vendors, modules = tuple(each for each in facts.vendors if each.gpus), loaded_modules(system)
+    diagnoses = []
+    for machine in machines:
+        settings = config.machines.get(machine.name) or MachineSettings()
+        environment = Environment(
+            vendors,
+            modules,
+            observe_joined(machine.name, system) or "NODE",
+            settings.allocation == DRA,
+            as_root,
+            bool(settings.node),
+        )
+        diagnoses.append(diagnose(machine, environment))
+    return tuple(diagnoses)
 
 
 def _image(facts: Facts) -> str:

@@ -1,4 +1,4 @@
-"""Diagnoses machines from their conditions: symptoms, and the commands that fix each fault."""
+"""Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -6,18 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from msgspec import Struct
 
 from agent.cli.output import causes, prevents_ready
-from agent.config.settings import Config, MachineSettings
-from agent.host.observe.machine import observe_joined
 from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.conditions import Condition, ConditionType, Reason, Status
-from agent.model.facts import Facts, VendorFacts
-from agent.model.handoff import DRA
-from agent.system.files import System
-from agent.system.trust import read_seen
+from agent.model.facts import VendorFacts
 
 # The commands that fix faults of all vendors' GPUs. Each vendor adds those for its own drivers (HostVendor.remedies).
-MODULES = "/sys/module"
 
 RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
 REBOOT = (
@@ -332,33 +326,7 @@ class Environment(Struct, frozen=True):
     """Whether `up` makes the machine's node. `stop` and `restart` can drain no other node."""
 
 
-def loaded_modules(system: System) -> frozenset[str]:
-    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
-    names = read_seen(system.entries, MODULES)
-    return frozenset(names) if isinstance(names, tuple) else frozenset()
-
-
-def diagnose_machines(
-    machines: Iterable[MachineOutcome], facts: Facts, config: Config, system: System, *, as_root: bool
-) -> tuple[Diagnosis, ...]:
-    """Return the findings of the machines. `as_root` is whether root reads their commands."""
-    vendors, modules = tuple(each for each in facts.vendors if each.gpus), loaded_modules(system)
-    diagnoses = []
-    for machine in machines:
-        settings = config.machines.get(machine.name, UNCONFIGURED)
-        environment = Environment(
-            vendors,
-            modules,
-            observe_joined(machine.name, system) or "NODE",
-            settings.allocation == DRA,
-            as_root,
-            bool(settings.node),
-        )
-        diagnoses.append(diagnose(machine, environment))
-    return tuple(diagnoses)
-
-
-NO_ENVIRONMENT, UNCONFIGURED = Environment(), MachineSettings()
+NO_ENVIRONMENT = Environment()
 
 
 def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT) -> Diagnosis:

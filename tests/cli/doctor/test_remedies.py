@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.doctor.bundle import examine
-from agent.cli.doctor.host import SERVICE
+from agent.cli.doctor.host import SERVICE, diagnose_machines
 from agent.cli.doctor.machines import (
     AS_ROOT,
     KERNEL_LOG,
@@ -15,7 +15,6 @@ from agent.cli.doctor.machines import (
     START,
     Environment,
     diagnose,
-    diagnose_machines,
     remedy,
 )
 from agent.config.settings import Config
