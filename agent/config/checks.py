@@ -93,9 +93,6 @@ def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False)
     return Check(check)
 
 
-# The checks of values that several settings share: paths, hosts, URLs, and lists without repetitions. Pure.
-
-
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
@@ -176,11 +173,8 @@ def once(kind: str, key: Callable[[T], str]) -> Check:
     return Check(check)
 
 
-# Validates settings that become names and values in Kubernetes' API. Pure.
-#
-# The rules are those of IsQualifiedName and IsValidLabelValue (util/validation of k8s.io/apimachinery).
-
-
+# Names and values in Kubernetes' API: the rules of IsQualifiedName and IsValidLabelValue (util/validation of
+# k8s.io/apimachinery).
 NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 SUBDOMAIN_LIMIT = 253
@@ -223,12 +217,6 @@ def label_value(value: str) -> str:
     return value
 
 
-def taint(value: str) -> str:
-    """Check a taint, and return it. Raises ValueError if it is neither KEY=VALUE:EFFECT nor KEY:EFFECT."""
-    split_taint(value)
-    return value
-
-
 def startup_taint(value: str) -> str:
     """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pod away."""
     if value and split_taint(value)[2] == "PreferNoSchedule":
@@ -263,7 +251,7 @@ def node_addresses(value: str) -> str:
 
 LabelKey = Annotated[str, Check(label_key)]
 LabelValue = Annotated[str, Check(label_value)]
-Taint = Annotated[str, Check(taint)]
+Taint = Annotated[str, Check(lambda value: split_taint(value) and value)]
 StartupTaint = Annotated[str, Check(startup_taint)]
 IpAddress = Annotated[str, Check(ip_address)]
 NodeAddresses = Annotated[str, Check(node_addresses)]

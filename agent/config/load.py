@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-# Reads config.toml, then config.d/*.toml in the order of their names, and merges them into one document.
-#
-# A later file overrides what earlier ones have.
-
-
 LINE_LIMIT = 80
 """How much of a faulty line an error quotes at most, in characters."""
 
@@ -49,9 +44,9 @@ class Document(Struct, frozen=True):
 
 
 def read_document(system: System, path: str) -> Document:
-    """Return the content of CONFIG_FILE and the files in CONFIG_DIRECTORY; if `path` is another file, only its content.
+    """Return the content of CONFIG_FILE, overridden by the files in CONFIG_DIRECTORY in the order of their names.
 
-    Raises ConfigError, or NoMachinesError if there is no file.
+    If `path` is another file, return only its content. Raises ConfigError, or NoMachinesError if there is no file.
     """
     try:
         files = [path] if system.exists(path) else []
@@ -119,10 +114,9 @@ def _merge(
     """
     for key, value in new.items():
         origins[(*parents, key)] = file
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value, file, origins, (*parents, key))
-        elif isinstance(value, dict):
-            into[key] = {}
+        if isinstance(value, dict):
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
             _merge(into[key], value, file, origins, (*parents, key))
         else:
             into[key] = value
@@ -153,12 +147,7 @@ INSTALLATION = _installation()
 reject their document. Empty if unknown."""
 
 
-def last_good_document(system: System) -> Document:
-    """Return the last good document, or an empty one if none is saved. The caller must validate it again."""
-    return Document(_saved(system).get("document", {}), {}, LAST_GOOD_CONFIG)
-
-
-def known_settings(document: dict[str, Any], system: System) -> Config | None:
+def _known_settings(document: dict[str, Any], system: System) -> Config | None:
     """Return the saved settings if `document` is the last good one and this installation validated it; else None."""
     saved = _saved(system)
     known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
@@ -294,7 +283,7 @@ def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) 
     Raises ConfigError, which names the file and the key.
     """
     document, standard = read_document(system, path), path == CONFIG_FILE
-    if standard and (known := known_settings(document.content, system)):
+    if standard and (known := _known_settings(document.content, system)):
         return known
     config = _validate(document)
     if standard and save:
@@ -316,7 +305,8 @@ def load_or_last_good(system: System) -> Loaded:
         raise
     except ConfigError as error:
         try:
-            last_good = _validate(last_good_document(system))
+            # Validate it again: other code may have saved it.
+            last_good = _validate(Document(_saved(system).get("document", {}), {}, LAST_GOOD_CONFIG))
         except ConfigError:
             raise error from None
         return Loaded(last_good, str(error), before=before)

@@ -34,9 +34,7 @@ from agent.config.checks import (
 from agent.model.device import as_in_sysfs
 from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
 
-# Settings for devices other than GPUs, and for further CDI specifications and hooks. Pure.
-
-
+# Devices other than GPUs, and further CDI specifications and hooks.
 DeviceClassName = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 
 CdiMode = Literal["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
@@ -94,12 +92,10 @@ DeviceClasses = Annotated[list[DeviceClassName], once("device", str)]
 ExtraDevices = Annotated[list[ExtraDevice], once("device", attrgetter("path"))]
 
 
-# Settings for extra bind mounts, and which paths are refused. Pure.
+# Extra bind mounts.
 #
 # nspawn's own `Bind=` and `BindReadOnly=` accept any path. The paths that are refused here would keep a machine from
 # starting, hide what the agent and systemd need in it, or let the machine take control of the host.
-
-
 REFUSED_SOURCES = {
     "each machine has its own": ("/proc", "/sys"),
     "for device nodes use `devices` or `extra_devices`": ("/dev",),
@@ -122,6 +118,16 @@ SETTINGS = (
 )
 """Directories of settings, by their name in each of SETTINGS_PLACES, that make root's programs run a program, load a
 library or change any file."""
+CONTROL_NAMES = (
+    # Files that decide who becomes root, what is mounted, and what root's programs run.
+    *("passwd", "shadow", "group", "gshadow", "subuid", "subgid", "sudoers", "sudo.conf"),
+    *("fstab", "crypttab", "inittab", "exports", "nsswitch.conf", "login.defs", "rc.local"),
+    *("crontab", "anacrontab", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly"),
+    *("ld.so.preload", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "bash.bashrc"),
+    *("logrotate.d", "logrotate.conf", "sysctl.conf", "modules", "default", "alternatives"),
+    *("apparmor.d", "grub.d", "kubernetes", "nftables.conf", "rc.d", "acpi"),
+)
+"""Further names in /etc."""
 CONTROL_PATHS = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
     *(f"{place}/{name}" for place in SETTINGS_PLACES for name in SETTINGS),
@@ -132,22 +138,7 @@ CONTROL_PATHS = (
     # docs/security.md warns of that.
     *("/opt/unbounded-agent", "/usr/lib/unbounded-agent", "/boot", "/efi", "/usr/src", "/var/lib/dkms"),
     *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/usr/libexec", "/usr/games"),
-    # Further files that decide who becomes root, what is mounted, and what root's programs run.
-    *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "subuid", "subgid", "sudoers", "sudo.conf")),
-    *(
-        f"/etc/{name}"
-        for name in ("fstab", "crypttab", "inittab", "exports", "nsswitch.conf", "login.defs", "rc.local")
-    ),
-    *(f"/etc/{name}" for name in ("crontab", "anacrontab", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
-    *(
-        f"/etc/{name}"
-        for name in ("ld.so.preload", "ld.so.conf", "ld.so.conf.d", "environment", "profile", "bash.bashrc")
-    ),
-    *(
-        f"/etc/{name}"
-        for name in ("logrotate.d", "logrotate.conf", "sysctl.conf", "modules", "default", "alternatives")
-    ),
-    *(f"/etc/{name}" for name in ("apparmor.d", "grub.d", "kubernetes", "nftables.conf", "rc.d", "acpi")),
+    *(f"/etc/{name}" for name in CONTROL_NAMES),
     *("/var/spool/cron", "/var/spool/anacron", "/var/lib/dpkg", "/var/lib/systemd", "/var/lib/polkit-1"),
     # Sockets through which a program starts containers, and their files.
     *("/run/docker.sock", "/run/crio", "/run/podman", "/var/lib/docker", "/var/lib/containerd", "/var/lib/containers"),
@@ -223,9 +214,7 @@ class ExtraMount(Table, frozen=True, kw_only=True):
 ExtraMounts = Annotated[list[ExtraMount], once("a mount at", attrgetter("target"))]
 
 
-# Settings of the Kubernetes node in a machine, for `unbounded-agent up`. Pure.
-
-
+# The Kubernetes node in a machine.
 # Names become parts of URLs and paths: no part of one is `.` or `..`.
 NO_DOTS = r"(?!.*/\.{1,2}(?:[/:@]|$))"
 ImageName = Annotated[
@@ -437,22 +426,12 @@ class NodeSettings(Table, frozen=True, kw_only=True):
             raise ValueError(f"exec_credential: {self.exec_credential[0]!r} is not an absolute path in the machine")
 
 
-# Environment variables that the configuration gives to pods. Pure.
+# Environment variables of pods.
 #
 # They go into the CDI specification, whose variables override those of a pod's manifest and image (container-edits.go
 # of CDI's Go library). Therefore variables that other programs depend on are refused.
-
-
 VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
-VariableValue = Annotated[
-    str,
-    text(
-        r"[^\x00-\x1f\x7f]*",
-        "one line of text",
-        longest=1024,
-        secret=True,
-    ),
-]
+VariableValue = Annotated[str, text(r"[^\x00-\x1f\x7f]*", "one line of text", longest=1024, secret=True)]
 """One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 NUMBER_LIMIT = 32
 """The largest number of variables that may be set. The drivers know far fewer. More could slow down the start of
@@ -482,9 +461,7 @@ PodEnvironment = dict[Literal["nvidia"], Variables]
 """Variables by vendor. A pod gets only those of its device's vendor: another vendor's driver may misread them."""
 
 
-# Settings for systemd-nspawn, with the defaults that a Kubernetes node needs (systemd.nspawn(5)). Pure.
-
-
+# systemd-nspawn (systemd.nspawn(5)).
 OneLine = Annotated[
     str,
     text(r"([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?", "one line of text that does not end in a backslash", secret=True),
