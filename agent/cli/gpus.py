@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct, field, to_builtins
@@ -279,25 +280,22 @@ def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tup
     for machine in facts.machines:
         # If a configured machine has ended, its settings can still be changed: they are written before its next start.
         cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in config.machines)
-        match machine.granted:
-            case Absent():
-                may_have = False
-            case Granted() as granted_now:
-                may_have = address in granted_now.gpus
-            case _:
-                may_have = True
+        granted_now = machine.granted
+        may_have = (
+            address in granted_now.gpus if isinstance(granted_now, Granted) else not isinstance(granted_now, Absent)
+        )
         if cannot_change and may_have:
             raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
-    granted = {
-        machine.name
-        for machine in planned.goal.machines
-        if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
-    }
     # A machine that may still open the GPU counts too, even if it has been granted another GPU instead.
     devices = device_numbers(gpu_nodes(facts, address))
-    goals = {machine.name for machine in planned.goal.machines}
-    permitted = {machine.name for machine in facts.machines if machine.name in goals and may_open(machine, devices)}
-    return tuple(sorted(granted | permitted))
+    permitted = {machine.name for machine in facts.machines if may_open(machine, devices)}
+    return tuple(
+        sorted(
+            machine.name
+            for machine in planned.goal.machines
+            if machine.name in permitted or any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
+        )
+    )
 
 
 def device_numbers(nodes: Iterable[DeviceNode]) -> set[str]:
@@ -386,16 +384,15 @@ class Ending(Struct, frozen=True):
     done: bool
     sentences: tuple[str, ...]
 
+    def print(self) -> int:
+        """Print the sentences, and return the exit code."""
+        say(self.sentences)
+        return 0 if self.done else 1
+
 
 def run_detach(options: argparse.Namespace) -> int:
     """Run `gpus detach` with these options."""
-    return print_ending(detach(options.address, reconciler_for(options)))
-
-
-def print_ending(ending: Ending) -> int:
-    """Print the sentences, and return the exit code."""
-    say(ending.sentences)
-    return 0 if ending.done else 1
+    return detach(options.address, reconciler_for(options)).print()
 
 
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
@@ -456,11 +453,11 @@ class Removal(Struct):
                 return self._still_used(policy, seconds, held)
             left = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
-            self._record_detached(draining=True)
+            self._record(partial(record_detached, draining=True))
             self.passes(f"remove {address} from its CDI specification", self.not_reported)
             if held := self._drain(left if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
-        self._record_detached(draining=False)
+        self._record(partial(record_detached, draining=False))
         outcome = self.passes(f"release {address}", self._permitted)
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self._users():
@@ -489,7 +486,7 @@ class Removal(Struct):
 
     def _taint(self, *, evict: bool) -> None:
         """Keep new pods from the GPU by a taint, and wait until schedulers respect it."""
-        self._record(lambda system, address: record_tainted(system, address, evict=evict))
+        self._record(partial(record_tainted, evict=evict))
         outcome = self.reconciler.reconcile()
         if self._is_offered(machine.name for machine in self._running(outcome)):
             seconds = self.timing.taint
@@ -547,9 +544,6 @@ class Removal(Struct):
                 next_report = time.monotonic() + self.timing.report_interval
             time.sleep(self.timing.poll)
         return held
-
-    def _record_detached(self, *, draining: bool) -> None:
-        self._record(lambda system, address: record_detached(system, address, draining=draining))
 
     def _record(self, record: Callable[[System, str], bool]) -> None:
         with pass_lock(self.reconciler.system, self.reconciler.progress):
@@ -626,7 +620,7 @@ NOT_REGISTERED = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reaso
 
 def run_attach(options: argparse.Namespace) -> int:
     """Run `gpus attach` with these options."""
-    return print_ending(attach(options.address, reconciler_for(options)))
+    return attach(options.address, reconciler_for(options)).print()
 
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:

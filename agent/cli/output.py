@@ -19,9 +19,6 @@ from agent.model.text import counted, first_of, printable, rfc3339
 from agent.system.files import System
 from agent.system.trust import read_seen
 
-# Summarises machines in a few lines: whether each is ready, and each cause of a fault once. Pure.
-
-
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
 CONSEQUENCES = frozenset({Reason.MACHINE_NOT_RUNNING})
@@ -75,7 +72,9 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
     if ready and ready.status is not Status.TRUE:
         worst = _with_ready(ready, worst)
-    return tuple(tuple(group) for group in sorted(worst, key=_rank))
+    # Among equals, False comes before Unknown.
+    worst.sort(key=lambda group: (not prevents_ready(group), group[0].status is Status.UNKNOWN))
+    return tuple(map(tuple, worst))
 
 
 def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
@@ -96,11 +95,6 @@ def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Co
 def prevents_ready(group: Iterable[Condition]) -> bool:
     """Return whether a group of conditions that are not True keeps the machine from being ready."""
     return any(each.type is ConditionType.READY or each.needed_for_ready for each in group)
-
-
-def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
-    """Return the key to sort by: groups that prevent Ready come first; among equals, False comes before Unknown."""
-    return not prevents_ready(group), group[0].status is Status.UNKNOWN
 
 
 def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
@@ -156,18 +150,16 @@ def duration(seconds: float) -> str:
     return f"{int(max(seconds, 0))} s"
 
 
-def table(machine: MachineOutcome, since: Sequence[str]) -> Iterator[str]:
-    """Yield a line with the machine's GPUs and a table of all its conditions; `since` has their times as text."""
+def _table(machine: MachineOutcome) -> Iterator[str]:
+    """Yield a line with the machine's GPUs and a table of all its conditions."""
     yield f"{machine.name}: {counted(len(machine.gpus), 'GPU')} {' '.join(machine.gpus)}".rstrip()
     rows = [("CONDITION", "STATUS", "SINCE", "REASON", "MESSAGE")]
-    rows += [
-        (each.type, each.status, time, each.reason, each.message)
-        for each, time in zip(machine.conditions, since, strict=True)
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for each in machine.conditions:
+        since = rfc3339(each.last_transition) if each.last_transition else "-"
+        rows.append((each.type, each.status, since, each.reason, each.message))
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:4]
     for name, *rest in rows:
-        cells = [cell.ljust(width) for cell, width in zip(rest[:3], widths[1:], strict=True)]
-        yield "  ".join([name.rjust(widths[0]), *cells, rest[3]])
+        yield "  ".join([name.rjust(first), *map(str.ljust, rest, widths), rest[3]])
 
 
 def style(*, whole: bool = True) -> Style:
@@ -183,9 +175,7 @@ def print_machines(machines: Sequence[MachineOutcome], reconciler: Reconciler) -
 
 def print_tables(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> None:
     """Print a table of all conditions for each machine."""
-    for machine in machines:
-        times = [rfc3339(each.last_transition) if each.last_transition else "-" for each in machine.conditions]
-        say(table(machine, times))
+    say(line for machine in machines for line in _table(machine))
     print_no_machines(reconciler)
 
 
@@ -206,23 +196,17 @@ def started_and_stopped(name: str) -> str:
     return f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
 
 
-# The JSON documents that commands print for programs (docs/json.md). Pure.
-
-
 VERSION = 1
-"""Version of the documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
+"""Version of the JSON documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
 
 
 def document(command: str, now: float, content: Mapping[str, object], *, indent: int | None = 2) -> str:
-    """Return a document as text. `now` is in seconds since the epoch.
+    """Return the JSON document of a command as text (docs/json.md). `now` is in seconds since the epoch.
 
     With `indent=None`, the document is on one line, for a command that prints several documents.
     """
     envelope = {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
     return json.dumps({**envelope, **content}, indent=indent)
-
-
-# Shows what a step would change in a file, as a unified difference: `unbounded-agent plan --diff`.
 
 
 PUBLIC = 0o004
@@ -246,14 +230,12 @@ def difference(action: Action, system: System) -> Iterator[str]:
     if isinstance(before, Broken | Unseen):
         yield f"# cannot show the difference: {before.why}"
         return
-    after = action.content if isinstance(action, WriteFile) else None
-    yield from _unified(None if isinstance(before, Absent) else before, after, action.path)
-
-
-def _unified(before: bytes | None, after: bytes | None, path: str) -> Iterator[str]:
-    old, new = MISSING if before is None else path, MISSING if after is None else path
-    removed, added = ((each or b"").decode(errors="replace").splitlines() for each in (before, after))
-    if before is not None and removed == added:
-        yield f"# {path}: the same content, written again"
+    old = b"" if isinstance(before, Absent) else before
+    new = action.content if isinstance(action, WriteFile) else b""
+    removed, added = (each.decode(errors="replace").splitlines() for each in (old, new))
+    if not isinstance(before, Absent) and removed == added:
+        yield f"# {action.path}: the same content, written again"
         return
-    yield from map(printable, difflib.unified_diff(removed, added, old, new, lineterm=""))
+    names = (MISSING if isinstance(before, Absent) else action.path, action.path)
+    names = names if isinstance(action, WriteFile) else (names[0], MISSING)
+    yield from map(printable, difflib.unified_diff(removed, added, *names, lineterm=""))

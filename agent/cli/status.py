@@ -1,4 +1,4 @@
-"""`unbounded-agent status`: prints whether each machine is ready, and why not; can wait until it is, or repeat."""
+"""`unbounded-agent status`, `plan` and `apply`: show what is, show what would be done, and do it."""
 
 import argparse
 import os
@@ -86,10 +86,7 @@ def status(reconciler: Reconciler, request: Request = Request(), load_again: Cal
         raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
     if request.watch is not None:
         return _watch(reconciler, request, request.watch, load_again or (lambda: reconciler.config))
-    if request.wait is not None:
-        facts, machines = _wait(reconciler, request, request.wait)
-    else:
-        facts, machines = _observe(reconciler, request)
+    facts, machines = _observe(reconciler, request) if request.wait is None else _wait(reconciler, request)
     report_problems(facts)
     for sentence in faults_in_brief(reconciler.config, reconciler.system):
         report(f"note: {sentence}")
@@ -140,9 +137,9 @@ def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tup
             print_machines(machines, reconciler)
 
 
-def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Facts, tuple[MachineOutcome, ...]]:
+def _wait(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
     """Wait until all machines are ready, or time is up."""
-    deadline, last_sentence = time.monotonic() + seconds, ""
+    deadline, last_sentence = time.monotonic() + (request.wait or 0), ""
     while True:
         facts, machines = _observe(reconciler, request)
         waiting = [each for each in machines if each.ready.status is not Status.TRUE]
@@ -207,9 +204,6 @@ def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str
     return document("status", now, {"machines": states, "problems": facts.all_problems()})
 
 
-# `unbounded-agent plan`: prints what `apply` would do, and what `up` would do in addition.
-
-
 def run_plan(options: argparse.Namespace) -> int:
     """Run `plan` with these options."""
     return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
@@ -226,7 +220,10 @@ def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs
     of_up, unknown = _of_up(reconciler, facts, difference)
     exceptions = (*_exceptions(planned, difference, facts), *unknown.items())
     if for_programs:
-        _print_json(difference, stopped, of_up, exceptions, facts)
+        steps = [*_as_json(difference.actions), *map(_start, stopped)]
+        others = [{"machine": name, "message": why} for name, why in exceptions]
+        content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
+        say([document("plan", time.time(), content)])
     else:
         say(f"{name}: {why}" for name, why in exceptions)
         if (
@@ -299,22 +296,6 @@ def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator
         yield name, f"left unchanged: {why}"
     for name, refused in difference.refused.items():
         yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
-
-
-def _print_json(
-    difference: Difference,
-    stopped: list[str],
-    of_up: list[JsonStep],
-    exceptions: tuple[tuple[str, str], ...],
-    facts: Facts,
-) -> None:
-    steps = [*_as_json(difference.actions), *map(_start, stopped)]
-    others = [{"machine": name, "message": why} for name, why in exceptions]
-    content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
-    say([document("plan", time.time(), content)])
-
-
-# `unbounded-agent apply`: makes one pass, starts stopped machines, and waits for their reports.
 
 
 ANSWER_LIMIT = 180.0

@@ -1,7 +1,7 @@
-"""`unbounded-agent doctor --bundle`: writes an archive that helps to understand a fault, without recognised secrets.
+"""`unbounded-agent doctor`: diagnoses, or writes an archive that helps to understand a fault.
 
-What goes in is on a list: the agent's own files, and named files, commands and fields of others. From all of it,
-secrets that are recognised are removed (agent.cli.doctor.bundle).
+What goes into the archive is on a list: the agent's own files, and named files, commands and fields of others. From all
+of it, secrets that are recognised are removed.
 """
 
 import argparse
@@ -46,8 +46,6 @@ from agent.model.paths import (
 from agent.model.text import rfc3339
 from agent.system.files import System
 
-# Removes secrets from texts that are sent to other people. Pure.
-#
 # A secret is recognised by its form, or by the name before it. Others stay, so people should read a bundle before they
 # send it.
 #
@@ -256,13 +254,7 @@ LINES = "5000"
 """Lines of a log that are kept."""
 
 FILES = (
-    "/etc/os-release",
-    "/proc/version",
-    "/proc/devices",
-    "/proc/modules",
-    "/proc/meminfo",
-    CONFIG_FILE,
-    CONDITIONS,
+    *("/etc/os-release", "/proc/version", "/proc/devices", "/proc/modules", "/proc/meminfo", CONFIG_FILE, CONDITIONS),
 )
 CMDLINE, MOUNTS = "/proc/cmdline", "/proc/mounts"
 PARAMETERS = re.compile(
@@ -274,18 +266,7 @@ PARAMETERS = re.compile(
 form."""
 MODULES = tuple(name for vendor in HOST_VENDORS for name in (*vendor.drivers, *vendor.module_names))
 MOUNT_OPTIONS = {
-    "ro",
-    "rw",
-    "noexec",
-    "exec",
-    "nodev",
-    "dev",
-    "nosuid",
-    "suid",
-    "relatime",
-    "noatime",
-    "bind",
-    "nofail",
+    *("ro", "rw", "noexec", "exec", "nodev", "dev", "nosuid", "suid", "relatime", "noatime", "bind", "nofail"),
 }
 """Options of mounts that are included."""
 UNIT_PROPERTIES = (
@@ -295,38 +276,27 @@ UNIT_PROPERTIES = (
 )
 """What is included of a machine's unit: its environment and its arguments may have secrets."""
 SERVICES = tuple(service for vendor in HOST_VENDORS for service in vendor.services)
+
+
+def _journal(*which: str) -> tuple[str, ...]:
+    return ("journalctl", *which, "-n", LINES, "--no-pager")
+
+
 COMMANDS = {
     "units": ("systemctl", "list-units", "--all", "--no-pager", "unbounded-agent*", "systemd-nspawn@*", *SERVICES),
-    "service.log": ("journalctl", "-u", "unbounded-agent*", "-n", LINES, "--no-pager", "-o", "short-iso"),
-    "kernel.log": ("journalctl", "-k", "-b", "-n", LINES, "--no-pager", "-o", "short-iso"),
+    "service.log": (*_journal("-u", "unbounded-agent*"), "-o", "short-iso"),
+    "kernel.log": (*_journal("-k", "-b"), "-o", "short-iso"),
     "lspci": ("lspci", "-Dnnk"),
     "disks": ("df", "-h"),
     "ldconfig": ("ldconfig", "-p"),
 }
 MACHINE_COMMANDS = {
     "unit": ("systemctl", "show", "--no-pager", f"--property={','.join(UNIT_PROPERTIES)}", "{unit}"),
-    "start.log": (
-        "journalctl",
-        "-b",
-        "-u",
-        "{unit}",
-        "-u",
-        "unbounded-agent-prepare@{machine}",
-        "-n",
-        LINES,
-        "--no-pager",
-    ),
-    "machine-half.log": ("journalctl", "-M", "{machine}", "-b", "-u", "unbounded-agent*", "-n", LINES, "--no-pager"),
-    "containerd.log": ("journalctl", "-M", "{machine}", "-b", "-u", "containerd", "-n", LINES, "--no-pager"),
-    "kubelet.log": ("journalctl", "-M", "{machine}", "-b", "-u", "kubelet", "-n", LINES, "--no-pager"),
+    "start.log": _journal("-b", "-u", "{unit}", "-u", "unbounded-agent-prepare@{machine}"),
+    "machine-half.log": _journal("-M", "{machine}", "-b", "-u", "unbounded-agent*"),
+    "containerd.log": _journal("-M", "{machine}", "-b", "-u", "containerd"),
+    "kubelet.log": _journal("-M", "{machine}", "-b", "-u", "kubelet"),
 }
-RECORDS = ".json"
-"""How the names of the agent's records in STATE end, which are included."""
-
-
-def default_name(host: str, now: float) -> str:
-    """Return a file name for a bundle."""
-    return f"unbounded-agent-{host}-{rfc3339(now).replace(':', '')}.tar.gz"
 
 
 def write_bundle(path: str, report: Report, reconciler: Reconciler) -> tuple[str, ...]:
@@ -386,15 +356,8 @@ def _machine_contents(machine: str, system: System) -> Iterator[tuple[str, Calla
     for name, argv in MACHINE_COMMANDS.items():
         filled = [each.format(machine=machine, unit=machine_unit(machine)) for each in argv]
         yield f"machines/{machine}/{name}", partial(system.run, *filled, timeout=COMMAND_LIMIT)
-    report = f"{report_directory(machine)}/{REPORT_NAME}"
-    files = (
-        nspawn_file(machine),
-        unit_drop_in(machine),
-        handoff_file(machine),
-        granted_file(machine),
-        live_file(machine),
-    )
-    for path in (*files, report):
+    files = [file(machine) for file in (nspawn_file, unit_drop_in, handoff_file, granted_file, live_file)]
+    for path in (*files, f"{report_directory(machine)}/{REPORT_NAME}"):
         yield f"files{path}", partial(_text, system, path)
 
 
@@ -409,7 +372,7 @@ def _records(system: System) -> Iterator[str]:
         names = system.entries(STATE)
     except OSError:
         return
-    yield from (f"{STATE}/{name}" for name in names if name.endswith(RECORDS) and system.is_file(f"{STATE}/{name}"))
+    yield from (f"{STATE}/{name}" for name in names if name.endswith(".json") and system.is_file(f"{STATE}/{name}"))
 
 
 def _parameters(command_line: str) -> str:
@@ -436,9 +399,6 @@ def _options(options: str) -> str:
     return ",".join(known if len(known) == len(found) else [*known, REMOVED])
 
 
-# `unbounded-agent doctor`: lists the faults of host, machines and cluster, with evidence and commands to fix them.
-
-
 def run_doctor(options: argparse.Namespace) -> int:
     """Run `doctor` with these options."""
     reconciler = reconciler_for(options)
@@ -456,15 +416,14 @@ def doctor(
     """
     report = examine(reconciler, kubeconfig)
     if bundle is not None:
-        path = os.path.abspath(bundle or default_name(os.uname().nodename, time.time()))
+        name = f"unbounded-agent-{os.uname().nodename}-{rfc3339(time.time()).replace(':', '')}.tar.gz"
+        path = os.path.abspath(bundle or name)
         left_out = write_bundle(path, report, reconciler)
         aside = f"; what is missing ({len(left_out)}) is listed in left-out.txt in the archive" if left_out else ""
         say([f"{path} is written{aside}", "Secrets that were recognised are removed. Read it before you send it."])
         return 0
     say([document("doctor", time.time(), as_object(report))] if for_programs else in_words(report, style().width))
-    if reconciler.rejected:
-        return 2
-    return 0 if report.sound else 1
+    return 2 if reconciler.rejected else 0 if report.sound else 1
 
 
 def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
