@@ -25,15 +25,14 @@ from agent.vendors.nvidia.contract import NO_FABRIC, is_answer
 from agent.vendors.nvidia.verify import (
     NEEDED_LIBRARIES,
     NO_GPU,
-    NO_GPU_EDITS,
+    NO_GPU_DEVICE,
     VOID_VARIABLE,
     Expectations,
-    edits_problems,
-    header_problems,
     is_gpu_name,
     library_problems,
     missing_gpus,
     remark_on,
+    specification_problems,
     without_incomplete,
     without_unknown,
 )
@@ -226,7 +225,7 @@ def with_no_gpu(spec: object) -> object:
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     others = [each for each in listed if not isinstance(each, dict) or each.get("name") != NO_GPU]
-    return spec | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
+    return spec | {"devices": [*others, NO_GPU_DEVICE]}
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -692,16 +691,14 @@ def _expectations(
 
 def _problems(mode: Mode, document: dict[str, Any], request: Request, expected: Expectations) -> Iterator[str]:
     """Yield what is wrong with a mode's specification. `request` is from `mode_request`. Raises DocumentError."""
-    yield from header_problems(document, mode.kind)
+    yield from specification_problems(document, mode.kind, expected)
     common = object_of(document.get("containerEdits", {}), "containerEdits")
-    yield from edits_problems("containerEdits", common, expected)
     if mode.driver_files:
         yield from library_problems(common, request)
     elif foreign := sorted(set(common) - {"env", "mounts"}):
         yield f"containerEdits have unexpected {', '.join(foreign)} for this mode"
-    devices = devices_of(document)
-    for name, edits in devices:
-        yield from edits_problems(f"device {name}", edits, expected)
-    served = {path for name, edits in devices if name == ALL for path in strings(edits, "deviceNodes", "path")}
+    served = {
+        path for name, edits in devices_of(document) if name == ALL for path in strings(edits, "deviceNodes", "path")
+    }
     for path in sorted(device.path for device in request.devices if device.path not in served):
         yield f"device {ALL} has no node {path}"

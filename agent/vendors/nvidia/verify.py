@@ -1,7 +1,8 @@
-"""Verifies a CDI specification that nvidia-ctk generated. Pure.
+"""Verifies a CDI specification that nvidia-ctk generated, and leaves out what is unknown. Pure.
 
 The format is that of specs-go/config.go of the Container Device Interface. nvidia-ctk exits with 0 even if it leaves
-out all libraries, so everything is checked.
+out all libraries, so everything is checked. One walk through the specification (Sieve) finds whatever is not expected,
+and says whether it is dangerous: `verify` refuses all of it, `without_unknown` leaves out what is only unknown.
 """
 
 import posixpath
@@ -19,7 +20,7 @@ from agent.vendors.nvidia import contract
 from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.contract import UUID, Instance, parse_instance
 
-# Verifies the devices in a CDI specification: whole GPUs and MIG devices, each with only its own nodes. Pure.
+# The devices: whole GPUs and MIG devices, each with only its own nodes.
 #
 # nvidia-ctk names devices by index and by UUID (pkg/nvcdi/namer.go in the toolkit's source): GPUs `0` and `GPU-UUID`,
 # MIG devices `0:1` and `MIG-UUID`. A GPU in MIG mode is not a device itself.
@@ -173,7 +174,7 @@ def _merged(all_edits: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# Verifies the container edits in a CDI specification: anything that is not expected is a fault. Pure.
+# The container edits: anything that is not expected is a fault.
 #
 # What nvidia-ctk writes is expected (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
 # the toolkit's source), but only for granted nodes and files. A later release may write something else. If that is
@@ -187,6 +188,9 @@ NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode",
 MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
 HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
+DANGEROUS_KEYS = frozenset({"netDevices", "type"})
+"""Unknown keys for which a specification is refused: one takes network interfaces from the machine, and only a mount
+without a type, a bind mount, shows no more than its source."""
 BIND_TYPES = ("none", "bind")
 """Types of a mount that say no more than the option `bind`."""
 UNSAFE_OPTIONS = frozenset({"rw", "suid", "dev", "exec", "remount", "shared", "rshared", "slave", "rslave"})
@@ -195,6 +199,7 @@ VOID_VARIABLE = "NVIDIA_VISIBLE_DEVICES=void"
 """It keeps nvidia-container-runtime from adding devices to a container that already has the CDI edits: images set this
 variable to `all`."""
 HOOK_VARIABLE = "NVIDIA_CTK_DEBUG=false"
+"""The variable that nvidia-ctk gives to each of its hooks."""
 NEEDED_HOOKS = ("create-symlinks", "update-ldcache")
 """Hooks without which containers do not find the driver's libraries."""
 PERMISSIONS = (None, "rw", "rwm")
@@ -300,29 +305,6 @@ class Expectations:
         return path not in self.granted and number is not None and (number.major, number.minor) == NULL
 
 
-def edits_problems(where: str, edits: dict[str, Any], expected: Expectations) -> Iterator[str]:
-    """Yield what is wrong with one `containerEdits`. Raises DocumentError if it is malformed."""
-    nodes = strings(edits, "deviceNodes", "path")
-    faults = (
-        *(fault for key in sorted(edits) for fault in edit_faults(key)),
-        *(fault for node in objects(edits, "deviceNodes") for fault in node_faults(node, expected)),
-        *(fault for mount in objects(edits, "mounts") for fault in mount_faults(mount, nodes, expected)),
-        *(fault for hook in objects(edits, "hooks") for fault in hook_faults(hook, nodes, expected)),
-        *(fault for setting in items(edits, "env") for fault in variable_faults(setting, expected)),
-    )
-    yield from (f"{where}: {fault.text}" for fault in faults)
-    groups = {number.gid for path, number in expected.live.items() if path in expected.granted} - {0}
-    for gid in items(edits, "additionalGids"):
-        if type(gid) is not int or gid not in groups:
-            yield f"{where}: additional group {gid!r}, which no granted device node has"
-
-
-def edit_faults(key: str) -> Iterator[Fault]:
-    """Yield what is wrong with a key of containerEdits. `netDevices` takes network interfaces from the machine."""
-    if key not in EDITS:
-        yield Fault(f"unknown key {key}", dangerous=key == "netDevices")
-
-
 def node_faults(node: dict[str, Any], expected: Expectations) -> Iterator[Fault]:
     """Yield what is wrong with a device node."""
     path = node.get("path")
@@ -331,8 +313,6 @@ def node_faults(node: dict[str, Any], expected: Expectations) -> Iterator[Fault]
         return
     if node.get("hostPath", path) != path or node.get("type", "c") != "c":
         yield Fault(f"device node {path} has unexpected fields: {node!r}")
-    for key in sorted(set(node) - NODE_KEYS):
-        yield Fault(f"device node {path} has unknown key {key}", dangerous=False)
     if node.get("permissions") not in PERMISSIONS:
         yield Fault(f"device node {path} has permissions {node['permissions']!r}, not rw or rwm")
     number = expected.live.get(path)
@@ -359,13 +339,9 @@ def node_faults(node: dict[str, Any], expected: Expectations) -> Iterator[Fault]
 def mount_faults(mount: dict[str, Any], nodes: Collection[str], expected: Expectations) -> Iterator[Fault]:
     """Yield what is wrong with a mount. `nodes` has the paths of the nodes in the same edits."""
     source, options = mount.get("hostPath"), items(mount, "options")
-    for key in sorted(set(mount) - MOUNT_KEYS):
-        # Only a bind mount shows no more than its source.
-        dangerous = key == "type" and mount[key] not in BIND_TYPES
-        yield Fault(f"mount of {source!r} has unknown key {key}", dangerous)
     if isinstance(source, str) and source in expected.sockets:
         wanted = {"hostPath": source, "containerPath": expected.sockets[source], "options": [*contract.MOUNT_OPTIONS]}
-        if {key: value for key, value in mount.items() if key in MOUNT_KEYS} != wanted:
+        if mount != wanted:
             yield Fault(f"mount of {source} is {mount!r}, not {wanted!r}")
         elif source not in expected.present:
             yield Fault(f"mount of {source}, which does not exist")
@@ -373,8 +349,6 @@ def mount_faults(mount: dict[str, Any], nodes: Collection[str], expected: Expect
     yield from _source_faults(source, mount.get("containerPath"), options, nodes, expected)
     if "ro" not in options:
         yield Fault(f"mount of {source!r} is not read-only")
-    for option in options:
-        yield from option_faults(f"mount of {source!r}", option)
 
 
 def option_faults(mount: str, option: object) -> Iterator[Fault]:
@@ -432,28 +406,20 @@ def _mount_points(file: str) -> tuple[str, ...]:
     return (f"/{file}", *(f"/{each}/{name}" for name in names for each in CONFIG_DIRECTORIES))
 
 
-def hook_faults(hook: dict[str, Any], nodes: Collection[str], expected: Expectations) -> Iterator[Fault]:
-    """Yield what is wrong with a hook. `nodes` is as in `mount_faults`.
+def hook_faults(hook: dict[str, Any], kind: str, expected: Expectations) -> Iterator[Fault]:
+    """Yield what is wrong with a hook, except in its variables and flags. `kind` is from `is_needed`.
 
     Containers need the hooks of NEEDED_HOOKS for the driver's files, and the hooks that the settings name, one of which
     limits what a container may use. So a fault of such a hook is dangerous, unless the hook can do without the part.
     """
     arguments, stage = items(hook, "args"), hook.get("hookName")
     described = f"unexpected hook {stage} {hook.get('path')} {arguments[1:2]}"
-    kind = is_needed(hook, expected)
     if not kind:
         yield Fault(described, dangerous=not _is_toolkits(hook))
-        return
-    if stage != ("createRuntime" if kind == MEMORY_LIMITS else "createContainer"):
+    elif stage != ("createRuntime" if kind == MEMORY_LIMITS else "createContainer"):
         yield Fault(described)
-    for key in sorted(set(hook) - HOOK_KEYS):
-        yield Fault(f"hook {kind} has unknown key {key}", dangerous=False)
-    for setting in items(hook, "env"):
-        yield from hook_variable_faults(kind, setting)
-    if kind not in expected.hooks:
-        for flag in flags(arguments[2:]):
-            yield from flag_faults(kind, flag, nodes, expected)
-    elif not re.fullmatch(_argument_pattern(kind, expected), joined := " ".join(map(str, arguments[2:]))):
+    joined = " ".join(map(str, arguments[2:]))
+    if kind in expected.hooks and not re.fullmatch(_argument_pattern(kind, expected), joined):
         yield Fault(f"unexpected hook argument {kind} {joined}")
 
 
@@ -590,9 +556,9 @@ NO_GPU = "none"
 NVIDIA_VISIBLE_DEVICES=none. For their containers, nvidia-container-runtime in mode cdi requests this device, and if the
 device did not exist, the containers would not start. The agent adds the device, because `nvidia-ctk cdi generate` does
 not make it if there are GPUs."""
-NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
-"""The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit
-is needed, because a CDI device without any edits is invalid."""
+NO_GPU_DEVICE = {"name": NO_GPU, "containerEdits": {"env": ["NVCT_EMPTY_DEVICE="]}}
+"""NO_GPU as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit is needed, because a
+CDI device without any edits is invalid."""
 
 DOCUMENT_KEYS = frozenset({"cdiVersion", "kind", "devices", "containerEdits"})
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
@@ -611,16 +577,13 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
-        with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
-        expected = Expectations(request, live, present)
+        listed = [each for each in objects(document, "devices") if each != NO_GPU_DEVICE]
         problems = [
-            *header_problems(document, KIND),
-            *edits_problems("containerEdits", common, expected),
-            *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, expected)),
+            *specification_problems(document | {"devices": listed}, KIND, Expectations(request, live, present)),
             *_common_problems(common, request),
             *library_problems(common, request),
             *_environment_problems(common, request),
-            *devices_problems(with_gpus, request),
+            *devices_problems([(each["name"], each["containerEdits"]) for each in listed], request),
         ]
         missing = missing_gpus(devices, request)
     except DocumentError as error:
@@ -657,15 +620,15 @@ def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]],
     )
 
 
-def header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
-    """Yield what is wrong with the top-level keys of a specification whose devices must be of this kind."""
+def specification_problems(document: dict[str, Any], kind: str, expected: Expectations) -> Iterator[str]:
+    """Yield whatever is not expected in a specification whose devices must be of this kind. Raises DocumentError."""
     if document.get("kind") != kind:
         yield f"kind is {document.get('kind')!r}, not {kind}"
     if not isinstance(document.get("cdiVersion"), str):
         yield "cdiVersion is missing"
-    foreign = sorted(set(document) - DOCUMENT_KEYS)
-    if foreign:
-        yield f"unknown key {', '.join(foreign)}"
+    sieve = Sieve(expected)
+    sieve.document(document)
+    yield from sieve.problems
 
 
 def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
@@ -680,7 +643,7 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
 
 
 def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each requested variable that is missing. (`edits_problems` refuses unexpected variables.)"""
+    """Yield a problem for each requested variable that is missing. (The Sieve refuses unexpected ones.)"""
     present = items(common, "env")
     for variable in request.environment:
         if f"{variable.name}={variable.value}" not in present:
@@ -717,7 +680,7 @@ def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
             yield f"no hook adds /{directory} to the loader's cache of containers"
 
 
-# Leaves out of a CDI specification what a later nvidia-ctk may write, and is unknown but not dangerous. Pure.
+# The walk through a specification, and what a later nvidia-ctk may write: unknown, but not dangerous.
 #
 # What is dangerous stays, so that `verify` refuses the specification and names it. What is left depends on the part:
 #
@@ -749,9 +712,9 @@ def without_unknown(spec: object, expected: Expectations, is_device: Callable[[s
 
     `is_device` says whether a device's name is of a known kind.
     """
-    sieve = _Sieve(expected)
+    sieve = Sieve(expected, is_device)
     try:
-        return Kept(sieve.document(object_of(spec, "the specification"), is_device), *sieve.in_words())
+        return Kept(sieve.document(object_of(spec, "the specification")), tuple(sieve.left_out), tuple(sieve.harmless))
     except DocumentError:
         # `verify` reports it.
         return Kept(spec)
@@ -762,99 +725,102 @@ def remark_on(harmless: Iterable[str]) -> str:
     return f"{NVIDIA_CTK} adds what this agent knows to be harmless: {', '.join(harmless)}"
 
 
-class _Sieve:
-    """Leaves out unknown parts, and takes down which. The same part in several devices is named once."""
+class Sieve:
+    """Walks through a specification, takes down what is not expected, and keeps all but the unknown parts."""
 
-    def __init__(self, expected: Expectations) -> None:
+    def __init__(self, expected: Expectations, is_device: Callable[[str], bool] = lambda name: True) -> None:
+        self.problems: list[str] = []
+        """All faults, each with its place."""
+        self.left_out: dict[str, None] = {}
+        """The faults of the parts that were left out. The same part in several devices is named once."""
+        self.harmless: dict[str, None] = {}
         self._expected = expected
-        self._left_out: dict[str, None] = {}
-        self._harmless: dict[str, None] = {}
+        self._is_device = is_device
+        self._where = ""
+        self._dangers = 0
 
-    def in_words(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return tuple(self._left_out), tuple(self._harmless)
-
-    def document(self, document: dict[str, Any], is_device: Callable[[str], bool]) -> dict[str, Any]:
-        kept = self._known(document, DOCUMENT_KEYS, "the specification")
+    def document(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Return the specification without its unknown parts. Raises DocumentError if it is malformed."""
+        kept = self._known(document, DOCUMENT_KEYS, " of the specification")
         if "containerEdits" in kept:
-            kept["containerEdits"] = self._edits(object_of(kept["containerEdits"], "containerEdits"))
-        listed = [self._device(each) for each in objects(kept, "devices")]
-        kept["devices"] = self._sifted(listed, lambda device: self._name_faults(device, is_device))
+            common = object_of(kept["containerEdits"], "containerEdits")
+            kept["containerEdits"] = self._edits("containerEdits", common)
+        kept["devices"] = [each for device in objects(kept, "devices") if (each := self._device(device))]
         return kept
 
-    def _device(self, device: dict[str, Any]) -> dict[str, Any]:
-        kept = self._known(device, DEVICE_KEYS, "a device")
-        if not isinstance(kept.get("name"), str):
+    def _device(self, device: dict[str, Any]) -> dict[str, Any] | None:
+        self._where, before = "", self._dangers
+        kept = self._known(device, DEVICE_KEYS, " of a device")
+        if not isinstance(name := kept.get("name"), str):
             raise DocumentError("a device has no name")
-        return kept | {"containerEdits": self._edits(object_of(kept.get("containerEdits"), "containerEdits"))}
+        edits = object_of(kept.get("containerEdits"), "containerEdits")
+        kept["containerEdits"] = self._edits(f"device {name}", edits)
+        # With dangerous edits, the device stays, so that `verify` names them.
+        unknown = () if self._is_device(name) else (Fault(f"device {name}", dangerous=self._dangers > before),)
+        return kept if self._stays(unknown) else None
 
-    def _name_faults(self, device: dict[str, Any], is_device: Callable[[str], bool]) -> Iterable[Fault]:
-        name, edits = device["name"], device["containerEdits"]
-        # What is still wrong with the edits is dangerous: then the device stays, so that `verify` names it.
-        dangerous = any(True for _ in edits_problems(name, edits, self._expected))
-        return () if is_device(name) else (Fault(f"device {name}", dangerous),)
-
-    def _edits(self, edits: dict[str, Any]) -> dict[str, Any]:
-        expected, nodes = self._expected, strings(edits, "deviceNodes", "path")
-        kept = {key: edits[key] for key in self._sifted(edits, edit_faults)}
-        changed: dict[str, list[Any]] = {
-            "deviceNodes": self._sifted(
-                (
-                    self._known(each, NODE_KEYS, f"device node {each.get('path')}")
-                    for each in objects(kept, "deviceNodes")
-                ),
-                lambda node: node_faults(node, expected),
-            ),
-            "mounts": self._sifted(
-                (self._mount(each) for each in objects(kept, "mounts")),
-                lambda mount: mount_faults(mount, nodes, expected),
-            ),
-            "hooks": self._sifted(
-                (self._hook(each, nodes) for each in objects(kept, "hooks")),
-                lambda hook: hook_faults(hook, nodes, expected),
-            ),
+    def _edits(self, where: str, edits: dict[str, Any]) -> dict[str, Any]:
+        self._where, expected, nodes = where, self._expected, strings(edits, "deviceNodes", "path")
+        kept = self._known(edits, EDITS)
+        found: dict[str, list[Any]] = {
+            "deviceNodes": [each for node in objects(kept, "deviceNodes") if (each := self._node(node))],
+            "mounts": [each for mount in objects(kept, "mounts") if (each := self._mount(mount, nodes))],
+            "hooks": [each for hook in objects(kept, "hooks") if (each := self._hook(hook, nodes))],
             "env": self._sifted(items(kept, "env"), lambda setting: variable_faults(setting, expected)),
         }
-        mounted = sorted(strings(changed, "mounts", "hostPath"))
-        self._harmless |= dict.fromkeys(f"mount of {path}" for path in mounted if expected.is_harmless_node(path))
-        self._harmless |= dict.fromkeys(f"{each}" for each in changed["env"] if is_harmless(each, expected))
-        return kept | {key: value for key, value in changed.items() if key in kept}
+        groups = {number.gid for path, number in expected.live.items() if path in expected.granted} - {0}
+        for gid in items(kept, "additionalGids"):
+            if type(gid) is not int or gid not in groups:
+                self._stays((Fault(f"additional group {gid!r}, which no granted device node has"),))
+        mounted = sorted(strings(found, "mounts", "hostPath"))
+        self.harmless |= dict.fromkeys(f"mount of {path}" for path in mounted if expected.is_harmless_node(path))
+        self.harmless |= dict.fromkeys(f"{each}" for each in found["env"] if is_harmless(each, expected))
+        return kept | {key: value for key, value in found.items() if key in kept}
 
-    def _mount(self, mount: dict[str, Any]) -> dict[str, Any]:
-        what = f"mount of {mount.get('hostPath')}"
-        kept = mount if mount.get("type") not in BIND_TYPES else {key: mount[key] for key in mount if key != "type"}
-        kept = self._known(kept, MOUNT_KEYS | {"type"}, what)
-        if "options" in kept:
+    def _node(self, node: dict[str, Any]) -> dict[str, Any] | None:
+        kept = self._known(node, NODE_KEYS, f" of device node {node.get('path')}")
+        return kept if self._stays(node_faults(kept, self._expected)) else None
+
+    def _mount(self, mount: dict[str, Any], nodes: set[str]) -> dict[str, Any] | None:
+        what = f"mount of {mount.get('hostPath')!r}"
+        kept = {key: value for key, value in mount.items() if key != "type" or value not in BIND_TYPES}
+        kept = self._known(kept, MOUNT_KEYS, f" of {what}")
+        # The options of a socket's mount are others, and `mount_faults` compares them.
+        if "options" in kept and kept.get("hostPath") not in (*self._expected.sockets,):
             kept["options"] = self._sifted(items(kept, "options"), lambda option: option_faults(what, option))
-        return kept
+        return kept if self._stays(mount_faults(kept, nodes, self._expected)) else None
 
-    def _hook(self, hook: dict[str, Any], nodes: set[str]) -> dict[str, Any]:
+    def _hook(self, hook: dict[str, Any], nodes: set[str]) -> dict[str, Any] | None:
         """Return the hook without its unknown parts, if containers need it; otherwise, return it as it is."""
-        expected, kind = self._expected, is_needed(hook, self._expected)
-        if not kind:
-            return hook
-        kept = self._known(hook, HOOK_KEYS, f"hook {kind}")
-        if "env" in kept:
-            kept["env"] = self._sifted(items(kept, "env"), lambda setting: hook_variable_faults(kind, setting))
-        if kind not in expected.hooks:
+        expected, kind, kept = self._expected, is_needed(hook, self._expected), hook
+        if kind:
+            kept = self._known(hook, HOOK_KEYS, f" of hook {kind}")
+            if "env" in kept:
+                kept["env"] = self._sifted(items(kept, "env"), lambda setting: hook_variable_faults(kind, setting))
+        if kind and kind not in expected.hooks:
             name, rest = items(kept, "args")[:2], items(kept, "args")[2:]
             sifted = self._sifted(flags(rest), lambda flag: flag_faults(kind, flag, nodes, expected))
             kept["args"] = [*name, *(each for flag in sifted for each in flag)]
-        return kept
+        return kept if self._stays(hook_faults(kept, kind, expected)) else None
 
-    def _known(self, part: dict[str, Any], keys: frozenset[str], what: str) -> dict[str, Any]:
-        """Return the object without unknown keys. `what` names it."""
-        return {
-            key: part[key]
-            for key in self._sifted(part, lambda key: () if key in keys else (Fault(f"key {key} of {what}", False),))
-        }
+    def _known(self, part: dict[str, Any], keys: frozenset[str], of: str = "") -> dict[str, Any]:
+        """Return the object without unknown keys. `of` ends the messages, and names the object."""
+
+        def faults(key: str) -> Iterator[Fault]:
+            if key not in keys:
+                yield Fault(f"unknown key {key}{of}", key in DANGEROUS_KEYS)
+
+        return {key: part[key] for key in self._sifted(part, faults)}
 
     def _sifted(self, parts: Iterable[Part], faults: Callable[[Part], Iterable[Fault]]) -> list[Part]:
-        """Return the parts that have no fault, or a dangerous one."""
-        kept = []
-        for part in parts:
-            found = list(faults(part))
-            if found and not any(each.dangerous for each in found):
-                self._left_out |= dict.fromkeys(each.text for each in found)
-            else:
-                kept.append(part)
-        return kept
+        return [part for part in parts if self._stays(faults(part))]
+
+    def _stays(self, faults: Iterable[Fault]) -> bool:
+        """Take down a part's faults. Return whether the part has none, or a dangerous one."""
+        found = list(faults)
+        self.problems += [f"{self._where}: {each.text}" if self._where else each.text for each in found]
+        dangers = sum(each.dangerous for each in found)
+        self._dangers += dangers
+        if found and not dangers:
+            self.left_out |= dict.fromkeys(each.text for each in found)
+        return not found or dangers > 0

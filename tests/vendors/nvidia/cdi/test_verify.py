@@ -112,7 +112,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "variable 'LD_PRELOAD=/x.so'",
     ),
     "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "unexpected hook"),
-    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "has unknown key timeout"),
+    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "unknown key timeout of hook create-symlinks"),
     "other ldconfig": (
         lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
         "update-ldcache --ldconfig-path=@/tmp/evil",
